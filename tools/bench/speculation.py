@@ -182,7 +182,7 @@ def main() -> int:
             print("| --- " * (2 + len(names)) + "|")
             for streams in map(int, options.streams.split(",")):
                 for work in options.work.split(","):
-                    row(servers, work, [f"Task {n}. {WORK[work]}" for n in range(streams)], options)
+                    row(servers, work, [f"{WORK[work]} This is task {n}." for n in range(streams)], options)
         finally:
             for server in servers:
                 server.stop()

@@ -268,7 +268,7 @@ def test_passes_that_cost_as_much_as_their_tokens_are_not_made():
     shared = measured({0: 1.0})
     assert not shared.best_width([offer]), "nor is it known what more tokens cost"
     shared.times.record_prompt(64, 7.3)
-    assert shared.best_width([offer]) == 2
+    assert shared.best_width([offer]) == 1
     assert shared.times.cost(1, 2) == pytest.approx(1.2) and shared.times.cost(1, 15) == pytest.approx(2.5)
     assert shared.times.record_check(1, 2, 9.0) == pytest.approx(9.0 - 2.4)
     assert shared.times.cost(1, 2) == pytest.approx(2.4), "the first may have loaded kernels"
@@ -297,6 +297,19 @@ def test_a_batch_guesses_where_its_rows_together_gain():
     assert shared.best_width([sure] * 4) == 8
     assert shared.best_width([sure, sure, unsure, (0.5, 0)]) == 8
     assert not shared.best_width([sure, unsure, unsure, (0.5, 0)])
+
+
+def test_short_ends_of_prompts_hide_no_long_one():
+    """Behind hits a prompt's end is shorter than a batch has rows: 16 rows were never guessed for."""
+    shared, offer = measured({0: 0.23}, rows=16), sure_row().offer()
+    shared.times.record_prompt(64, 0.444)
+    for tokens in range(1, 14):
+        shared.times.record_prompt(tokens, 0.28)
+    assert shared.best_width([offer] * 16) == 1
+    assert shared.times.cost(16, 1) == pytest.approx(1 + 16 * (0.444 - 0.23) / 48 / 0.23)
+    many = measured({0: 1.0}, rows=100)
+    many.times.record_prompt(64, 0.32)
+    assert many.times.cost(100, 1) == pytest.approx(1.5)
 
 
 def test_what_a_batch_may_cost_follows_from_what_fewer_rows_took():

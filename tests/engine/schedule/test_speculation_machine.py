@@ -22,6 +22,7 @@ from kv_fakes import check_pool
 from rig import GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
+from omlxd.engine.schedule.speculation import GuessCounts
 
 SAMPLED = Sampling(temperature=0.8, top_k=30, seed=4)
 
@@ -38,6 +39,8 @@ class GuessMachine(RuleBasedStateMachine):
     kv: dict[str, Any]
     rights: list[list[int]]
     """Prompts and their plain answers."""
+    guesses: GuessCounts
+    """Of all engines so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +103,10 @@ class GuessMachine(RuleBasedStateMachine):
 
     def close(self) -> None:
         self.settle()
+        shared = self.rig.scheduler.speculation
+        assert shared is not None
+        counts = shared.counts[None]
+        self.guesses.record(counts.drafted, counts.accepted)
         self.rig.close()
 
     def teardown(self) -> None:
@@ -116,6 +123,8 @@ class GuessMachine(RuleBasedStateMachine):
         pytest.param("qwen3", 8, True, 15, marks=pytest.mark.slow),
         pytest.param("gemma3_text", 0, True, 15, marks=pytest.mark.slow),
         pytest.param("qwen3_5", 0, True, 15, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 8, True, 10, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", 8, True, 10, marks=pytest.mark.slow),
     ],
 )
 def test_guesses_cancels_and_restarts_change_no_token(
@@ -130,8 +139,11 @@ def test_guesses_cancels_and_restarts_change_no_token(
         like = folder if family == "qwen3" else build_family("qwen3", tmp_path / "other")
         draft = like_it(like, tmp_path / "draft", 0.02)
     plain = Reference(folder, **kv)
-    own = {"folder": folder, "draft": draft, "plain": plain, "kv": kv, "rights": rights}
+    guesses = GuessCounts()
+    own = {"folder": folder, "draft": draft, "plain": plain, "kv": kv, "rights": rights, "guesses": guesses}
     machine = type("Machine", (GuessMachine,), own)
     how = settings(max_examples=examples, stateful_step_count=12, deadline=None)
     run_state_machine_as_test(machine, settings=how)
+    print(f"{family}, {kv_bits} bits: {guesses.drafted} guesses, {guesses.accepted} held")
+    assert 0 < guesses.accepted < guesses.drafted
     plain.rig.close()
