@@ -37,6 +37,7 @@ def load_model(load: wire.Load) -> LoadedModel:
         load.adapter,
         load.weights_mmap,
         mlx_adapter.SEGMENT if shares and mlx_adapter.SEGMENT % cache.block_size == 0 else 0,
+        load.share_prefix == "auto",
     )
 
 

@@ -3,8 +3,9 @@
     python -m tools.bench.shared_prefix [--shape smollm2] [--tokens 20000] [--rows 1,4] [--new 1]
 
 Random KV stands for the prompts, so nothing is prefilled: `--tokens` are shared, and each row has `--own`
-tokens behind. Passes of both kinds take turns, so that a load on the machine slows both. A row of output for
-each number of rows: milliseconds a pass (median, fastest), bytes of live KV, the logits' largest difference.
+tokens behind. Both kinds take turns, so that a load on the machine slows both: `--run` steps, each started
+before the one before has been read, or a pass of several tokens. A row of output for each number of rows:
+milliseconds a step (median, fastest), bytes of live KV, the logits' largest difference.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ blas.put_first()  # As an engine does, before anything imports MLX.
 import mlx.core as mx  # noqa: E402
 
 from omlxd.engine import mlx_adapter  # noqa: E402
-from omlxd.engine.mlx_adapter import Cache, Segment, attention  # noqa: E402
+from omlxd.engine.mlx_adapter import Cache, CompiledStep, Segment, attention, products  # noqa: E402
 from tools.bench.gpu_rig import row  # noqa: E402
 from tools.bench.shapes import SHAPES, build  # noqa: E402
 
@@ -78,12 +79,14 @@ def main() -> int:
     parser.add_argument("--own", type=int, default=500)
     parser.add_argument("--rows", default="1,4")
     parser.add_argument("--passes", type=int, default=12)
+    parser.add_argument("--run", type=int, default=1, help="steps of one token that are timed together")
     parser.add_argument("--new", type=int, default=1, help="tokens of a row in a pass: 64 as in a prompt")
     parser.add_argument("--segment", type=int, default=mlx_adapter.SEGMENT)
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     attention.install()
     loaded = build(shape)
+    products.prepare(loaded.model)
     assert loaded.layout is not None
     names = {name: (g.heads, g.dim) for g in loaded.layout.groups for name in g.names}
     dtype, size = getattr(mx, shape.dtype), options.segment
@@ -103,6 +106,7 @@ def main() -> int:
             lambda owns=owns: joined([private(loaded.model, prefix, own) for own in owns])
         )
         live = mlx_adapter.share_prefixes(loaded.model, size)
+        compiled = CompiledStep(loaded.model)
         assert live.tokens, "this model shares nothing"
         segments = [Segment(kv) for kv in prefix]
         shared_cache, shared_bytes = held(
@@ -111,14 +115,20 @@ def main() -> int:
             )
         )
         tokens = mx.zeros((rows, options.new), mx.int32)
+        done = {"private": 0, "shared": 0}
         times: dict[str, list[float]] = {"private": [], "shared": []}
         logits: dict[str, mx.array] = {}
         for _ in range(options.passes):
             for kind, cache in (("private", private_cache), ("shared", shared_cache)):
                 began = time.perf_counter()
-                logits[kind] = loaded.model(tokens, cache=cache)
+                for _ in range(options.run):
+                    plain = options.new == 1
+                    step = compiled(tokens, cache, done[kind]) if plain else None
+                    logits[kind] = loaded.model(tokens, cache=cache) if step is None else step
+                    done[kind] += 1
+                    mx.async_eval(logits[kind], mlx_adapter.state_arrays(cache))
                 mx.eval(logits[kind], mlx_adapter.state_arrays(cache))
-                times[kind].append((time.perf_counter() - began) * 1e3)
+                times[kind].append((time.perf_counter() - began) * 1e3 / options.run)
                 if options.new > 1:
                     mlx_adapter.trim(cache, [options.new] * rows)
         spoken = [f"{statistics.median(times[k]):.0f}, {min(times[k]):.0f}" for k in times]

@@ -43,6 +43,7 @@ Places = tuple[list[int], list[int]]
 
 _kernels: dict[tuple[int, int, Any, bool, bool], Kernel | None] = {}
 _mlx_own = base.scaled_dot_product_attention
+_installed = False
 
 
 def reads_own_rows() -> bool:
@@ -52,8 +53,10 @@ def reads_own_rows() -> bool:
 
 def install() -> None:
     """Let every model of mlx-lm attend by `attend` from now on. Does nothing but on CUDA, and once."""
+    global _installed
     if backend() != "cuda" or installed():
         return
+    _installed = True
     for cache in NOTED:
         for name in ("update_and_fetch", "keys_and_values"):
             setattr(cache, name, _noting(getattr(cache, name)))
@@ -73,8 +76,8 @@ def attend_by(function: Any) -> None:
 
 
 def installed() -> bool:
-    """Whether mlx-lm's models attend by `attend`."""
-    return base.scaled_dot_product_attention is attend
+    """Whether mlx-lm's models attend by `attend`, or by what calls it (segments.py)."""
+    return _installed
 
 
 _given_out: dict[int, tuple[Any, Any, Any]] = {}

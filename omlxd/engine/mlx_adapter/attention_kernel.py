@@ -544,7 +544,7 @@ class Kernel:
         ring: bool = False,
         sinks: bool = False,
     ):
-        self._width, self._group, self._dtype, self._span = width, group, dtype, span
+        self.width, self.group, self.dtype, self.span = width, group, dtype, span
         self._with = {"ring": ring, "sinks": sinks}
         self.most_new = MOST_NEW if width <= TILE_WIDTH else MOST_WIDE
         """New tokens a row that it takes."""
@@ -573,12 +573,12 @@ class Kernel:
         sinks   (heads,)
         """
         starts, ends = (
-            _constant(f"{name}{window}", tuple(at), mx.int32)
+            constant(f"{name}{window}", tuple(at), mx.int32)
             for name, at in zip(("starts", "ends"), places, strict=True)
         )
         call = self._compiled(queries.shape, keys.shape, window)
         more = () if sinks is None else (sinks,)
-        return call(queries, keys, values, starts, ends, _constant("scale", (scale,), mx.float32), *more)
+        return call(queries, keys, values, starts, ends, constant("scale", (scale,), mx.float32), *more)
 
     def step(
         self,
@@ -595,7 +595,7 @@ class Kernel:
         fresh  (rows, KV heads, 1, width) each; empty where they are in `held`
         held   (rows, KV heads, capacity, width), in one piece; written in place, column `ends[row] - 1`
         """
-        scales = _constant("scale", (scale,), mx.float32)
+        scales = constant("scale", (scale,), mx.float32)
         return self._attend(queries, *held, starts, ends, scales, sinks, fresh=fresh), *held
 
     def _attend(
@@ -611,46 +611,70 @@ class Kernel:
         fresh: Sequence[mx.array] = (),
         window: int = 0,
     ) -> mx.array:
-        rows, heads, new = queries.shape[:3]
-        kv_heads, capacity = keys.shape[1:3]
-        if new > 1 and self._width <= TILE_WIDTH:
-            name, span, at_once = "tiles", TILE_SPAN, 16
-        else:
-            name = ("step" if fresh else "spans") if new == 1 else "several"
-            span, at_once = self._span, heads_at_once(self._width, self._group, new > 1)
-        spans = -(-capacity // span)
-        alone = spans == 1 and name != "tiles"
-        last = [] if sinks is None else [sinks]
-        places = (rows, heads * new, spans)
-        made = self._run(
-            name + "_out" * alone,
-            span,
-            [queries, *fresh, keys, values, starts, ends, scale, *(last if alone else [])],
-            [capacity, new, kv_heads, window or NO_WINDOW],
-            grid=(spans * 32 * WARPS, kv_heads * -(-self._group * new // at_once), rows),
-            threadgroup=(32 * WARPS, 1, 1),
-            output_shapes=[queries.shape] if alone else [(*places, self._width), (*places, 2)],
-            output_dtypes=[self._dtype] if alone else [mx.float32, mx.float32],
-        )
-        if alone:
+        given = queries, keys, values, starts, ends, scale
+        *made, span = self.parts(*given, fresh=fresh, window=window, sinks=sinks, out=True)
+        if len(made) == 1:
             return made[0]
+        rows, heads, new = queries.shape[:3]
         return self._run(
             "merge",
             span,
-            [*made, starts, ends, *last],
-            [spans, heads * new, new],
-            grid=(rows * heads * new * self._width, 1, 1),
-            threadgroup=(self._width, 1, 1),
+            [*made, starts, ends, *([] if sinks is None else [sinks])],
+            [made[0].shape[2], heads * new, new],
+            grid=(rows * heads * new * self.width, 1, 1),
+            threadgroup=(self.width, 1, 1),
             output_shapes=[queries.shape],
-            output_dtypes=[self._dtype],
+            output_dtypes=[self.dtype],
         )[0]
+
+    def parts(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        starts: mx.array,
+        ends: mx.array,
+        scale: mx.array,
+        *,
+        fresh: Sequence[mx.array] = (),
+        window: int = 0,
+        sinks: mx.array | None = None,
+        out: bool = False,
+    ) -> tuple[Any, ...]:
+        """(vectors (rows, queries of a row, spans, width), their logarithms' largest and masses (…, 2), both
+        in float32; tokens of a span).
+
+        out  if rows have no more than one span: (what attention gives, with `sinks`; tokens of a span)
+        """
+        rows, heads, new = queries.shape[:3]
+        kv_heads, capacity = keys.shape[1:3]
+        if new > 1 and self.width <= TILE_WIDTH:
+            name, span, at_once = "tiles", TILE_SPAN, 16
+        else:
+            name = ("step" if fresh else "spans") if new == 1 else "several"
+            span, at_once = self.span, heads_at_once(self.width, self.group, new > 1)
+        spans = -(-capacity // span)
+        alone = out and spans == 1 and name != "tiles"
+        places = (rows, heads * new, spans)
+        last = [sinks] if alone and sinks is not None else []
+        made = self._run(
+            name + "_out" * alone,
+            span,
+            [queries, *fresh, keys, values, starts, ends, scale, *last],
+            [capacity, new, kv_heads, window or NO_WINDOW],
+            grid=(spans * 32 * WARPS, kv_heads * -(-self.group * new // at_once), rows),
+            threadgroup=(32 * WARPS, 1, 1),
+            output_shapes=[queries.shape] if alone else [(*places, self.width), (*places, 2)],
+            output_dtypes=[self.dtype] if alone else [mx.float32, mx.float32],
+        )
+        return *made, span
 
     def _run(
         self, name: str, span: int, inputs: list[mx.array], scalars: list[int], **how: Any
     ) -> list[mx.array]:
         """One kernel, compiled at its first call."""
         if (name, span) not in self._code:
-            function, source = source_of(name, self._width, self._group, self._dtype, span, **self._with)
+            function, source = source_of(name, self.width, self.group, self.dtype, span, **self._with)
             self._code[name, span] = function, nvrtc.machine_code(source)
         function, code = self._code[name, span]
         return mx.fast.precompiled_cuda_kernel(
@@ -666,7 +690,7 @@ class Kernel:
 _constants: dict[str, tuple[Any, mx.array]] = {}
 
 
-def _constant(name: str, values: tuple[float, ...], dtype: Any) -> mx.array:
+def constant(name: str, values: tuple[float, ...], dtype: Any) -> mx.array:
     """An array of these numbers; all layers of a step share it."""
     cached = _constants.get(name)
     if cached is None or cached[0] != values:

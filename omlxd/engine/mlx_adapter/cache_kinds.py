@@ -430,6 +430,8 @@ def _span(
         at = end
     if stop > at or not parts:
         parts.append(tail[:, :, column + max(start - at, 0) : column + stop - at])
+    elif len(parts) == 1:  # A copy: see `addresses_of`.
+        parts.append(parts[0][:, :, :0])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 

@@ -27,11 +27,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from . import attention, cuda_driver, products
+from . import attention, cuda_driver, products, segment_attention, segments
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import Cache
 from .fused_attention import ARCHITECTURES
 from .fused_step import FusedStep, Unfusable
+from .segment_attention import Shared
+from .segments import SegmentedBatchKVCache, SegmentedKVCache
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +85,12 @@ def _next(layer: Any) -> Next | None:
         if ring > window or grows or getattr(layer, "keep", 0):
             return None
         return Next(layer, *attention.window_places(lengths, layer._idx % window + 1, ring, window), lengths)
-    ends = [layer.offset] if alone else layer.ends
+    bases = getattr(layer, "bases", [0] * layer.keys.shape[0])
+    ends = [layer.offset - bases[0]] if alone else layer.ends
     starts = [0] if alone else layer.starts
     if max(ends) >= ring:
         return None
-    lengths = [end + 1 - start for start, end in zip(starts, ends, strict=True)]
+    lengths = [base + end + 1 - start for base, start, end in zip(bases, starts, ends, strict=True)]
     return Next(layer, starts, [end + 1 for end in ends], lengths)
 
 
@@ -95,6 +98,7 @@ class StepKV:
     """Stands for a layer's cache while a step is traced. `offset`, `starts`, `ends`: (rows,).
 
     `keys` and `values` hold the new token once attention was computed. `window`: 0 where all tokens are kept.
+    `shared`: what rows hold in segments before them.
     """
 
     def __init__(
@@ -105,8 +109,9 @@ class StepKV:
         ends: mx.array,
         offset: mx.array,
         window: int = 0,
+        shared: Shared | None = None,
     ):
-        self.keys, self.values = keys, values
+        self.keys, self.values, self.shared = keys, values, shared
         self.starts, self.ends, self.offset, self._window = starts, ends, offset, window
         self._fresh: tuple[mx.array, mx.array] | None = None
         self.done = False
@@ -134,13 +139,18 @@ class StepKV:
         fresh = self._fresh
         if fresh is None or keys is not fresh[0] or values is not fresh[1] or mask is not None:
             raise Untraceable("attention does not read the KV that its cache gave")
-        kernel = attention.kernel_for(queries, self.keys, self._window > 0, sinks)
         same = self.keys.shape == self.values.shape and fresh[0].dtype == self.keys.dtype
-        if kernel is None or not same:
+        held, put, ends = (self.keys, self.values), () if self.done else fresh, (self.starts, self.ends)
+        step = None
+        if same and self.shared is None:
+            kernel = attention.kernel_for(queries, self.keys, self._window > 0, sinks)
+            step = kernel and kernel.step(queries, put, held, *ends, scale, sinks)
+        elif same and self.shared is not None and sinks is None:
+            over_segments = segments.kernel_for(queries, self.keys)
+            step = over_segments and over_segments.step(queries, put, held, self.shared, *ends, scale)
+        if step is None:
             raise Untraceable("no kernel for this attention")
-        held = self.keys, self.values
-        put = () if self.done else fresh
-        out, self.keys, self.values = kernel.step(queries, put, held, self.starts, self.ends, scale, sinks)
+        out, self.keys, self.values = step
         self.done = True
         return out
 
@@ -165,6 +175,18 @@ def fused_step(model: Any) -> FusedStep | None:
     return found
 
 
+def steps_share(model: Any) -> bool:
+    """Whether steps of `model`, fused or not, read segments by our kernels; else the log says why not."""
+    fused = vars(model).get("omlxd_fused") or None
+    if segment_attention.in_use() and fused is not None:
+        try:
+            fused.check(model, StepKV, partial(segment_attention.example, fused.heads))
+        except Exception as error:
+            log.warning("prefixes are not shared: fused steps over segments: %s", error)
+            return False
+    return segment_attention.in_use()
+
+
 def _make_room(cache: Cache) -> None:
     """Make the KV's arrays contiguous, with room for a token of each row.
 
@@ -175,6 +197,7 @@ def _make_room(cache: Cache) -> None:
         rows, heads, _, width = layer.keys.shape
         none = mx.zeros((rows, heads, 1, width), layer.keys.dtype)
         layer.update_and_fetch(none, mx.zeros((*none.shape[:3], layer.values.shape[3]), layer.values.dtype))
+        layer.unread = None  # What a layer with segments gave out.
         if isinstance(layer, KVCache):
             layer.offset -= 1
         else:
@@ -185,8 +208,11 @@ def _make_room(cache: Cache) -> None:
             waiting.clear()
 
 
-TRACED = (KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache)
-"""Classes of the layers of a cache, no subclass."""
+TRACED = (
+    *(KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache),
+    *(SegmentedKVCache, SegmentedBatchKVCache),
+)
+"""Classes of the layers of a cache, no other subclass."""
 
 
 class CompiledStep:
@@ -206,6 +232,9 @@ class CompiledStep:
         if self._off or any(type(layer) not in TRACED for layer in cache):
             return None
         first = cache[0]
+        shared = getattr(first, "shared", None)
+        if shared is not None and (first.keys is None or not segment_attention.in_use()):
+            return None
         fused = self._fuses(tokens, first.keys)
         if not (steps or fused):
             return None
@@ -216,6 +245,10 @@ class CompiledStep:
         if not all(places.values()):
             return None
         shape = tuple(tuple(at.layer.keys.shape) for at in places.values() if at is not None)
+        held: list[Any] = []
+        if shared is not None:
+            held = [*shared[:-1], *(layer.shared.layer for layer in cache)]
+            shape += shared.table.shape[0], shared.tokens, shared.most
         new = shape not in self._functions and steps < AFTER
         if new and not fused:
             return None
@@ -223,7 +256,7 @@ class CompiledStep:
         try:
             function = partial(self._trace, windows) if new else self._function(shape, cache, windows)
             arrays = [at.arrays() for at in places.values() if at is not None]
-            logits, keys, values = function(tokens, keys, values, arrays)
+            logits, keys, values = function(tokens, keys, values, arrays, held)
         except Exception as error:
             log.info("decode steps are not compiled: %s", error)
             self._off = True
@@ -264,11 +297,18 @@ class CompiledStep:
         keys: list[mx.array],
         values: list[mx.array],
         places: list[tuple[mx.array, mx.array, mx.array]],
+        held: list[Any],
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        """`windows`: of each layer. `places`: as `Next.arrays`, of each window in the order of the layers."""
+        """`windows`: of each layer. `places`: as `Next.arrays`, of each window in the order of the layers.
+        `held`: what all layers have of `Shared`, and each layer's number; empty where no row has segments."""
         at = dict(zip(dict.fromkeys(windows), places, strict=True))
-        pairs = zip(keys, values, windows, strict=True)
-        layers = [StepKV(own, held, *at[window], window) for own, held, window in pairs]
+        addresses, table, counts, each, most, *numbers = held or [None] * 5
+        shared = [Shared(addresses, table, counts, each, most, number) for number in numbers]
+        of_layers = zip(keys, values, windows, shared or [None] * len(keys), strict=True)
+        layers = [
+            StepKV(own_keys, own_values, *at[window], window, its)
+            for own_keys, own_values, window, its in of_layers
+        ]
         if self._fused is not None and self._fuses(tokens, keys[0]):
             logits = self._fused(tokens, layers)
         else:

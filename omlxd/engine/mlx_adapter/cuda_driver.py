@@ -76,6 +76,12 @@ def multiprocessors() -> int:
     return number.value
 
 
+def wait() -> None:
+    """Until the GPU has done all that it was given. Does nothing without CUDA."""
+    with contextlib.suppress(DriverError):
+        _call("cuCtxSynchronize")
+
+
 SPARE = 2 << 30
 """Bytes that MLX's pool may keep of what was freed, once memory is short."""
 

@@ -83,7 +83,7 @@ def fits(heads: Heads) -> bool:
     )
 
 
-_HEADER = """
+COPIES = """
 #define OMLXD_COPY(to, from, bytes) \\
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes))
 __device__ inline void omlxd_matrices(unsigned* x, unsigned from) {
@@ -311,14 +311,14 @@ _BODY = """
       mass += weight * masses[w][h];
       x += weight * vectors[(w * 8 + h) * (D + 4) + d];
     }
-    if (spans == 1) out[(query_head + h) * D + d] = omlxd_round<T>(x / mass);
+    if (spans == 1 && !PARTS_ALONE) out[(query_head + h) * D + d] = omlxd_round<T>(x / mass);
     else {
       const long place = (query_head + h) * MOST + blockIdx.x;
       sums[place * D + d] = x;
       if (d == 0) { weights[place * 2] = top; weights[place * 2 + 1] = mass; }
     }
   }
-  if (spans == 1) return;
+  if (spans == 1 || PARTS_ALONE) return;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
@@ -366,26 +366,26 @@ def _bits(x: float) -> str:
     return x.hex().replace(".", "").replace("-", "m").replace("+", "")
 
 
-def source_of(heads: Heads, shape: Shape) -> tuple[str, str]:
-    """(function, CUDA source)."""
+def source_of(heads: Heads, shape: Shape, *, parts_alone: bool = False) -> tuple[str, str]:
+    """(function, CUDA source). `parts_alone`: nothing puts them together."""
     group = heads.heads // heads.kv_heads
     numbers = {"D": heads.width, "GROUP": group, "H": most_heads(group), "KV_HEADS": heads.kv_heads}
     numbers |= {"TURNED": heads.turned, "TRADITIONAL": int(heads.traditional), "NORM": int(heads.norm)}
     numbers |= {"WARPS": shape.warps, "STAGES": shape.stages, "LEAST": shape.least, "MOST": shape.most}
-    numbers["PARTS"] = group // numbers["H"]
+    numbers |= {"PARTS": group // numbers["H"], "PARTS_ALONE": int(parts_alone)}
     kind = TYPES[heads.dtype]
     floats = [float(heads.scale), float(heads.eps)]  # MLX takes no float for an argument.
     function = "_".join(["omlxd_fused_attention", kind, *map(str, numbers.values()), *map(_bits, floats)])
     constants = ", ".join(f"{word} = {number}" for word, number in numbers.items())
-    head = f"{HEADER}{_HEADER}using T = {kind};\nconstexpr int {constants};\n"
+    head = f"{HEADER}{COPIES}using T = {kind};\nconstexpr int {constants};\n"
     head += f"constexpr float scale = {floats[0]!r}f, eps = {floats[1]!r}f;\n"
     bounds = f"__launch_bounds__({32 * shape.warps})"
     return function, f'{head}extern "C" __global__ void {bounds} {function}({_ARGUMENTS}) {{\n{_BODY}\n}}\n'
 
 
 @cache
-def _compiled(heads: Heads, shape: Shape) -> tuple[str, bytes]:
-    function, source = source_of(heads, shape)
+def _compiled(heads: Heads, shape: Shape, parts_alone: bool) -> tuple[str, bytes]:
+    function, source = source_of(heads, shape, parts_alone=parts_alone)
     return function, nvrtc.machine_code(source)
 
 
@@ -412,16 +412,32 @@ class FusedAttention:
         turns  (rows, width) in float32: cosine and sine of each pair's turn, at its two dimensions
         held   (rows, KV heads, capacity, width), in one piece; column `ends[row] - 1` is written in place
         """
+        return self._run(new, norms, turns, held, starts, ends, parts_alone=False)[0]
+
+    def parts(self, *given: Any) -> tuple[mx.array, mx.array]:
+        """(vectors (rows, heads, parts, width), their logarithms' largest and masses (…, 2)) in float32, of
+        what `__call__` takes."""
+        _, sums, weights = self._run(*given, parts_alone=True)
+        return sums, weights
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """Tokens of a part at least, parts of a row at most, and what tokens of a part are a multiple of."""
+        return self._shape.least, self._shape.most, 16 * self._shape.warps
+
+    def _run(
+        self, new: Any, norms: Any, turns: Any, held: Any, starts: Any, ends: Any, *, parts_alone: bool
+    ) -> list[mx.array]:
         heads, shape = self.heads, self._shape
         rows, _, capacity, width = held[0].shape
         parts = heads.heads // most_heads(heads.heads // heads.kv_heads)
         if rows not in self._counters:
             self._counters[rows] = mx.zeros((rows * parts,), mx.int32)
             mx.eval(self._counters[rows])
-        function, code = _compiled(heads, shape)
+        function, code = _compiled(heads, shape, parts_alone)
         parts_of = rows, heads.heads, shape.most
         ring = shape.warps * shape.stages * 2 * 16 * width * 2
-        out, _, _ = mx.fast.precompiled_cuda_kernel(
+        return mx.fast.precompiled_cuda_kernel(
             name=function,
             compiled_source=code,
             inputs=[*new, *(norms or new[:2]), turns, *held, starts, ends, self._counters[rows]],
@@ -433,4 +449,3 @@ class FusedAttention:
             output_dtypes=[heads.dtype, mx.float32, mx.float32],
             ensure_row_contiguous=True,
         )
-        return out

@@ -19,7 +19,8 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
 from . import products
-from .fused_attention import FusedAttention, Heads, fits
+from .fused_attention import Heads, fits
+from .segment_attention import FusedSegments, Shared
 
 MODULES = {f"mlx_lm.models.{name}" for name in ("llama", "qwen2", "qwen3")}
 ROPES = (nn.RoPE, rope_utils.Llama3RoPE, rope_utils.YarnRoPE, rope_utils.SuScaledRoPE)
@@ -93,7 +94,7 @@ class FusedStep:
         head = getattr(head, "head", head)  # Of the last positions alone.
         self._head = _linear(head) if head is not None else Linear(self._embedding.weight, None)
         self._norm = _norm(inner.norm, self._eps)
-        self.attend = attend or FusedAttention(self.heads)
+        self.attend = attend or FusedSegments(self.heads)
 
     @property
     def weights(self) -> list[list[mx.array]]:
@@ -136,7 +137,8 @@ class FusedStep:
         eps = self._eps
         q, k, v = _products(x.scaled, *weights.qkv, squares=x.squares, eps=eps)
         held = kv.keys, kv.values
-        attended = self.attend((q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends)
+        shared = () if kv.shared is None else (kv.shared,)
+        attended = self.attend((q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends, *shared)
         if isinstance(attended, tuple):  # Where nothing is written in place.
             attended, kv.keys, kv.values = attended
         kv.done = True
@@ -148,19 +150,32 @@ class FusedStep:
         (logits,) = _products(x.scaled, self._head, squares=x.squares, eps=self._eps)
         return logits
 
-    def check(self, model: Any, step_kv: Any) -> None:
+    def check(
+        self, model: Any, step_kv: Any, shared: Callable[[int], tuple[Shared, mx.array, Any]] | None = None
+    ) -> None:
         """Raise Unfusable unless the first and the last layer, and the head, give what the model's own do.
 
-        step_kv  makes a layer's cache of (keys, values, starts, ends, offset)
+        step_kv  makes a layer's cache of (keys, values, starts, ends, offset, shared)
+        shared   of so many rows: what they hold in segments, the tokens of that, what must stay meanwhile
         """
         own_head = getattr(model, "lm_head", None) or self._embedding.as_linear
         for rows in CHECKED_ROWS:
             for at in (0, -1):
-                far = self._difference(model, own_head, step_kv, rows, at)
+                behind = shared(rows) if shared is not None else (None, mx.array(0), None)
+                far = self._difference(model, own_head, step_kv, rows, at, *behind[:2])
                 if not far < CLOSE:  # NaN too
                     raise Unfusable(f"layer {at} differs by {far:.3g} in a step of {rows} rows")
 
-    def _difference(self, model: Any, own_head: Any, step_kv: Any, rows: int, at: int) -> float:
+    def _difference(
+        self,
+        model: Any,
+        own_head: Any,
+        step_kv: Any,
+        rows: int,
+        at: int,
+        shared: Shared | None,
+        bases: mx.array,
+    ) -> float:
         """The largest of what a layer adds, of its KV and of the head, for rows of unequal lengths."""
         heads, dtype = self.heads, self.heads.dtype
         length, capacity = 300, 512
@@ -172,7 +187,8 @@ class FusedStep:
         held = [mx.random.normal(shape, key=key).astype(dtype) for key in keys[1:]]
         mx.eval(held)
         own, ours = (
-            step_kv(*(array + 0 for array in held), starts, ends, ends - starts - 1) for _ in range(2)
+            step_kv(*(array + 0 for array in held), starts, ends, bases + ends - starts - 1, shared=shared)
+            for _ in range(2)
         )
         mx.eval(own.keys, own.values, ours.keys, ours.values)
         want = model.model.layers[at](x[:, None], None, own)

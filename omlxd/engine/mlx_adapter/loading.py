@@ -42,7 +42,7 @@ from .cache_kinds import (
     states_of,
     trim,
 )
-from .compiled_step import AFTER, CompiledStep
+from .compiled_step import AFTER, CompiledStep, steps_share
 from .device import backend
 from .mapped import MappedWeights
 from .multi_lora import Adapters, read_adapter
@@ -139,6 +139,7 @@ def load(
     adapter: str = "",
     weights_mmap: str = "off",
     segment: int = 0,
+    segments_pay: bool = False,
 ) -> LoadedModel:
     """Load weights and tokenizer, and learn the KV layout from a forward pass of one token.
 
@@ -148,6 +149,7 @@ def load(
     weights_mmap  `on`, `auto` or `off`, as `MappedWeights` has it
     segment  tokens of a segment of KV that sequences share, where the model can; 0: they share none. On a CPU
              only in float32: products of 16 bits would be rounded where segments meet
+    segments_pay  share none on a GPU unless our kernel reads segments there: MLX's own products are slower
 
     Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` is not possible,
     AdapterError where `adapter` is not, and what mlx-lm raises.
@@ -188,7 +190,7 @@ def load(
         float32=converted,
         blind=blind,
         mapped=mapped,
-        segments=share_prefixes(model, segment if shares else 0),
+        segments=share_prefixes(model, segment if shares else 0, segments_pay and backend() != "cpu"),
     )
 
 
@@ -303,16 +305,19 @@ def _attend_unequal(model: Any) -> None:
     mx.eval(state_arrays(batch))
 
 
-def share_prefixes(model: Any, tokens: int) -> LiveSegments:
+def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegments:
     """From now on `model`'s caches can hold segments of so many tokens.
 
-    Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut.
+    Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut. `by_kernel`: nor where our
+    kernel does not read them.
     """
     fresh = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
     if not tokens or not segmented(fresh()):
         return LiveSegments()
     segments.install()
     if not segments.can_share(model, lambda: segmented(fresh())):
+        return LiveSegments()
+    if attention.installed() and not steps_share(model) and by_kernel:
         return LiveSegments()
     model.make_cache = lambda: segmented(fresh())
     return LiveSegments(tokens)

@@ -11,9 +11,11 @@ sequence's own tail, which decoding extends without another cut.
 | the last, and decoding,  | segments and tail by products of their  | MLX's own with its wheel's BLAS;   |
 | up to `FEW` tokens a row | own, with one softmax over all          | with others sums follow the cuts   |
 | the same, more tokens    | a joint copy of all; in batches as above| MLX's own; as above                |
+| on CUDA, up to 64 tokens | each segment once for all rows, and     | the kernels': sums in a fixed      |
+|                          | tails (segment_attention.py)            | order                              |
 
-Of a batch each row is read by itself. So bits depend on the prompt alone: not on who shares a segment, nor
-on who else is in the batch.
+Elsewhere each row of a batch is read by itself. So bits depend on the prompt alone: not on who shares a
+segment, nor on who else is in the batch.
 
 `attend` is put in place of mlx-lm's `scaled_dot_product_attention`; `can_share` says whether all attention of
 a model goes through it.
@@ -33,8 +35,10 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
+from . import attention, cuda_driver, segment_attention
 from .attention import attend_by
 from .batch_kv import EvenBatchKVCache, round_up
+from .segment_attention import SegmentKernel, Shared
 
 SEGMENT = 2048
 """Tokens. With 4,096, four rows of the bench took as long and held 283 MB more."""
@@ -48,14 +52,35 @@ Pair = tuple[mx.array, mx.array]
 class Segment:
     """KV of some tokens, by layout name, each (1, heads, tokens, dim). Nobody may change it."""
 
-    __slots__ = ("__weakref__", "tensors")
+    __slots__ = ("__weakref__", "_addresses", "tensors")
 
     def __init__(self, tensors: dict[str, mx.array]):
         self.tensors = tensors
+        self._addresses: mx.array | None = None
 
     def pair(self, layer: str) -> Pair:
         """K and V of the layer that is named so."""
         return self.tensors[f"{layer}.keys"], self.tensors[f"{layer}.values"]
+
+    @property
+    def layers(self) -> list[str]:
+        """Their names, in order."""
+        return [name.removesuffix(".keys") for name in self.tensors if name.endswith(".keys")]
+
+    @property
+    def addresses(self) -> mx.array:
+        """(layers, 1, 2): as `segment_attention.Shared` has them."""
+        if self._addresses is None:
+            arrays = [array for layer in self.layers for array in self.pair(layer)]
+            self._addresses = segment_attention.addresses_of(arrays).reshape(-1, 1, 2)
+        return self._addresses
+
+    def __deepcopy__(self, memo: object) -> Segment:
+        return self
+
+    def __del__(self) -> None:
+        if self._addresses is not None:  # MLX does not know what a kernel reads that was told addresses.
+            cuda_driver.wait()
 
 
 class SegmentedKVCache(KVCache):
@@ -73,6 +98,19 @@ class SegmentedKVCache(KVCache):
         self.segments: list[Segment] = []
         self.base = 0
         self.unread: Pair | None = None
+        self._shared: Shared | None = None
+
+    @property
+    def bases(self) -> list[int]:
+        """Tokens before the tail."""
+        return [self.base]
+
+    @property
+    def shared(self) -> Shared | None:
+        """What the kernel reads beside the tail; None: no segment."""
+        if self._shared is None and self.segments:
+            self._shared = _shared([self.segments], self.layer)
+        return self._shared
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         if not self.segments:
@@ -98,6 +136,7 @@ class SegmentedKVCache(KVCache):
     def add_segment(self, segment: Segment, tokens: int) -> None:
         """The next `tokens` tokens are in `segment`, and no longer in the tail."""
         self.segments.append(segment)
+        self._shared = None
         self.base += tokens
         self.offset = max(self.offset, self.base)
 
@@ -135,6 +174,19 @@ class SegmentedBatchKVCache(EvenBatchKVCache):
         self.layer = ""
         self.segments: list[list[Segment]] = [[] for _ in left_padding]
         self.unread: Pair | None = None
+        self._shared: Shared | None = None
+
+    @property
+    def bases(self) -> list[int]:
+        """Tokens before each row's tail."""
+        return [sum(one.pair(self.layer)[0].shape[2] for one in row) for row in self.segments]
+
+    @property
+    def shared(self) -> Shared | None:
+        """What the kernel reads beside the tails; None: no row has a segment."""
+        if self._shared is None and any(self.segments):
+            self._shared = _shared(self.segments, self.layer)
+        return self._shared
 
     @classmethod
     def merge(cls, caches: Sequence[SegmentedKVCache]) -> SegmentedBatchKVCache:
@@ -164,10 +216,32 @@ class SegmentedBatchKVCache(EvenBatchKVCache):
     def extend(self, other: Any) -> None:
         super().extend(other)
         self.segments += other.segments
+        self._shared = None
 
     def filter(self, batch_indices: Any) -> None:
         super().filter(batch_indices)
         self.segments = [self.segments[row] for row in batch_indices]
+        self._shared = None
+
+
+def _shared(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
+    places = segment_attention.places_of(rows)
+    held = [rows[row][index] for row, index in places.holders]
+    number, tokens = held[0].layers.index(layer), held[0].pair(layer)[0].shape[2]
+    return Shared(_addresses(held), places.table, places.counts, tokens, places.most, number)
+
+
+def _addresses(held: list[Segment]) -> mx.array:
+    """Of all layers; the newest ones are kept, since layers ask one by one."""
+    global _known
+    if [known() for known in _known[0]] != held:
+        addresses = mx.concatenate([segment.addresses for segment in held], axis=1)
+        mx.eval(addresses)
+        _known = [weakref.ref(segment) for segment in held], addresses
+    return _known[1]
+
+
+_known: tuple[list[weakref.ref[Segment]], mx.array] = [], mx.array(0)
 
 
 OWN_MASK = "a row sees its own tokens"
@@ -213,8 +287,13 @@ def attend(
     if unread[0] is keys and unread[1] is values:
         cache.unread = None
     _check_read(cache)
-    if isinstance(cache, SegmentedKVCache):
-        plain = sinks is None and (mask is None or isinstance(mask, str))
+    alone = isinstance(cache, SegmentedKVCache)
+    plain = sinks is None and (mask is OWN_MASK or (alone and (mask is None or isinstance(mask, str))))
+    if plain and not (alone and cache.joint) and (kernel := kernel_for(queries, keys)) is not None:
+        places = ([0], [cache.offset - cache.base]) if alone else (cache.starts, cache.ends)
+        if queries.shape[2] <= kernel.most_new:
+            return kernel(queries, cast(Shared, cache.shared), keys, values, places, scale)
+    if alone:
         if not cache.joint and plain and queries.shape[2] <= FEW:
             return _over_segments(queries, cache.segments, cache.layer, cache.keys_and_values(), scale)
         return _next(queries, *cache.whole(), cache=cache, scale=scale, mask=mask, sinks=sinks)
@@ -230,6 +309,12 @@ def attend(
             causal = "causal" if own.shape[2] > 1 else None
             rows.append(mx.fast.scaled_dot_product_attention(own, *tail, scale=scale, mask=causal))
     return mx.concatenate(rows)
+
+
+def kernel_for(queries: mx.array, keys: mx.array) -> SegmentKernel | None:
+    """What reads segments and tails together; None: MLX's products do. On CUDA alone."""
+    tails = attention.kernel_for(queries, keys) if attention.installed() else None
+    return segment_attention.checked(tails) if tails is not None else None
 
 
 def _over_segments(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models import base
 from mlx_lm.models.cache import RotatingKVCache
 
-from omlxd.engine.mlx_adapter import attention, attention_kernel
+from omlxd.engine.mlx_adapter import attention, attention_kernel, segment_attention, segments
+from omlxd.engine.mlx_adapter.segment_attention import Shared
 
 
 class Reference:
@@ -60,15 +62,7 @@ class Reference:
         """As `Kernel.step`, for a compiled step; makes new arrays instead of writing in place."""
         Reference.steps += 1
         ring = held[0].shape[2]
-        newest = ((ends - 1) % ring)[:, None, None, None]
-        keys, values = (
-            (
-                mx.put_along_axis(array, mx.broadcast_to(newest, new.shape), new, axis=2)
-                for array, new in zip(held, fresh, strict=True)
-            )
-            if fresh
-            else held
-        )
+        keys, values = put_newest(held, fresh, (ends - 1) % ring + 1) if fresh else held
         columns = (starts[:, None] + mx.arange(ring)) % ring
         inorder = (mx.take_along_axis(array, columns[:, None, :, None], axis=2) for array in (keys, values))
         seen = mx.arange(ring) < (ends - starts)[:, None]
@@ -78,11 +72,105 @@ class Reference:
         return out, keys, values
 
 
+def partial_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, seen: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """(what keys and values give alone, the logarithm of their mass) for queries (…, heads, n, width)."""
+    group = queries.shape[-3] // keys.shape[-3]
+    keys, values = (mx.repeat(array, group, axis=-3) for array in (keys, values))
+    scores = (queries * scale) @ keys.swapaxes(-1, -2)
+    scores = scores if seen is None else mx.where(seen, scores, -mx.inf)
+    return mx.softmax(scores, axis=-1) @ values, mx.logsumexp(scores, axis=-1, keepdims=True)
+
+
+class SegmentReference:
+    """What segment_attention.SegmentKernel computes, in its way: parts, merged by log-sum-exp. It reads which
+    rows hold what, and where, as the kernel does."""
+
+    calls = several = 0
+    arrays: ClassVar[dict[int, mx.array]] = {}
+    """By what stands for their addresses."""
+    most_new = attention_kernel.MOST_NEW
+
+    def __call__(
+        self,
+        queries: mx.array,
+        shared: Shared,
+        keys: mx.array,
+        values: mx.array,
+        places: tuple[list[int], list[int]],
+        scale: float,
+    ) -> mx.array:
+        starts, ends = (mx.array(at) for at in places)
+        return self._attend(queries, shared, keys, values, starts, ends, scale)
+
+    def step(
+        self,
+        queries: mx.array,
+        fresh: Any,
+        held: Any,
+        shared: Shared,
+        starts: mx.array,
+        ends: mx.array,
+        scale: float,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        keys, values = put_newest(held, fresh, ends)
+        return self._attend(queries, shared, keys, values, starts, ends, scale), keys, values
+
+    def _attend(
+        self,
+        queries: mx.array,
+        shared: Shared,
+        keys: mx.array,
+        values: mx.array,
+        starts: mx.array,
+        ends: mx.array,
+        scale: float,
+    ) -> mx.array:
+        SegmentReference.calls += 1
+        new = queries.shape[2]
+        SegmentReference.several += new > 1
+        columns, rows = mx.arange(keys.shape[2]), mx.arange(len(queries))
+        last = ends[:, None] - new + mx.arange(new)
+        seen = (columns >= starts[:, None, None]) & (columns <= last[..., None])
+        parts = [partial_attention(queries, keys, values, scale, seen[:, None])]
+        table = shared.table
+        for slot, (key, value) in enumerate(np.array(shared.addresses[shared.layer])):
+            out, mass = partial_attention(queries, self.arrays[int(key)], self.arrays[int(value)], scale)
+            holders = table[slot, 1::2][None], mx.arange(len(queries))[None] < table[slot, 0]
+            holds = mx.any((holders[0] == rows[:, None]) & holders[1], axis=1)[:, None, None, None]
+            parts.append((out, mx.where(holds, mass, -mx.inf)))
+        masses = mx.concatenate([mass for _, mass in parts], axis=-1)
+        weights = mx.softmax(masses, axis=-1)
+        return sum((out * weights[..., i : i + 1] for i, (out, _) in enumerate(parts)), mx.array(0.0))
+
+
+def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers in place of addresses."""
+    monkeypatch.setattr(SegmentReference, "arrays", arrays := {})
+
+    def addresses_of(given: list[mx.array]) -> mx.array:
+        numbers = list(range(len(arrays), len(arrays) + len(given)))
+        arrays.update(zip(numbers, given, strict=True))
+        return mx.array(numbers, mx.uint64)
+
+    monkeypatch.setattr(segment_attention, "addresses_of", addresses_of)
+
+
+def put_newest(held: Any, fresh: Any, ends: mx.array) -> list[mx.array]:
+    """New arrays with the newest tokens in their columns."""
+    return [
+        mx.put_along_axis(array, mx.broadcast_to((ends - 1)[:, None, None, None], new.shape), new, axis=2)
+        for array, new in zip(held, fresh, strict=True)
+    ]
+
+
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test, in modules that the test imports too."""
     before = base.scaled_dot_product_attention
     known = set(sys.modules)
+    monkeypatch.setattr(attention, "_installed", False)
     for cache in attention.NOTED:
         for name in ("update_and_fetch", "keys_and_values"):
             monkeypatch.setattr(cache, name, getattr(cache, name))
@@ -92,10 +180,15 @@ def reference(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setattr(module, "scaled_dot_product_attention", attention._mlx_own)
     kernel = Reference()
     Reference.calls = Reference.several = Reference.steps = 0
+    over_segments = SegmentReference()
+    SegmentReference.calls = SegmentReference.several = 0
+    known_addresses(monkeypatch)
 
     def install() -> None:
         monkeypatch.setattr(attention, "backend", lambda: "cuda")
         monkeypatch.setattr(attention, "kernel_for", lambda *_: kernel)
+        monkeypatch.setattr(segments, "kernel_for", lambda queries, keys: over_segments)
+        monkeypatch.setattr(segment_attention, "in_use", lambda: True)
         attention.install()
 
     yield install

@@ -16,7 +16,9 @@ from omlxd.engine.mlx_adapter import CompiledStep, compiled_step, fused_step
 from omlxd.engine.mlx_adapter.fused_attention import Heads, Shape, source_of
 from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
 from omlxd.engine.mlx_adapter.products_kernel import FORMS
+from omlxd.engine.mlx_adapter.segment_attention import Shared
 
+from .conftest import SegmentReference, put_newest
 from .test_compiled_step import STEPS, Steps, batch_of
 
 FUSED = ("llama", "qwen3")
@@ -34,7 +36,14 @@ class Attend:
         self.heads, self.calls = heads, 0
 
     def __call__(
-        self, new: Any, norms: Any, turns: mx.array, held: Any, starts: mx.array, ends: mx.array
+        self,
+        new: Any,
+        norms: Any,
+        turns: mx.array,
+        held: Any,
+        starts: mx.array,
+        ends: mx.array,
+        shared: Shared | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         self.calls += 1
         heads = self.heads
@@ -42,10 +51,11 @@ class Attend:
         if norms is not None:
             q, k = (mx.fast.rms_norm(x, weight, heads.eps) for x, weight in zip((q, k), norms, strict=True))
         q, k = self._turned(q, turns), self._turned(k, turns)
-        keys, values = (
-            mx.put_along_axis(array, mx.broadcast_to((ends - 1)[:, None, None, None], x.shape), x, axis=2)
-            for array, x in zip(held, (k[:, :, None], v[:, :, None]), strict=True)
-        )
+        fresh = k[:, :, None], v[:, :, None]
+        if shared is not None:
+            step = SegmentReference().step(q[:, :, None], fresh, held, shared, starts, ends, heads.scale)
+            return step[0].reshape(turns.shape[0], -1), *step[1:]
+        keys, values = put_newest(held, fresh, ends)
         columns = mx.arange(keys.shape[2])
         seen = (columns >= starts[:, None]) & (columns < ends[:, None])
         out = mx.fast.scaled_dot_product_attention(

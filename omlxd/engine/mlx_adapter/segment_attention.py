@@ -1,0 +1,384 @@
+"""Attention on CUDA of rows that hold segments: segment_kernel.py reads each once for all that hold it.
+
+`checked` gives what takes over for `segments.attend`, once it computed what MLX's own does, and a row's bits
+alone were those beside others. `FusedSegments` is the same for fused_step.py, whose own check follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+
+from . import nvrtc, segment_kernel
+from .attention_kernel import TILE_SPAN, Kernel, constant
+from .fused_attention import MOST_GROUP, WIDTHS, FusedAttention, Heads
+from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, Tail, merge_source, segments_source
+
+log = logging.getLogger(__name__)
+
+Pair = tuple[mx.array, mx.array]
+
+CLOSE = 0.02
+"""As attention.py's."""
+
+
+class Places(NamedTuple):
+    """Which rows hold which segments: the same for all layers.
+
+    holders  (row, index) of a holder of each segment
+    table    (segments, 1 + 2 * rows) in int32: how many rows hold one, then each such row and the segment's
+             index among its own
+    counts   (rows,) in int32: segments of each row
+    most     of these, the largest
+    """
+
+    holders: list[tuple[int, int]]
+    table: mx.array
+    counts: mx.array
+    most: int
+
+
+def places_of(rows: Sequence[Sequence[object]]) -> Places:
+    """Of these rows' segments."""
+    known: dict[int, int] = {}
+    return _places(tuple(tuple(known.setdefault(id(one), len(known)) for one in row) for row in rows))
+
+
+@lru_cache(64)
+def _places(rows: tuple[tuple[int, ...], ...]) -> Places:
+    held: dict[int, list[tuple[int, int]]] = {}
+    for row, numbers in enumerate(rows):
+        for index, number in enumerate(numbers):
+            held.setdefault(number, []).append((row, index))
+    every, width = list(held.values()), 2 * len(rows)
+    table = mx.array([[len(own), *sum(own, ()), *[0] * (width - 2 * len(own))] for own in every], mx.int32)
+    counts = mx.array([len(numbers) for numbers in rows], mx.int32)
+    mx.eval(table, counts)
+    return Places([own[0] for own in every], table, counts, max(map(len, rows)))
+
+
+class Shared(NamedTuple):
+    """KV of a layer that rows hold in segments.
+
+    addresses  (layers, segments, 2) in uint64: of keys and values, each (1, KV heads, tokens, width)
+    layer      which of those
+    The rest as `Places` has it.
+    """
+
+    addresses: mx.array
+    table: mx.array
+    counts: mx.array
+    tokens: int
+    most: int
+    layer: int
+
+
+def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
+    """Where each of `arrays` lies in the GPU's memory, in uint64, evaluated.
+
+    A kernel is told them, since MLX gives none that stays: an array that Python looks at moves for good. So
+    does what a view of it shares: let nobody have one of these.
+    """
+    mx.eval(list(arrays))
+    code, found = _Code({"": segment_kernel.addresses_source(AT_ONCE)}), list[mx.array]()
+    for first in range(0, len(arrays), AT_ONCE):
+        some = arrays[first : first + AT_ONCE]
+        found += code.run(
+            "",
+            [*some, *[some[0]] * (AT_ONCE - len(some))],
+            [],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(AT_ONCE,)],
+            output_dtypes=[mx.uint64],
+        )
+    addresses = mx.contiguous(mx.concatenate(found)[: len(arrays)])
+    mx.eval(addresses)
+    return addresses
+
+
+AT_ONCE = 24
+"""Arrays of a launch that asks for addresses."""
+
+
+_machine_code = cache(lambda source: nvrtc.machine_code(source))
+
+
+class _Code:
+    """Machine code by what a source is made of. Raises what NVRTC and the driver raise."""
+
+    def __init__(self, sources: dict[Any, tuple[str, str]]):
+        with ThreadPoolExecutor(len(sources), thread_name_prefix="nvrtc") as aside:
+            codes = list(aside.map(lambda source: _machine_code(source[1]), sources.values()))
+        self._held = {
+            key: (source[0], code) for (key, source), code in zip(sources.items(), codes, strict=True)
+        }
+
+    def run(self, key: Any, inputs: list[mx.array], scalars: list[int], **how: Any) -> list[mx.array]:
+        function, code = self._held[key]
+        return mx.fast.precompiled_cuda_kernel(
+            name=function,
+            compiled_source=code,
+            inputs=inputs,
+            scalars=scalars,
+            ensure_row_contiguous=True,
+            **how,
+        )
+
+
+class SegmentReader:
+    """The kernels for one width, group and type, which compile now. Raises what NVRTC, the driver and MLX
+    raise.
+
+    tails  what rows' tails are cut into: tokens of a span, or a fused kernel's LEAST, MOST and step
+    heads  queries come as the projections give them
+    """
+
+    def __init__(self, width: int, group: int, dtype: Any, tails: Sequence[Tail], heads: Heads | None = None):
+        self._width, self._group, self._dtype = width, group, dtype
+        reads = segments_source(width, group, dtype, heads)
+        self._code = _Code({"": reads} | {tail: merge_source(width, dtype, tail) for tail in tails})
+
+    def __call__(
+        self,
+        given: list[mx.array],
+        shape: tuple[int, int, int, int],
+        shared: Shared,
+        tail: tuple[mx.array, mx.array, Tail],
+        starts: mx.array,
+        ends: mx.array,
+        scale: mx.array,
+    ) -> mx.array:
+        """(rows, heads, new tokens, width).
+
+        given  queries (rows, heads, new tokens, width); for `heads` queries, weights of their norm and turns,
+               as fused_attention.py has them
+        shape  rows, heads, KV heads and new tokens
+        tail   sums, weights and what they were cut into
+        """
+        (rows, heads, kv_heads, new), width = shape, self._width
+        parts, segments = -(-shared.tokens // SPAN), shared.table.shape[0]
+        most = parts * shared.most
+        tiles = -(-rows * self._group * new // (8 * segment_kernel.most_tiles(width)))
+        ring = WARPS * STAGES * 2 * 16 * width * 2
+        sums, weights = self._code.run(
+            "",
+            [*given, shared.addresses, shared.table, scale],
+            [shared.layer, segments, shared.tokens, rows, new, most, kv_heads],
+            grid=(tiles * 32 * WARPS, kv_heads, segments * parts),
+            threadgroup=(32 * WARPS, 1, 1),
+            shared_memory=max(ring, WARPS * 8 * segment_kernel.most_tiles(width) * (width + 4) * 4),
+            output_shapes=[(rows, heads * new, most, width), (rows, heads * new, most, 2)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
+        tail_sums, tail_weights, cut = tail
+        return self._code.run(
+            cut,
+            [sums, weights, shared.counts, tail_sums, tail_weights, starts, ends],
+            [parts, most, tail_sums.shape[-2], heads * new],
+            grid=(rows * heads * new * (32 * MERGE_WARPS + width), 1, 1),
+            threadgroup=(32 * MERGE_WARPS + width, 1, 1),
+            output_shapes=[(rows, heads, new, width)],
+            output_dtypes=[self._dtype],
+        )[0]
+
+
+class SegmentKernel:
+    """Attention of rows that hold segments, beside `tails`, which reads the rest of each. Raises as
+    `SegmentReader`."""
+
+    def __init__(self, tails: Kernel):
+        self._tails = tails
+        self.most_new = tails.most_new
+        cuts = {tails.span, TILE_SPAN}
+        self._read = SegmentReader(tails.width, tails.group, tails.dtype, [*cuts])
+
+    def __call__(
+        self,
+        queries: mx.array,
+        shared: Shared,
+        keys: mx.array,
+        values: mx.array,
+        places: tuple[Sequence[int], Sequence[int]],
+        scale: float,
+    ) -> mx.array:
+        """As `attention_kernel.Kernel`, whose `keys` and `values` are the rows' tails here."""
+        starts, ends = (
+            constant(name, tuple(at), mx.int32) for name, at in zip(("starts", "ends"), places, strict=True)
+        )
+        return self._attend(queries, shared, keys, values, starts, ends, scale)
+
+    def step(
+        self,
+        queries: mx.array,
+        fresh: Sequence[mx.array],
+        held: Pair,
+        shared: Shared,
+        starts: mx.array,
+        ends: mx.array,
+        scale: float,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """As `Kernel.step`."""
+        return self._attend(queries, shared, *held, starts, ends, scale, fresh), *held
+
+    def _attend(
+        self,
+        queries: mx.array,
+        shared: Shared,
+        keys: mx.array,
+        values: mx.array,
+        starts: mx.array,
+        ends: mx.array,
+        scale: float,
+        fresh: Sequence[mx.array] = (),
+    ) -> mx.array:
+        scales = constant("scale", (scale,), mx.float32)
+        tail = self._tails.parts(queries, keys, values, starts, ends, scales, fresh=fresh)
+        shape = queries.shape[0], queries.shape[1], keys.shape[1], queries.shape[2]
+        return self._read([queries], shape, shared, tail, starts, ends, scales)
+
+
+class FusedSegments(FusedAttention):
+    """`FusedAttention` that takes what rows hold in segments too. That compiles at its first call."""
+
+    _read: SegmentReader | None = None
+
+    def __call__(
+        self,
+        new: tuple[mx.array, mx.array, mx.array],
+        norms: Pair | None,
+        turns: mx.array,
+        held: Pair,
+        starts: mx.array,
+        ends: mx.array,
+        shared: Shared | None = None,
+    ) -> mx.array:
+        if shared is None:
+            return super().__call__(new, norms, turns, held, starts, ends)
+        heads, rows = self.heads, new[0].shape[0]
+        if self._read is None:
+            group = heads.heads // heads.kv_heads
+            self._read = SegmentReader(heads.width, group, heads.dtype, [self.cut], heads)
+        sums, weights = self.parts(new, norms, turns, held, starts, ends)
+        given = [new[0], (norms or new)[0], turns]
+        tail = sums, weights, self.cut
+        out = self._read(
+            given,
+            (rows, heads.heads, heads.kv_heads, 1),
+            shared,
+            tail,
+            starts,
+            ends,
+            constant("scale", (heads.scale,), mx.float32),
+        )
+        return out.reshape(rows, -1)
+
+
+# --------------------------------------------------------------------------- the check
+
+
+def in_use() -> bool:
+    """Whether a kernel reads segments."""
+    return bool(_used)
+
+
+_used: list[SegmentKernel] = []
+
+
+@cache
+def checked(tails: Kernel) -> SegmentKernel | None:
+    """What reads segments beside `tails`; None, and a line in the log, where it does not compute what MLX's
+    own attention does, or not the same bits for a row alone."""
+    began, far = time.perf_counter(), 0.0
+    if tails.width not in WIDTHS or tails.group > MOST_GROUP:
+        return None
+    try:
+        kernel = SegmentKernel(tails)
+        for new in {1, min(5, tails.most_new)}:
+            for tokens, rows in _CASES:
+                far = max(far, _difference(kernel, tails, tokens, rows, new))
+    except Exception as error:
+        log.warning("KV in segments is read by MLX's own products: our kernel does not run here (%s)", error)
+        return None
+    if not far < CLOSE:  # NaN too
+        log.warning("KV in segments is read by MLX's own products: our kernel differs by %.3g", far)
+        return None
+    log.info(
+        "KV in segments is read by omlxd's kernel, once for all rows: within %.4f of MLX's own, a row's bits "
+        "alone those beside others, checked in %.1f s",
+        far,
+        time.perf_counter() - began,
+    )
+    _used.append(kernel)
+    return kernel
+
+
+def _shared_of(held: Sequence[Pair], rows: Sequence[Sequence[int]]) -> Shared:
+    """Of rows that hold these of the segments `held`, by number, which must stay."""
+    places = places_of([[held[number] for number in row] for row in rows])
+    arrays = [array for row, index in places.holders for array in held[rows[row][index]]]
+    addresses = addresses_of(arrays).reshape(1, -1, 2)
+    return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most, 0)
+
+
+def example(heads: Heads, rows: int) -> tuple[Shared, mx.array, list[Pair]]:
+    """(what so many rows hold in segments of random numbers, each row's tokens, what must stay as long)."""
+    shape, own = (1, heads.kv_heads, SPAN, heads.width), [[0, 1, 2][: row % 4] for row in range(rows)]
+    held = [
+        cast(
+            Pair,
+            tuple(mx.random.normal(shape, key=mx.random.key(2 * at + i)).astype(heads.dtype) for i in (0, 1)),
+        )
+        for at in range(3)
+    ]
+    return _shared_of(held, own), mx.array([len(row) * SPAN for row in own]), held
+
+
+_CASES = ((2 * SPAN, ([0, 1, 2], [0, 1], [], [0, 1])), (16, (list(range(19)), [2], [*range(9)], [])))
+"""Tokens of a segment, and each row's segments, by number."""
+
+
+def _difference(kernel: SegmentKernel, tails: Kernel, tokens: int, rows: Any, new: int) -> float:
+    """The largest from MLX's own in float32; infinite where a row alone has other bits. NaN too."""
+    width, kv_heads, scale = tails.width, 2, tails.width**-0.5
+    ends, capacity = [900, 77, 130, new][: len(rows)], 1024
+
+    def random(*shape: int, seed: int) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(seed)).astype(tails.dtype)
+
+    count = 1 + max(number for row in rows for number in row)
+    held = [
+        cast(Pair, tuple(random(1, kv_heads, tokens, width, seed=2 * number + i) for i in (0, 1)))
+        for number in range(count)
+    ]
+    keys, values = (random(len(rows), kv_heads, capacity, width, seed=500 + i) for i in (0, 1))
+    queries = random(len(rows), kv_heads * tails.group, new, width, seed=502)
+
+    def attend(which: list[int]) -> mx.array:
+        own = [rows[row] for row in which]
+        at = mx.array(which)
+        given, places = (keys[at], values[at]), ([0] * len(which), [ends[row] for row in which])
+        if not any(own):
+            return tails(queries[at], *given, places, scale)
+        return kernel(queries[at], _shared_of(held, own), *given, places, scale)
+
+    together, far = attend(list(range(len(rows)))), 0.0
+    for row, (numbers, end) in enumerate(zip(rows, ends, strict=True)):
+        own = [
+            *(held[number] for number in numbers),
+            (keys[row : row + 1, :, :end], values[row : row + 1, :, :end]),
+        ]
+        exact = [mx.concatenate(list(parts), axis=2).astype(mx.float32) for parts in zip(*own, strict=True)]
+        query = queries[row : row + 1].astype(mx.float32)
+        want = mx.fast.scaled_dot_product_attention(query, *exact, scale=scale, mask="causal")
+        if not mx.array_equal(attend([row])[0], together[row]).item():
+            return float("inf")
+        one = cast(float, mx.abs(together[row : row + 1].astype(mx.float32) - want).max().item())
+        far = max(far, one if one == one else float("inf"))
+    return far

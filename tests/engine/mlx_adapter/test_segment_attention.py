@@ -1,0 +1,315 @@
+"""Rows over segments, by MLX's ops in place of CUDA's kernel: where it takes over, and what it is given."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cold_run import Reference as ColdRun
+from cold_run import prompt
+from families import build_family
+from guesses import guess_by, half_right
+from rig import Rig
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import (
+    CompiledStep,
+    attention_kernel,
+    compiled_step,
+    segment_attention,
+    segment_kernel,
+    segments,
+)
+from omlxd.engine.mlx_adapter.fused_attention import Heads
+from omlxd.engine.mlx_adapter.segment_attention import places_of
+
+from .conftest import Reference, SegmentReference
+from .test_compiled_step import STEPS, Steps
+from .test_fused_step import fuse
+
+BLOCK, SEGMENT = 16, 32
+PREFIX = 3 * SEGMENT
+LENGTHS = (PREFIX + 5, PREFIX + 40, 20, SEGMENT + 3)
+"""Of prompts that begin alike: with four, three, no and one segment of theirs; the first two share three."""
+
+
+def row(loaded: mlx_adapter.LoadedModel, seed: int, length: int) -> mlx_adapter.Cache:
+    """A cache behind a prompt, in segments where the model shares any."""
+    common = [int(token) for token in np.random.default_rng(99).integers(5, 200, PREFIX)]
+    own = [int(token) for token in np.random.default_rng(seed).integers(5, 200, length)]
+    tokens = [*common, *own][:length]
+    names = [bytes([seed if (i + 1) * BLOCK > PREFIX else 255, i]) for i in range(length // BLOCK)]
+    cache = mlx_adapter.new_cache(loaded.model, length + STEPS)
+    boundary = (length - 1) // BLOCK * BLOCK
+    mx.eval(loaded.model(mx.array([tokens[:boundary]]), cache=cache))
+    loaded.segments.cut(cache, names, BLOCK, length + 2, last=True)
+    mx.eval(loaded.model(mx.array([tokens[boundary:]]), cache=cache))
+    mlx_adapter.after_prefill(cache, length)
+    return cache
+
+
+def batch(loaded: mlx_adapter.LoadedModel, lengths: tuple[int, ...]) -> mlx_adapter.Cache:
+    caches = [row(loaded, seed, length) for seed, length in enumerate(lengths)]
+    if len(caches) == 1:
+        return caches[0]
+    joined = mlx_adapter.merge(caches[:1])
+    for cache in caches[1:]:
+        mlx_adapter.extend(joined, cache)
+    return joined
+
+
+def load(folder: Path, segment: int = 0) -> mlx_adapter.LoadedModel:
+    return mlx_adapter.load(folder, segment=segment, segments_pay=True)
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's stand-in looks its addresses up."""
+    monkeypatch.setattr(mx, "compile", lambda function, **how: function)
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return build_family(getattr(request, "param", "qwen3"), tmp_path / "model")
+
+
+@pytest.fixture
+def want(folder: Path):
+    """Logits of MLX's own over KV that is not cut."""
+    loaded = load(folder)
+    return lambda *lengths: Steps(loaded, batch(loaded, lengths), None).run(len(lengths))
+
+
+@pytest.mark.parametrize("steps", ["each", "compiled", "fused"])
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:2], LENGTHS[1:2]], ids=["all", "alike", "alone"])
+@pytest.mark.parametrize("folder", ["llama", "qwen3"], indirect=True)
+def test_it_computes_what_the_model_does(
+    folder: Path, lengths: tuple[int, ...], steps: str, want, reference, monkeypatch
+):
+    if steps == "fused":
+        monkeypatch.setattr(compiled_step, "fused_step", fuse)
+    expected = want(*lengths)
+    reference()
+    loaded = load(folder, SEGMENT)
+    cache = batch(loaded, lengths)
+    ran = Steps(loaded, cache, None if steps == "each" else CompiledStep(loaded.model))
+    SegmentReference.calls = 0
+    for got, own in zip(ran.run(len(lengths)), expected, strict=True):
+        np.testing.assert_allclose(got, own, atol=2e-4)
+    layers = len(loaded.model.layers)
+    assert ran.done == {"each": 0, "compiled": STEPS - compiled_step.AFTER, "fused": STEPS}[steps]
+    assert SegmentReference.calls == layers * STEPS
+    held = [one for rows in (cache[0].segments if len(lengths) > 1 else [cache[0].segments]) for one in rows]
+    assert len(held) > len({id(one) for one in held}) or len(lengths) == 1
+
+
+def test_rows_join_and_leave_between_compiled_steps(folder: Path, want, reference, monkeypatch):
+    monkeypatch.setattr(compiled_step, "fused_step", fuse)
+    expected = want(*LENGTHS)
+    reference()
+    loaded = load(folder, SEGMENT)
+    cache = batch(loaded, LENGTHS)
+    steps = Steps(loaded, cache, CompiledStep(loaded.model))
+    got = steps.run(4, 2)
+    mlx_adapter.keep_rows(cache, [0, 2, 3])
+    steps.count = 0
+    tokens = mx.array([[10 + 7 * 2 + row] for row in (0, 2, 3)])
+    assert steps.compiled is not None
+    logits = steps.compiled(tokens, cache, 0)
+    assert logits is not None
+    for ours, own in zip(
+        [*got, np.array(logits[:, -1])], [*expected[:2], expected[2][[0, 2, 3]]], strict=True
+    ):
+        np.testing.assert_allclose(ours, own, atol=2e-4)
+    mlx_adapter.keep_rows(cache, [1])
+    assert cache[0].shared is None, "who is left holds no segment"
+    again = row(loaded, 7, PREFIX + 2)
+    mlx_adapter.extend(cache, again)
+    assert cache[0].shared is not None and cache[0].bases == [0, PREFIX]
+
+
+def test_guesses_and_ends_of_prompts_are_read_by_it_too(folder: Path, reference):
+    def passes(loaded: mlx_adapter.LoadedModel) -> np.ndarray:
+        cache = batch(loaded, LENGTHS)
+        tokens = mx.random.randint(5, 200, (len(LENGTHS), 5), key=mx.random.key(3))
+        with mlx_adapter.last_positions(5):
+            first = loaded.model(tokens, cache=cache)
+            mlx_adapter.trim(cache, [0, 4, 2, 1])
+            second = loaded.model(tokens[:, :3], cache=cache)
+        return np.concatenate([np.array(first), np.array(second)], axis=1)
+
+    expected = passes(load(folder))
+    reference()
+    loaded = load(folder, SEGMENT)
+    SegmentReference.several = 0
+    np.testing.assert_allclose(passes(loaded), expected, atol=2e-4)
+    with_segments = sum(length - 1 > SEGMENT for length in LENGTHS)
+    assert SegmentReference.several == len(loaded.model.layers) * (2 + with_segments)
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool, reference, monkeypatch):
+    """Through the scheduler: from nothing, a hit, and who joins later."""
+    prompts = [prompt(3 * 256 + 50) + prompt(20 + 9 * i, seed=i + 1) for i in range(4)]
+    with ColdRun(folder) as cold:
+        expected = [cold.once(tokens, 40)[0] for tokens in prompts]
+    if speculate:
+        guess_by(monkeypatch, half_right([p + w for p, w in zip(prompts, expected, strict=True)], 1))
+    reference()
+    with Rig(folder, segment=256, speculate=speculate) as rig:
+        SegmentReference.calls = SegmentReference.several = 0
+        running = [rig.start(tokens, 40) for tokens in prompts[:3]]
+        running[0].first.wait(60)
+        running.append(rig.start(prompts[3], 40))
+        assert [output.tokens() for output in running] == expected
+        assert rig.run(prompts[0], 40).got == expected[0]
+        ends = 5 * len(rig.loaded.model.layers)  # Of the prompts, which have several tokens as well.
+        assert SegmentReference.calls > ends and (SegmentReference.several > ends) == speculate
+        rig.settle()
+        gc.collect()
+        assert rig.on_engine(lambda: len(rig.loaded.segments)) == 0
+
+
+def test_nobody_gets_a_view_of_a_segment(folder: Path):
+    """Its address must stay: an array that Python reads moves on CUDA, and so does what its views share."""
+    loaded = load(folder, SEGMENT)
+    for cache, read in (
+        (batch(loaded, LENGTHS[1:2]), mlx_adapter.token_range),
+        (batch(loaded, LENGTHS), None),
+    ):
+        segment = cache[0].segments[0] if read else cache[0].segments[1][0]
+        for start, stop in ((0, SEGMENT), (3, 9), (SEGMENT - 4, SEGMENT + 4)):
+            held = read(cache, start, stop) if read else mlx_adapter.row_tensors(cache, 1, start, stop)
+            mx.eval(held)
+            for name, array in held.items():
+                own = np.asarray(memoryview(segment.tensors[name]))
+                assert not np.shares_memory(np.asarray(memoryview(array)), own)
+    assert copy.deepcopy(cache)[0].segments[1][0] is segment
+
+
+def test_a_segment_that_goes_waits_for_what_reads_it(folder: Path, reference, monkeypatch):
+    reference()
+    waits: list[int] = []
+    monkeypatch.setattr(segments.cuda_driver, "wait", lambda: waits.append(1))
+    loaded = load(folder, SEGMENT)
+    cache = batch(loaded, LENGTHS[1:2])
+    assert cache[0].shared.addresses.shape == (len(cache), 4, 2)
+    gc.collect()
+    waits.clear()
+    cache.clear()
+    gc.collect()
+    assert len(waits) == 4
+    mlx_adapter.Segment({})
+    assert len(waits) == 4, "nobody was told where it lies"
+
+
+def test_short_requests_go_as_if_nothing_were_shared(folder: Path, reference):
+    reference()
+    loaded = load(folder, SEGMENT)
+    Reference.calls = SegmentReference.calls = 0
+    steps = Steps(loaded, batch(loaded, (20, 18)), CompiledStep(loaded.model))
+    steps.run(2)
+    assert steps.done == STEPS - compiled_step.AFTER
+    assert Reference.calls > 0 and SegmentReference.calls == 0
+
+
+def test_without_a_kernel_a_gpu_shares_only_if_told_to(folder: Path, reference, monkeypatch):
+    reference()
+    monkeypatch.setattr(segments, "kernel_for", lambda queries, keys: None)
+    monkeypatch.setattr(segment_attention, "in_use", lambda: False)
+    model = mlx_adapter.load(folder).model
+    assert mlx_adapter.share_prefixes(model, SEGMENT, by_kernel=True).tokens == 0
+    assert mlx_adapter.share_prefixes(model, SEGMENT).tokens == SEGMENT
+    loaded = mlx_adapter.load(folder, segment=SEGMENT)
+    assert CompiledStep(loaded.model)(mx.array([[1]]), row(loaded, 0, LENGTHS[0]), 9) is None
+
+
+def test_fused_steps_that_read_segments_wrongly_keep_prefixes_apart(
+    folder: Path, reference, monkeypatch, caplog
+):
+    reference()
+    model = mlx_adapter.load(folder).model
+    step = fuse(model)
+    object.__setattr__(model, "omlxd_fused", step)
+    assert compiled_step.steps_share(model)
+    attend = step.attend
+    step.attend = lambda *given: attend(*given[:6])  # type: ignore[method-assign]  It misses the segments.
+    with caplog.at_level("WARNING"):
+        assert not compiled_step.steps_share(model)
+    assert "prefixes are not shared" in caplog.text
+
+
+def test_tables_say_who_holds_what():
+    one, two, three = object(), object(), object()
+    places = places_of([[one, two], [], [one], [one, two, three]])
+    assert places.holders == [(0, 0), (0, 1), (3, 2)]
+    assert places.table.tolist() == [
+        [3, 0, 0, 2, 0, 3, 0, 0, 0],
+        [2, 0, 1, 3, 1, 0, 0, 0, 0],
+        [1, 3, 2, 0, 0, 0, 0, 0, 0],
+    ]
+    assert (places.counts.tolist(), places.most) == ([2, 0, 1, 3], 3)
+
+
+class Watched:
+    """In place of MLX's launches: what each was given, and zeros."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, int, tuple[int, ...]]] = []
+
+    def __call__(
+        self, *, name: str, inputs: list[mx.array], grid: tuple[int, ...], **how: object
+    ) -> list[mx.array]:
+        self.launches.append((name, len(inputs), grid))
+        shapes, dtypes = how["output_shapes"], how["output_dtypes"]
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]  # type: ignore[call-overload]
+
+
+def test_a_launch_reads_all_segments(monkeypatch):
+    watched = Watched()
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", watched, raising=False)
+    for module in (segment_attention.nvrtc, attention_kernel.nvrtc):
+        monkeypatch.setattr(module, "machine_code", lambda source: b"")
+    kernel = segment_attention.SegmentKernel(attention_kernel.Kernel(64, 4, mx.float16))
+    held = [(mx.zeros((1, 2, 1024, 64)), mx.zeros((1, 2, 1024, 64))) for _ in range(19)]
+    shared = segment_attention._shared_of(held, [list(range(19)), [0], []])
+    assert shared.addresses.shape == (1, 19, 2)
+    asked, tails = len(watched.launches), mx.zeros((3, 2, 256, 64))
+    out = kernel(mx.zeros((3, 8, 1, 64)), shared, tails, tails, ([0] * 3, [9] * 3), 0.1)
+    assert out.shape == (3, 8, 1, 64)
+    assert [name for name, _, _ in watched.launches[:asked]] == ["omlxd_addresses_24"] * asked
+    assert asked == -(-2 * 19 // segment_attention.AT_ONCE)
+    names, counts, grids = zip(*watched.launches[asked:], strict=True)
+    kinds = ["omlxd_decode_spans", "omlxd_segments", "omlxd_segments_merge"]
+    assert [name.split("_float16")[0] for name in names] == kinds, "one launch for any number of segments"
+    assert counts == (6, 4, 7)
+    assert grids[1][1:] == (2, 19 * 1024 // segment_kernel.SPAN)
+
+
+def test_a_source_for_each_kind_of_heads():
+    kinds = [
+        (width, group, dtype)
+        for width in (64, 128, 256)
+        for group in (1, 3, 16)
+        for dtype in attention_kernel.TYPES
+    ]
+    sources = [segment_kernel.segments_source(*kind) for kind in kinds]
+    sources += [
+        segment_kernel.segments_source(
+            *kind, Heads(width, 4 * kind[1], 4, width, False, True, 0.1, 1e-6, kind[2])
+        )
+        for kind in kinds
+        for width in kind[:1]
+    ]
+    sources += [
+        segment_kernel.merge_source(width, mx.bfloat16, tail)
+        for width in (64, 128)
+        for tail in (512, (512, 16, 128))
+    ]
+    assert len({name for name, _ in sources}) == len(sources)
+    assert all(source.count("{") == source.count("}") for _, source in sources)
+    assert not any(word in source for _, source in sources for word in ("QUERY", " TAIL "))
