@@ -35,8 +35,10 @@ from .device import backend
 
 log = logging.getLogger(__name__)
 
-CLOSE = 0.02
-"""Largest difference from MLX's own in float32, for values of a normal distribution: bfloat16's rounding."""
+CLOSE = 0.03
+"""Largest difference from MLX's own in float32, for values of a normal distribution: bfloat16's rounding.
+
+A kernel that leaves out sinks, a window or a ring's turn differs by 0.8 and more in the check."""
 
 Places = tuple[list[int], list[int]]
 """First column of each row, and its end."""
@@ -246,25 +248,23 @@ class _Check:
     def __init__(self, kernel: Any, width: int, group: int, dtype: Any, window: bool, sinks: bool):
         self._kernel, self._width, self._group, self._dtype = kernel, width, group, dtype
         self._window = window
-        self._sinks = self._some(9, (2 * group,)) if sinks else None
+        # Scores of a few tokens lead, and sinks come near: else what is missing would hide among all others.
+        self._scale = 3 * width**-0.5
+        self._sinks = self._some(9, (2 * group,)) + 10 if sinks else None
 
     def _some(self, seed: int, shape: tuple[int, ...]) -> mx.array:
         return mx.random.normal(shape, key=mx.random.key(seed)).astype(self._dtype)
 
     def difference(self, end: int, new: int) -> float:
         """The largest from MLX's own in float32, for `new` tokens of each row; NaN is infinite."""
-        capacity, window = end + 15, end - 70 if self._window else 0
+        capacity, window = end + 15, (end - 70 if new == 1 else end // 3) if self._window else 0
         shape = (2, 2, capacity, self._width)
         queries = self._some(0, (2, 2 * self._group, new, self._width))
         keys, values = self._some(1, shape), self._some(2, shape)
-        if not window:
-            places = [0, end // 3], [end // 2, end]
-        elif new == 1:
-            places = window_places([end // 2, 9 * end], end // 3, capacity, window, new)
-        else:
-            places = window_places([end // 2, 9 * end], capacity, capacity, window, new)
-        scale = self._width**-0.5
-        got = self._kernel(queries, keys, values, places, scale, window=window, sinks=self._sinks)
+        places = [0, end // 3], [end // 2, end]
+        if window and new == 1:
+            places = window_places([end // 2, 9 * end], end // 3, capacity, window)
+        got = self._kernel(queries, keys, values, places, self._scale, window=window, sinks=self._sinks)
         far = 0.0
         for row, (start, stop) in enumerate(zip(*places, strict=True)):
             columns = mx.arange(start, stop)
@@ -273,7 +273,7 @@ class _Check:
             exact = [array[row : row + 1, :, columns % capacity] for array in (keys, values)]
             want = mx.fast.scaled_dot_product_attention(
                 *(array.astype(mx.float32) for array in (queries[row : row + 1], *exact)),
-                scale=scale,
+                scale=self._scale,
                 mask=mask,
                 sinks=None if self._sinks is None else self._sinks.astype(mx.float32),
             )
@@ -287,19 +287,23 @@ class _Check:
         end, shape = SPAN - 17, (2, 2, SPAN + 40, self._width)
         queries = self._some(0, (2, 2 * self._group, 1, self._width))
         keys, values = self._some(1, shape), self._some(2, shape)
-        starts, ends, scale = [3, 0], [end, end - 9], self._width**-0.5
-        small = (array[:, :, :SPAN] for array in (keys, values))
-        long = self._kernel(queries, keys, values, (starts, ends), scale, sinks=self._sinks)
-        short = self._kernel(queries, *small, (starts, ends), scale, sinks=self._sinks)
+        starts, ends = [3, 0], [end, end - 9]
+
+        def attend(*held: mx.array) -> mx.array:
+            how = {"window": shape[2] if self._window else 0, "sinks": self._sinks}
+            return self._kernel(queries, *held, (starts, ends), self._scale, **how)
+
+        long, short = attend(keys, values), attend(keys[:, :, :SPAN], values[:, :, :SPAN])
         if self._window:
             starts, ends = [SPAN, 0], [SPAN + end, end - 9]
-        want = self._kernel(queries, keys, values, (starts, ends), scale, sinks=self._sinks)
+        want = attend(keys, values)
         columns = [mx.arange(2), mx.array([(end - 1) % shape[2] for end in ends])]
         fresh = tuple(array[columns[0], :, columns[1]][:, :, None] for array in (keys, values))
         seen = mx.arange(shape[2]) != columns[1][:, None]
         held = tuple(mx.where(seen[:, None, :, None], array, 0) for array in (keys, values))
         mx.eval(want, long, short, fresh, held)
-        got = self._kernel.step(queries, fresh, held, mx.array(starts), mx.array(ends), scale, self._sinks)
+        places = mx.array(starts), mx.array(ends)
+        got = self._kernel.step(queries, fresh, held, *places, self._scale, self._sinks)
         mx.eval(got)
         pairs = zip((*got, short), (want, keys, values, long), strict=True)
         return 0.0 if all(mx.array_equal(a, b).item() for a, b in pairs) else float("inf")

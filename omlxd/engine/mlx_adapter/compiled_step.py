@@ -10,6 +10,9 @@ whose attention is not `attention.attend`, goes on step by step, and so does a s
 arrays longer, or shorter after a pass of several tokens. Where the kernel does not run (Metal, CPU) nothing
 is compiled.
 
+One row of OLMo 3's kind, four layers of 512, windows in two of them, in bfloat16 on an H200: 0.52 ms a token,
+and 0.96 step by step.
+
 A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
 depend on when rows joined.
 """

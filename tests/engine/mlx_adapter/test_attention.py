@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from family_configs import CONFIGS, WINDOW, WINDOWED
 from mlx_lm.models import base
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import attention
+from omlxd.engine.mlx_adapter import attention, attention_kernel
 
 from .conftest import Reference
 
@@ -211,3 +213,93 @@ def test_without_cuda_nothing_changes():
     attention.install()
     assert base.scaled_dot_product_attention is before
     assert not mlx_adapter.reads_own_rows()
+
+
+def test_kernels_of_one_name_have_one_source():
+    """MLX keeps a kernel by its name."""
+    sources: dict[str, str] = {}
+    names = ("spans", "spans_out", "step", "step_out", "several", "several_out", "tiles", "merge")
+    for name, width, group, ring, sinks in product(names, (80, 512), (1, 8), (False, True), (False, True)):
+        for dtype, span in product((mx.bfloat16, mx.float16), (512, 1024)):
+            how = {"ring": ring, "sinks": sinks}
+            function, source = attention_kernel.source_of(name, width, group, dtype, span, **how)
+            assert f" {function}(" in source
+            assert sources.setdefault(function, source) == source
+    assert len(set(sources.values())) == len(sources) == len(names) * 2 * 2 * 2 * 2 * 2 * 2
+
+
+@pytest.mark.parametrize(("width", "lanes", "heads"), [(16, 2, 8), (80, 16, 8), (128, 16, 8), (512, 32, 4)])
+def test_lanes_hold_a_whole_head(width: int, lanes: int, heads: int):
+    assert attention_kernel.lanes_of(width) == lanes
+    assert attention_kernel.heads_at_once(width, 16) == heads
+    assert attention_kernel.heads_at_once(width, 9) == -(-9 // -(-9 // heads))
+    assert attention_kernel.heads_at_once(width, 1) == 1
+
+
+class Exact(Reference):
+    """Rounds its results alone, and its step has the bits of its call, as those of the kernel."""
+
+    def __call__(self, queries, keys, values, places, scale, *, window=0, sinks=None):
+        exact = (array.astype(mx.float32) for array in (queries, keys, values))
+        sinks = None if sinks is None else sinks.astype(mx.float32)
+        return super().__call__(*exact, places, scale, window=window, sinks=sinks).astype(queries.dtype)
+
+    def step(self, queries, fresh, held, starts, ends, scale, sinks=None):
+        _, *kept = super().step(queries, fresh, held, starts, ends, scale, sinks)
+        return self(
+            queries, *kept, (starts.tolist(), ends.tolist()), scale, window=1 << 30, sinks=sinks
+        ), *kept
+
+
+class WithoutSinks(Exact):
+    def __call__(self, *arguments, window=0, sinks=None):
+        return super().__call__(*arguments, window=window)
+
+
+class WithoutWindow(Exact):
+    def __call__(self, *arguments, window=0, sinks=None):
+        return super().__call__(*arguments, window=1 << 30, sinks=sinks)
+
+
+class ShortOfATurn(Exact):
+    """Reads a ring as if it ended with its arrays."""
+
+    def __call__(self, queries, keys, values, places, *arguments, **named):
+        ends = [min(end, keys.shape[2]) for end in places[1]]
+        return super().__call__(queries, keys, values, (places[0], ends), *arguments, **named)
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_kernel_is_used_once_it_computes_what_mlx_does(window: bool, sinks: bool, monkeypatch, caplog):
+    def passes(kind: type[Reference]) -> bool:
+        monkeypatch.setattr(attention, "Kernel", lambda *_, **__: kind())
+        return attention._checked(16, 2, mx.bfloat16, window, sinks) is not None
+
+    with caplog.at_level("INFO"):
+        assert passes(Exact)
+    assert (", windows" in caplog.text, ", sinks" in caplog.text) == (window, sinks)
+    assert passes(WithoutSinks) != sinks
+    assert passes(WithoutWindow) != window
+    assert passes(ShortOfATurn) != window
+    assert ("ours differs by" in caplog.text) == (window or sinks)
+
+
+def test_shapes_that_have_a_kernel(monkeypatch):
+    asked: list[tuple] = []
+    monkeypatch.setattr(attention, "_kernels", {})
+    monkeypatch.setattr(attention, "_checked", lambda *key: asked.append(key))
+
+    def ask(width: int, heads: int, dtype=mx.bfloat16, sinks: mx.array | None = None) -> bool:
+        before = len(asked)
+        attention.kernel_for(
+            mx.zeros((1, heads, 1, width), dtype), mx.zeros((1, 2, 4, width), dtype), True, sinks
+        )
+        return len(asked) > before
+
+    assert all(ask(width, 2) for width in (64, 80, 96, 112, 128, 160, 192, 256, 512))
+    assert not any(ask(width, 2) for width in (8, 100, 320, 576))
+    assert all(ask(64, 2 * group) for group in (7, 8, 48))
+    assert not ask(64, 4, mx.float32) and not ask(64, 4, sinks=mx.zeros((4,)))
+    assert ask(64, 4, sinks=mx.zeros((4,), mx.bfloat16))
+    assert asked[-1] == (64, 2, mx.bfloat16, True, True)
