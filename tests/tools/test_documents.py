@@ -51,7 +51,9 @@ OTHERS_FLAGS = {
     "--synthetic": "tools/replay.py's",
     **dict.fromkeys(
         (
+            "--bound",
             "--contexts",
+            "--grow",
             "--more",
             "--only",
             "--output",

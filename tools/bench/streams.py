@@ -78,19 +78,23 @@ def main() -> None:
     options = parser.parse_args()
     print("| server | streams | contexts | tok/s | TTFT s | largest gap s |\n|" + "---|" * 6)
     for name, command in options.server or [("omlxd", OURS)]:
-        server = server_of(name, command, options.model, tempfile.mkdtemp(prefix="streams-"))
-        deadline = time.monotonic() + options.bound
-        for number, row in enumerate(options.contexts):
-            lengths = [int(length) for length in row.split(",")]
-            prompts = [text(options.model, n, 1000 * number + i) for i, n in enumerate(lengths)]
-            cells, cut = asyncio.run(bounded(server, prompts, options.output, deadline))
-            span = f"{min(lengths)} to {max(lengths)}"
-            print("|", " | ".join([name, str(len(lengths)), span, *cells]), "|", flush=True)
-            if cut:
-                server.kill()
-                break
-        else:
-            server.stop()
+        with tempfile.TemporaryDirectory(prefix="streams-", ignore_cleanup_errors=True) as home:
+            rows(server_of(name, command, options.model, home), options)
+
+
+def rows(server: Server, options: argparse.Namespace) -> None:
+    """All rows of a server, which is ended then."""
+    deadline = time.monotonic() + options.bound
+    for number, row in enumerate(options.contexts):
+        lengths = [int(length) for length in row.split(",")]
+        prompts = [text(options.model, n, 1000 * number + i) for i, n in enumerate(lengths)]
+        cells, cut = asyncio.run(bounded(server, prompts, options.output, deadline))
+        span = f"{min(lengths)} to {max(lengths)}"
+        print("|", " | ".join([server.name, str(len(lengths)), span, *cells]), "|", flush=True)
+        if cut:
+            server.kill()
+            return
+    server.stop()
 
 
 if __name__ == "__main__":
