@@ -61,6 +61,7 @@ OTHERS_FLAGS = {
             "--server",
             "--shape",
             "--size",
+            "--streams",
             "--talks",
             "--tokens",
             "--turns",
