@@ -47,7 +47,7 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         "mlx_load_peak_bytes": load_peak,
         "mlx_cache_bytes": mx.get_cache_memory(),
         **mlx_adapter.limits,
-        "attention_reads_own_rows": float(mlx_adapter.reads_own_rows()),
+        "attention_reads_own_rows": float(mlx_adapter.reads_own_rows() or mlx_adapter.rows_attend_alone()),
     }
     if scheduler.speculation is not None:
         values["spec_decode_draft_model"] = isinstance(scheduler.speculation.draft_model, DraftModel)

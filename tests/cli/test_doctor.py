@@ -171,7 +171,8 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert broken.verdict == "bad" and broken.text == failed.trouble and "models load n" in broken.mend
     guesses = {"spec_decode_num_draft_tokens_total": 12.0, "spec_decode_num_accepted_tokens_total": 9.0}
     (decodes,) = models._of(
-        [msgspec.structs.replace(ready, values={**guesses, "attention_reads_own_rows": 1.0})], given
+        [msgspec.structs.replace(ready, backend="cuda", values={**guesses, "attention_reads_own_rows": 1.0})],
+        given,
     )
     assert "omlxd's attention kernel, with prefixes not shared" in decodes.text
     assert "with guesses, of which 9 of 12 held" in decodes.text

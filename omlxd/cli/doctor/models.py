@@ -53,13 +53,16 @@ def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
             own = settings.models.get(base.id)
             draft = own.draft_model if own is not None else None
             values = {**base.values, **model.values}
-            yield ok("model", f"{model.id} decodes {', '.join(_decoding(values, draft or ''))}")
+            yield ok(
+                "model", f"{model.id} decodes {', '.join(_decoding(values, draft or '', model.backend))}"
+            )
 
 
-def _decoding(values: dict[str, float], draft: str) -> Iterator[str]:
+def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[str]:
     """What was chosen when it was loaded, and how guesses do."""
     own = values.get("attention_reads_own_rows")
-    yield "by omlxd's attention kernel" if own else "by MLX's own attention"
+    ours = "by omlxd's attention kernel" if backend.startswith("cuda") else "with attention row by row"
+    yield ours if own else "by MLX's own attention"
     tokens = int(values.get("kv_shared_segment_tokens", 0))
     yield f"with prefixes shared in segments of {tokens:,} tokens" if tokens else "with prefixes not shared"
     if (drafted := values.get("spec_decode_num_draft_tokens_total")) is None:

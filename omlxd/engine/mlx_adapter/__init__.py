@@ -79,5 +79,6 @@ from .prompt_cache import (
     write_prompt_cache,
 )
 from .quantised import Quantisation
+from .row_attention import pays as rows_attend_alone
 from .segments import SEGMENT, LiveSegments, Segment, add_segment
 from .vision import VLM_VERSION, blindness

@@ -59,11 +59,16 @@ def install() -> None:
     if backend() != "cuda" or installed():
         return
     _installed = True
+    note_caches()
+    attend_by(attend)
+
+
+def note_caches() -> None:
+    """Let the caches of `NOTED` note what they give out, for `own_rows`."""
     for cache in NOTED:
         for name in ("update_and_fetch", "keys_and_values"):
             setattr(cache, name, _noting(getattr(cache, name)))
     cast(Any, RotatingKVCache).make_mask = _noting_mask(RotatingKVCache.make_mask)
-    attend_by(attend)
 
 
 NOTED = (KVCache, BatchKVCache, RotatingKVCache, BatchRotatingKVCache)
@@ -123,21 +128,30 @@ def attend(
     if cache is not None and hasattr(cache, "attend"):  # A step that is being compiled.
         return cache.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
-    if new <= MOST_NEW and (held := _held(cache, keys, values)) is not None:
-        places, window = _places(held, mask, new)
-        kernel = kernel_for(queries, held.keys, window > 0, sinks) if places is not None else None
-        if kernel is not None and places is not None and new <= kernel.most_new:
+    if new <= MOST_NEW and (found := own_rows(cache, keys, values, mask, new)) is not None:
+        held, places, window = found
+        kernel = kernel_for(queries, held.keys, window > 0, sinks)
+        if kernel is not None and new <= kernel.most_new:
             return kernel(queries, held.keys, held.values, places, scale, window=window, sinks=sinks)
     return _mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
-def _held(cache: Any, keys: mx.array, values: mx.array) -> Any:
-    """The cache whose own KV `keys` and `values` are; None: they are other arrays, or the kernels can't read
-    them."""
+def own_rows(
+    cache: Any, keys: mx.array, values: mx.array, mask: Any, new: int
+) -> tuple[Any, Places, int] | None:
+    """(the cache whose own KV `keys` and `values` are, where in its arrays the rows lie, window or 0).
+
+    None: they are other arrays, of unequal width, or the mask hides more than what lies outside of a row or a
+    window, and what comes after a token.
+    """
     given = _given_out.get(id(keys))
     if given is None or given[0]() is not keys or given[1]() is not values:
         return None
-    return cache if given[2]() is cache and cache.keys.shape == cache.values.shape else None
+    held = given[2]()
+    if held is None or held.keys.shape != held.values.shape or (cache is not None and cache is not held):
+        return None
+    places, window = _places(held, mask, new)
+    return (held, places, window) if places is not None else None
 
 
 def _places(cache: Any, mask: Any, new: int) -> tuple[Places | None, int]:

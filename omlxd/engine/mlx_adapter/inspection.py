@@ -13,6 +13,14 @@ from .cache_kinds import Cache, leaves, state_tensors, token_range
 from .segments import SegmentedKVCache
 
 
+class _ReadByMlx(KVCache):
+    """Attention of it is MLX's own: what it gives out are not the arrays that it notes."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        keys, values = super().update_and_fetch(keys, values)
+        return keys[...], values[...]
+
+
 def attention_from(model: Any, cache: Cache, token: int, at: int) -> list[mx.array] | None:
     """How the `token` at position `at` attends, a layer each: (query heads, at + 1) float32, of sum 1.
 
@@ -21,7 +29,7 @@ def attention_from(model: Any, cache: Cache, token: int, at: int) -> list[mx.arr
     """
     if any(type(leaf) not in (KVCache, SegmentedKVCache) for leaf in cache):
         return None
-    before = [KVCache() for _ in cache]
+    before = [_ReadByMlx() for _ in cache]
     held = token_range(cache, 0, at) if at else {}
     for index, fresh in enumerate(before if at else ()):
         fresh.keys, fresh.values = (held[f"layers.{index}.{name}"] for name in ("keys", "values"))

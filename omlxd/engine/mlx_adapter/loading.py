@@ -23,7 +23,7 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 from ...common.files import read_small
 from ...errors import AdapterError, ModelError
 from ...kv.layout import KVLayout
-from . import attention, products, segments, tower, vision
+from . import attention, products, row_attention, segments, tower, vision
 from .cache_kinds import (
     Cache,
     StateLayout,
@@ -156,6 +156,7 @@ def load(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     attention.install()
+    row_attention.install()
     blind = vision.blindness(path)
     mapped = MappedWeights(weights_mmap, float32)
     with mapped.reading():

@@ -38,6 +38,7 @@ from mlx_lm.models.cache import KVCache
 from . import attention, cuda_driver, segment_attention
 from .attention import attend_by
 from .batch_kv import EvenBatchKVCache, round_up
+from .row_attention import fold
 from .segment_attention import SegmentKernel, Shared
 
 SEGMENT = 2048
@@ -320,30 +321,8 @@ def kernel_for(queries: mx.array, keys: mx.array) -> SegmentKernel | None:
 def _over_segments(
     queries: mx.array, segments: Sequence[Segment], layer: str, tail: Pair, scale: float
 ) -> mx.array:
-    """(1, heads, new, dim) of one row, whose `new` tokens are the last of `tail`.
-
-    The query heads of a KV head are rows of one product; MLX's own reads KV once a query head. Products of
-    weights and values go on from each other's sums, so that a BLAS which adds in order adds as over all at
-    once.
-    """
-    _, heads, new, width = queries.shape
-    pairs = [*(segment.pair(layer) for segment in segments), tail]
-    groups = pairs[0][0].shape[1]
-    folded = (queries * scale).reshape(1, groups, heads // groups * new, width)
-    scores = [folded @ keys.swapaxes(-1, -2) for keys, _ in pairs]
-    if new > 1:
-        length = tail[0].shape[2]
-        seen = mx.arange(length) <= mx.arange(length - new, length)[:, None]
-        last = scores[-1].reshape(1, groups, heads // groups, new, length)
-        scores[-1] = mx.where(seen, last, -mx.inf).reshape(1, groups, -1, length)
-    weights = mx.softmax(mx.concatenate(scores, axis=-1), axis=-1, precise=True)
-    at = pairs[0][0].shape[2]
-    out = weights[..., :at] @ pairs[0][1]
-    for _, values in pairs[1:]:
-        length = values.shape[2]
-        out = mx.addmm(out, weights[..., at : at + length], values)
-        at += length
-    return out.reshape(1, heads, new, -1)
+    """(1, heads, new, dim) of one row, whose `new` tokens are the last of `tail`."""
+    return fold(queries, [*(segment.pair(layer) for segment in segments), tail], scale)
 
 
 def can_share(model: Any, make_cache: Any) -> bool:

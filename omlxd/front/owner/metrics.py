@@ -67,7 +67,7 @@ HELP = {
     "mlx_cache_bytes": "Freed memory that MLX keeps for reuse.",
     "prefix_cache_hits_hot_total": "Prompt tokens restored from RAM.",
     "prefix_cache_hits_cold_total": "Prompt tokens restored from SSD.",
-    "attention_reads_own_rows": "1 where decode attends by omlxd's kernel, else 0.",
+    "attention_reads_own_rows": "1 where a row reads its own KV alone, by omlxd's kernel or row by row.",
     "kv_shared_segment_tokens": "Tokens of a segment of live KV that requests share; 0: they share none.",
     "kv_blocks_cached": "Blocks that the engine knows by name.",
     "kv_blocks_evicted_total": "Blocks that left the hot tier.",

@@ -11,7 +11,13 @@ import pytest
 from mlx_lm.models import base
 from mlx_lm.models.cache import RotatingKVCache
 
-from omlxd.engine.mlx_adapter import attention, attention_kernel, segment_attention, segments
+from omlxd.engine.mlx_adapter import (
+    attention,
+    attention_kernel,
+    row_attention,
+    segment_attention,
+    segments,
+)
 from omlxd.engine.mlx_adapter.segment_attention import Shared
 
 
@@ -185,7 +191,8 @@ def reference(monkeypatch: pytest.MonkeyPatch):
     known_addresses(monkeypatch)
 
     def install() -> None:
-        monkeypatch.setattr(attention, "backend", lambda: "cuda")
+        for module in (attention, row_attention):
+            monkeypatch.setattr(module, "backend", lambda: "cuda")
         monkeypatch.setattr(attention, "kernel_for", lambda *_: kernel)
         monkeypatch.setattr(segments, "kernel_for", lambda queries, keys: over_segments)
         monkeypatch.setattr(segment_attention, "in_use", lambda: True)

@@ -1,0 +1,215 @@
+"""Attention of few new tokens a row on a CPU and on Metal: each row reads its own KV alone, where that pays.
+
+MLX attends to a batch in one call. Rows of unequal length need a mask there, and their padding is read. On a
+CPU it is two products for each query head, so that a KV head is read as often as it has query heads; here
+the query heads of a KV head are the rows of one product. On Metal a row is a call of MLX's own kernel.
+
+`install` puts `attend` in place of mlx-lm's `scaled_dot_product_attention`. At the first pass of a model,
+which is at its load, both ways are timed on this machine (`Costs`); `omlxd doctor` says what came out. It has
+not run on a Mac. On CUDA attention.py has kernels of its own.
+
+SmolLM2's heads (9 on 3 of 64, float32), processor milliseconds a layer on two CPUs beside other work, the
+least of seven:
+
+| rows                         | OpenBLAS: MLX, here | MLX's wheel: MLX, here |
+|------------------------------|---------------------|------------------------|
+| 4,000, 4,400, 4,750, 5,100   | 15.5, 9.9           | 32.1, 27.0             |
+| 500, 2,000, 4,000, 8,000     | 20.6, 8.0           | 27.5, 12.8             |
+| 8 of 500 to 800              | 5.3, 2.7            | 6.0, 4.7               |
+| 4 of 2,000 (MLX has no mask) | 5.1, 3.7            | 7.3, 7.5               |
+| 1 of 8,000                   | 5.1, 3.7            | 7.1, 7.9               |
+| 1 of 8,000, 5 new tokens     | 11.2, 11.8          | 36.8, 34.7             |
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from . import attention
+from .device import backend
+
+log = logging.getLogger(__name__)
+
+MOST_NEW = 16
+"""New tokens a row: more are computed as fast by MLX's own, whose products are large then."""
+
+LENGTHS = 128, 512
+"""Tokens of each row in the measurement: what a call costs, and what a token adds."""
+
+ROWS, TURNS = 4, 5
+"""Of the measurement, which takes 20 to 100 ms on a CPU."""
+
+FAVOUR = 1.1
+"""Times MLX's own time that rows by themselves may take: then a row's sums do not depend on other rows, and
+a noisy clock does not choose anew at each start."""
+
+
+class Costs(NamedTuple):
+    """Seconds a layer: MLX's own with a mask for a call and a column of a row, and by itself for a row and
+    one of its tokens."""
+
+    call: float
+    column: float
+    row: float
+    token: float
+
+    def pays(self, lengths: Sequence[int], columns: int) -> bool:
+        """Whether rows of these lengths, which lie in `columns` columns, are faster by themselves."""
+        own = self.call + self.column * columns * len(lengths)
+        return self.row * len(lengths) + self.token * sum(lengths) <= FAVOUR * own
+
+
+_costs: dict[tuple[Any, ...], Costs | None] = {}
+_next: Any = None
+
+
+def install() -> None:
+    """Let every model of mlx-lm attend by `attend` from now on. Does nothing on CUDA, and the second time."""
+    global _next
+    if backend() == "cuda" or _next is not None:
+        return
+    _next = base.scaled_dot_product_attention
+    attention.note_caches()
+    attention.attend_by(attend)
+
+
+def pays() -> bool:
+    """Whether rows of half their batch's length attend by themselves, in some model's layers."""
+    return any(costs is not None and costs.pays([512] * ROWS, 1024) for costs in _costs.values())
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's `scaled_dot_product_attention`: each row by itself where it can and pays, else MLX's own."""
+    new, found = queries.shape[2], None
+    if new <= MOST_NEW and sinks is None:
+        found = attention.own_rows(cache, keys, values, mask, new)
+    if found is not None and not found[2]:
+        held, places, _ = found
+        lengths = [end - start for start, end in zip(*places, strict=True)]
+        costs = costs_for(queries, held.keys)
+        if costs is not None and costs.pays(lengths, max(places[1])):
+            return by_rows(queries, held.keys, held.values, places, scale)
+    return _next(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def by_rows(
+    queries: mx.array, keys: mx.array, values: mx.array, places: tuple[list[int], list[int]], scale: float
+) -> mx.array:
+    """(rows, heads, new, width). `keys`, `values`: (rows, KV heads, capacity, width); a row's KV lies between
+    its two `places`, its newest tokens last. What lies before its first is 0."""
+    one = _folded if backend() == "cpu" else _fused
+    new, out = queries.shape[2], []
+    for row, (start, end) in enumerate(zip(*places, strict=True)):
+        own = min(new, end - start)
+        pair = keys[row : row + 1, :, start:end], values[row : row + 1, :, start:end]
+        got = one(queries[row : row + 1, :, new - own :], *pair, scale)
+        if own < new:  # Padding before the row's first token.
+            got = mx.pad(got, [(0, 0), (0, 0), (new - own, 0), (0, 0)])
+        out.append(got)
+    return out[0] if len(out) == 1 else mx.concatenate(out)
+
+
+def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    causal = "causal" if queries.shape[2] > 1 else None
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=causal)
+
+
+def _folded(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    return fold(queries, [(keys, values)], scale)
+
+
+def fold(queries: mx.array, parts: Sequence[tuple[mx.array, mx.array]], scale: float) -> mx.array:
+    """(1, heads, new, width) of one row, whose `new` tokens are the last of the last part of its KV.
+
+    The query heads of a KV head are rows of one product; MLX's own reads KV once a query head. Products of
+    weights and values go on from each other's sums, so that a BLAS which adds in order adds as over all at
+    once.
+    """
+    _, heads, new, width = queries.shape
+    groups = parts[0][0].shape[1]
+    folded = (queries * scale).reshape(1, groups, heads // groups * new, width)
+    scores = [folded @ keys.swapaxes(-1, -2) for keys, _ in parts]
+    if new > 1:
+        length = parts[-1][0].shape[2]
+        seen = mx.arange(length) <= mx.arange(length - new, length)[:, None]
+        last = scores[-1].reshape(1, groups, heads // groups, new, length)
+        scores[-1] = mx.where(seen, last, -mx.inf).reshape(1, groups, -1, length)
+    joint = scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)
+    weights = mx.softmax(joint, axis=-1, precise=True)
+    at = parts[0][0].shape[2]
+    out = weights[..., :at] @ parts[0][1]
+    for _, values in parts[1:]:
+        length = values.shape[2]
+        out = mx.addmm(out, weights[..., at : at + length], values)
+        at += length
+    return out.reshape(1, heads, new, -1)
+
+
+def costs_for(queries: mx.array, keys: mx.array) -> Costs | None:
+    """What both ways cost for such heads; measured once. None: it can't be measured."""
+    key = queries.shape[1], keys.shape[1], queries.shape[3], queries.dtype, keys.dtype
+    if key not in _costs:
+        began = time.perf_counter()
+        try:
+            _costs[key] = _measured(*key)
+        except Exception as error:
+            log.warning("rows attend together, by MLX's own attention: it can't be measured (%s)", error)
+            _costs[key] = None
+            return None
+        log.info(
+            "attention of %d heads on %d of %d in %s: 4 rows of half a batch's length %s, measured in %.2f s",
+            *key[:4],
+            "by themselves" if _costs[key].pays([512] * ROWS, 1024) else "together, by MLX's own",
+            time.perf_counter() - began,
+        )
+    return _costs[key]
+
+
+def _measured(heads: int, kv_heads: int, width: int, dtype: Any, kv_dtype: Any) -> Costs:
+    def seconds(call: Callable[[], mx.array]) -> float:
+        mx.eval(call())
+        taken: list[float] = []
+        for _ in range(TURNS):
+            began = time.perf_counter()
+            mx.eval(call())
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    own, alone = [], []
+    queries = mx.random.normal((ROWS, heads, 1, width), key=mx.random.key(0)).astype(dtype)
+    for length in LENGTHS:
+        keys, values = (
+            mx.random.normal((ROWS, kv_heads, length, width), key=mx.random.key(seed)).astype(kv_dtype)
+            for seed in (1, 2)
+        )
+        mask = mx.broadcast_to(mx.arange(length) >= 1, (ROWS, 1, 1, length))
+        mx.eval(queries, keys, values, mask)
+        places = [0] * ROWS, [length] * ROWS
+        own.append(
+            seconds(
+                lambda k=keys, v=values, m=mask: mx.fast.scaled_dot_product_attention(
+                    queries, k, v, scale=1.0, mask=m
+                )
+            )
+        )
+        alone.append(seconds(lambda k=keys, v=values, p=places: by_rows(queries, k, v, p, 1.0)))
+    tokens = ROWS * (LENGTHS[1] - LENGTHS[0])
+    column, token = (max(0.0, (b - a) / tokens) for a, b in (own, alone))
+    call = max(0.0, own[0] - column * ROWS * LENGTHS[0])
+    row = max(0.0, alone[0] - token * ROWS * LENGTHS[0]) / ROWS
+    return Costs(call, column, row, token)
