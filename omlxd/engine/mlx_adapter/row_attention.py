@@ -24,7 +24,6 @@ least of seven:
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -121,7 +120,7 @@ def by_rows(
         if own < new:  # Padding before the row's first token.
             got = mx.pad(got, [(0, 0), (0, 0), (new - own, 0), (0, 0)])
         out.append(got)
-    return out[0] if len(out) == 1 else mx.concatenate(out)
+    return _joined(out, 0)
 
 
 def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
@@ -130,34 +129,64 @@ def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float) ->
 
 
 def _folded(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    return fold(queries, [(keys, values)], scale)
+    return fold(queries, [], [[(keys, values)]], scale)
 
 
-def fold(queries: mx.array, parts: Sequence[tuple[mx.array, mx.array]], scale: float) -> mx.array:
-    """(1, heads, new, width) of one row, whose `new` tokens are the last of the last part of its KV.
+Pair = tuple[mx.array, mx.array]
+"""Keys and values of some tokens, each (1, KV heads, tokens, width)."""
 
-    The query heads of a KV head are rows of one product; MLX's own reads KV once a query head. Products of
-    weights and values go on from each other's sums, so that a BLAS which adds in order adds as over all at
-    once.
+
+def fold(queries: mx.array, shared: Sequence[Pair], own: Sequence[Sequence[Pair]], scale: float) -> mx.array:
+    """(rows, heads, new, width) of rows that attend to `shared`, and then each to its `own`, whose last
+    tokens are the `new` ones.
+
+    The query heads of a KV head are rows of one product, over `shared` those of all rows: MLX's own reads KV
+    once a query head. Products of weights and values go on from each other's sums, so that a BLAS which adds
+    in order adds as over all at once.
     """
-    _, heads, new, width = queries.shape
-    groups = parts[0][0].shape[1]
-    folded = (queries * scale).reshape(1, groups, heads // groups * new, width)
-    scores = [folded @ keys.swapaxes(-1, -2) for keys, _ in parts]
-    if new > 1:
-        length = parts[-1][0].shape[2]
-        seen = mx.arange(length) <= mx.arange(length - new, length)[:, None]
-        last = scores[-1].reshape(1, groups, heads // groups, new, length)
-        scores[-1] = mx.where(seen, last, -mx.inf).reshape(1, groups, -1, length)
-    joint = scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)
-    weights = mx.softmax(joint, axis=-1, precise=True)
-    at = parts[0][0].shape[2]
-    out = weights[..., :at] @ parts[0][1]
-    for _, values in parts[1:]:
-        length = values.shape[2]
-        out = mx.addmm(out, weights[..., at : at + length], values)
-        at += length
-    return out.reshape(1, heads, new, -1)
+    rows, heads, new, width = queries.shape
+    groups = own[0][-1][0].shape[1]
+    each = heads // groups * new
+    folded = (queries * scale).reshape(rows, groups, each, width)
+    joint = folded.swapaxes(0, 1).reshape(1, groups, rows * each, width)
+    ahead = [_of_rows(joint @ keys.swapaxes(-1, -2), rows) for keys, _ in shared]
+    weights: list[mx.array] = []
+    for row, parts in enumerate(own):
+        scores = [part[row : row + 1] for part in ahead]
+        scores += [folded[row : row + 1] @ keys.swapaxes(-1, -2) for keys, _ in parts]
+        if new > 1:
+            length = parts[-1][0].shape[2]
+            seen = mx.arange(length) <= mx.arange(length - new, length)[:, None]
+            last = scores[-1].reshape(1, groups, heads // groups, new, length)
+            scores[-1] = mx.where(seen, last, -mx.inf).reshape(1, groups, each, length)
+        weights.append(mx.softmax(_joined(scores, -1), axis=-1, precise=True))
+    at, total = 0, None
+    for _, values in shared:
+        total = _add(total, _joined([x[..., at : at + values.shape[2]] for x in weights], 2), values)
+        at += values.shape[2]
+    before = None if total is None else _of_rows(total, rows)
+    out: list[mx.array] = []
+    for row, parts in enumerate(own):
+        total, to = None if before is None else before[row : row + 1], at
+        for _, values in parts:
+            total = _add(total, weights[row][..., to : to + values.shape[2]], values)
+            to += values.shape[2]
+        assert total is not None
+        out.append(total.reshape(1, heads, new, -1))
+    return _joined(out, 0)
+
+
+def _of_rows(x: mx.array, rows: int) -> mx.array:
+    """(rows, groups, n, any) of (1, groups, rows * n, any)."""
+    return x.reshape(x.shape[1], rows, -1, x.shape[3]).swapaxes(0, 1)
+
+
+def _joined(parts: list[mx.array], axis: int) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+
+
+def _add(total: mx.array | None, weights: mx.array, values: mx.array) -> mx.array:
+    return weights @ values if total is None else mx.addmm(total, weights, values)
 
 
 def costs_for(queries: mx.array, keys: mx.array) -> Costs | None:
@@ -188,7 +217,7 @@ def _measured(heads: int, kv_heads: int, width: int, dtype: Any, kv_dtype: Any) 
             began = time.perf_counter()
             mx.eval(call())
             taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
+        return min(taken)  # Others may use the machine too.
 
     own, alone = [], []
     queries = mx.random.normal((ROWS, heads, 1, width), key=mx.random.key(0)).astype(dtype)

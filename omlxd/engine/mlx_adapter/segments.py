@@ -14,8 +14,10 @@ sequence's own tail, which decoding extends without another cut.
 | on CUDA, up to 64 tokens | each segment once for all rows, and     | the kernels': sums in a fixed      |
 |                          | tails (segment_attention.py)            | order                              |
 
-Elsewhere each row of a batch is read by itself. So bits depend on the prompt alone: not on who shares a
-segment, nor on who else is in the batch.
+Elsewhere each row's tail is read by itself, and the segments that rows begin with once for all of them. With
+the wheel's BLAS, which adds in order, bits depend on the prompt alone: not on who shares a segment, nor on
+who else is in the batch.
+
 
 `attend` is put in place of mlx-lm's `scaled_dot_product_attention`; `can_share` says whether all attention of
 a model goes through it.
@@ -296,33 +298,46 @@ def attend(
             return kernel(queries, cast(Shared, cache.shared), keys, values, places, scale)
     if alone:
         if not cache.joint and plain and queries.shape[2] <= FEW:
-            return _over_segments(queries, cache.segments, cache.layer, cache.keys_and_values(), scale)
+            parts = [*(segment.pair(cache.layer) for segment in cache.segments), cache.keys_and_values()]
+            return fold(queries, [], [parts], scale)
         return _next(queries, *cache.whole(), cache=cache, scale=scale, mask=mask, sinks=sinks)
     if sinks is not None or mask is not OWN_MASK:
         raise RuntimeError("rows of this model can't share a prefix: serve it with --share-prefix off")
-    rows: list[mx.array] = []
-    for row, (segments, start, end) in enumerate(zip(cache.segments, cache.starts, cache.ends, strict=True)):
-        tail = cache.keys[row : row + 1, :, start:end], cache.values[row : row + 1, :, start:end]
-        own = queries[row : row + 1]
-        if segments:
-            rows.append(_over_segments(own, segments, cache.layer, tail, scale))
-        else:
-            causal = "causal" if own.shape[2] > 1 else None
-            rows.append(mx.fast.scaled_dot_product_attention(own, *tail, scale=scale, mask=causal))
-    return mx.concatenate(rows)
+    out: dict[int, mx.array] = {}
+    for rows, shared in _sharing(cache.segments):
+        own = [
+            [
+                *(segment.pair(cache.layer) for segment in cache.segments[row][len(shared) :]),
+                (cache.keys[row : row + 1, :, start:end], cache.values[row : row + 1, :, start:end]),
+            ]
+            for row, start, end in ((row, cache.starts[row], cache.ends[row]) for row in rows)
+        ]
+        before = [segment.pair(cache.layer) for segment in shared]
+        got = fold(
+            queries[mx.array(rows)] if len(rows) < len(cache.segments) else queries, before, own, scale
+        )
+        out |= {row: got[index : index + 1] for index, row in enumerate(rows)}
+    return mx.concatenate([out[row] for row in sorted(out)])
+
+
+def _sharing(segments: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[Segment]]]:
+    """(rows, the segments that all of them begin with), each row once."""
+    found: dict[int, tuple[list[int], list[Segment]]] = {}
+    for row, own in enumerate(segments):
+        if not own or (group := found.get(id(own[0]))) is None:
+            found[id(own[0]) if own else -1 - row] = [row], list(own)
+            continue
+        rows, shared = group
+        same = next((i for i, (a, b) in enumerate(zip(shared, own, strict=False)) if a is not b), None)
+        del shared[len(own) if same is None else same :]
+        rows.append(row)
+    return list(found.values())
 
 
 def kernel_for(queries: mx.array, keys: mx.array) -> SegmentKernel | None:
     """What reads segments and tails together; None: MLX's products do. On CUDA alone."""
     tails = attention.kernel_for(queries, keys) if attention.installed() else None
     return segment_attention.checked(tails) if tails is not None else None
-
-
-def _over_segments(
-    queries: mx.array, segments: Sequence[Segment], layer: str, tail: Pair, scale: float
-) -> mx.array:
-    """(1, heads, new, dim) of one row, whose `new` tokens are the last of `tail`."""
-    return fold(queries, [*(segment.pair(layer) for segment in segments), tail], scale)
 
 
 def can_share(model: Any, make_cache: Any) -> bool:

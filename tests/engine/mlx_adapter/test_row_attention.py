@@ -12,7 +12,9 @@ from mlx_lm.models import base
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import row_attention
+from omlxd.engine.mlx_adapter import segments as segments_module
 from omlxd.engine.mlx_adapter.row_attention import Costs, by_rows
+from omlxd.engine.mlx_adapter.segments import Segment, SegmentedBatchKVCache
 
 PLACES = [0, 37, 99], [100, 80, 100]
 
@@ -99,7 +101,7 @@ def test_a_load_measures_and_doctor_can_tell(tmp_path, monkeypatch: pytest.Monke
     monkeypatch.setattr(row_attention, "_costs", found := cast(dict[Any, Any], {}))
     mlx_adapter.load(build_family("llama", tmp_path / "llama"))
     (costs,) = found.values()
-    assert all(cost >= 0 for cost in costs) and costs.token > 0
+    assert all(cost >= 0 for cost in costs) and costs.row + costs.token > 0 and costs.call + costs.column > 0
     found["a kind"] = ALWAYS
     assert mlx_adapter.rows_attend_alone()
     found.clear()
@@ -113,3 +115,41 @@ def test_what_can_not_be_measured_goes_on_by_mlx(monkeypatch: pytest.MonkeyPatch
     queries = mx.zeros((1, 2, 1, 8))
     assert row_attention.costs_for(queries, queries) is None
     assert "by MLX's own attention" in caplog.text
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_what_rows_share_is_read_once_for_all_of_them(new: int):
+    """Two rows behind two segments, one behind the first of them, one behind its own, one behind none."""
+    lengths = (32, 32, 32)
+    segments = [
+        Segment(
+            {f"l.{name}": normal(2 * at + kv, (1, 2, n, 16)) for kv, name in enumerate(("keys", "values"))}
+        )
+        for at, n in enumerate(lengths)
+    ]
+    held = [[0, 1], [0, 1], [0], [2], []]
+    places = [3, 0, 9, 1, 0], [20, 20, 20, 20, 20]
+    cache = SegmentedBatchKVCache(places[0])
+    cache.layer, cache.segments = "l", [[segments[i] for i in own] for own in held]
+    cache.keys, cache.values, cache._idx = normal(90, (5, 2, 24, 16)), normal(91, (5, 2, 24, 16)), 20
+    cache.unread = cache.keys, cache.values
+    queries = normal(92, (5, 6, new, 16))
+    got = segments_module.attend(queries, cache.keys, cache.values, cache, 0.25, segments_module.OWN_MASK)
+    for row, own in enumerate(held):
+        start, end = places[0][row], places[1][row]
+        keys, values = (
+            mx.concatenate([*(pair[i] for pair in (segments[j].pair("l") for j in own)), tail], axis=2)
+            for i, tail in enumerate(
+                (cache.keys[row : row + 1, :, start:end], cache.values[row : row + 1, :, start:end])
+            )
+        )
+        want = mx.fast.scaled_dot_product_attention(
+            queries[row : row + 1], keys, values, scale=0.25, mask="causal"
+        )
+        np.testing.assert_allclose(got[row : row + 1], want, atol=1e-5)
+    groups = segments_module._sharing(cache.segments)
+    assert [(rows, len(shared)) for rows, shared in groups] == [([0, 1, 2], 1), ([3], 1), ([4], 0)]
+
+
+def normal(seed: int, shape: tuple[int, ...]) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
