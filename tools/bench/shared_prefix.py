@@ -23,7 +23,14 @@ blas.put_first()  # As an engine does, before anything imports MLX.
 import mlx.core as mx  # noqa: E402
 
 from omlxd.engine import mlx_adapter  # noqa: E402
-from omlxd.engine.mlx_adapter import Cache, CompiledStep, Segment, attention, products  # noqa: E402
+from omlxd.engine.mlx_adapter import (  # noqa: E402
+    Cache,
+    CompiledStep,
+    Segment,
+    attention,
+    products,
+    row_attention,
+)
 from tools.bench.gpu_rig import row  # noqa: E402
 from tools.bench.shapes import SHAPES, build  # noqa: E402
 
@@ -85,6 +92,7 @@ def main() -> int:
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     attention.install()
+    row_attention.install()
     loaded = build(shape)
     products.prepare(loaded.model)
     assert loaded.layout is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -17,8 +17,8 @@ class _ReadByMlx(KVCache):
     """Attention of it is MLX's own: what it gives out are not the arrays that it notes."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        keys, values = super().update_and_fetch(keys, values)
-        return keys[...], values[...]
+        held = super().update_and_fetch(keys, values)
+        return cast(Any, held[0])[...], cast(Any, held[1])[...]
 
 
 def attention_from(model: Any, cache: Cache, token: int, at: int) -> list[mx.array] | None:

@@ -195,7 +195,7 @@ def costs_for(queries: mx.array, keys: mx.array) -> Costs | None:
     if key not in _costs:
         began = time.perf_counter()
         try:
-            _costs[key] = _measured(*key)
+            _costs[key] = costs = _measured(*key)
         except Exception as error:
             log.warning("rows attend together, by MLX's own attention: it can't be measured (%s)", error)
             _costs[key] = None
@@ -203,7 +203,7 @@ def costs_for(queries: mx.array, keys: mx.array) -> Costs | None:
         log.info(
             "attention of %d heads on %d of %d in %s: 4 rows of half a batch's length %s, measured in %.2f s",
             *key[:4],
-            "by themselves" if _costs[key].pays([512] * ROWS, 1024) else "together, by MLX's own",
+            "by themselves" if costs.pays([512] * ROWS, 1024) else "together, by MLX's own",
             time.perf_counter() - began,
         )
     return _costs[key]

@@ -18,7 +18,6 @@ Elsewhere each row's tail is read by itself, and the segments that rows begin wi
 the wheel's BLAS, which adds in order, bits depend on the prompt alone: not on who shares a segment, nor on
 who else is in the batch.
 
-
 `attend` is put in place of mlx-lm's `scaled_dot_product_attention`; `can_share` says whether all attention of
 a model goes through it.
 
