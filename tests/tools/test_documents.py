@@ -61,7 +61,6 @@ OTHERS_FLAGS = {
             "--shape",
             "--size",
             "--streams",
-            "--streams",
             "--talks",
             "--tokens",
             "--turns",
