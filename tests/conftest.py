@@ -6,6 +6,7 @@ Hypothesis looks at the same examples on each run, so that a change alone can br
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -41,6 +42,9 @@ def be_patient() -> None:
 
 
 be_patient()
+
+# Each client makes one, of all authorities that this machine trusts: tens of milliseconds.
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
 
 for name in ("http_proxy", "https_proxy", "all_proxy"):  # All that is asked is on the loopback.
     os.environ.pop(name, None)

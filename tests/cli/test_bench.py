@@ -26,6 +26,7 @@ def run(home: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_speed_and_quality_of_the_demo_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     done = run(tmp_path, str(demo_model()), "--lengths", "256,512", "--quick", "--json")
     assert done.returncode == 0, done.stderr

@@ -41,6 +41,7 @@ def test_platforms():
     assert machine.check_python().verdict == "ok"
 
 
+@pytest.mark.slow
 def test_the_backend_is_asked_in_a_process_of_its_own(monkeypatch):
     found = machine.check_backend()
     assert found.verdict in ("ok", "warn") and "MLX 0." in found.text

@@ -20,6 +20,7 @@ import mlx.core as mx
 import psutil
 import pytest
 from daemon import alive, wait_until
+from fast_or_slow import rest_slow
 
 from omlxd.cli import tune
 from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
@@ -160,6 +161,7 @@ def test_what_does_not_fit_beside_the_daemon_is_refused_with_both_figures(
         tune.fit_memory(job, base, settings)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, capfd):
     folder = data(tmp_path / "orders", *[ROW] * 8, valid=ROW)
     words = ("--max-length", "64", "--batch-size", "2", "--learning-rate", "1e-3")
@@ -225,7 +227,7 @@ def test_a_training_that_goes_on_is_as_one_without_a_stop(tmp_path: Path, base: 
     assert "no fitting" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("lost", ["gone", "cut", "of another adapter"])
+@pytest.mark.parametrize("lost", rest_slow(["gone", "cut", "of another adapter"], "of another adapter"))
 def test_a_training_that_goes_on_without_its_moments_begins_slowly(
     tmp_path: Path, base: Path, lost: str, capfd
 ):
@@ -251,6 +253,7 @@ def test_a_training_that_goes_on_without_its_moments_begins_slowly(
     assert 0 < furthest(slow, weights(tmp_path, "orders")) < 2e-4, "it goes on to rise"
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_is_one_sentence_and_the_earlier_adapter_stays(tmp_path: Path, base: Path, capfd):
     folder = data(tmp_path / "orders", *[ROW] * 4)
     words = ("--max-length", "32", "--iters", "1")
@@ -286,7 +289,7 @@ def in_training(home: Path, base: Path) -> Iterator[subprocess.Popen[str]]:
         yield training
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", rest_slow([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_a_training_that_is_stopped_saves_its_steps(
     tmp_path: Path, base: Path, number: signal.Signals, capfd
 ):
@@ -301,6 +304,7 @@ def test_a_training_that_is_stopped_saves_its_steps(
     assert f"step {int(stopped[1]) + 1}: loss" in capfd.readouterr().out, "also steps without a line count"
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_parent_is_killed_saves_and_ends(tmp_path: Path, base: Path):
     with in_training(tmp_path, base) as training:
         (trainer,) = psutil.Process(training.pid).children()

@@ -78,6 +78,7 @@ def test_kill_9_then_clean_restart(home: Path):
         assert_restored_from_disk(daemon.messages(LONG, max_tokens=40), first)
 
 
+@pytest.mark.slow
 def test_a_hit_gives_a_cold_runs_words_with_openblas(tmp_path: Path):
     """OpenBLAS sums in another order for another shape; the prefill grid computes equal shapes."""
     fast = {"OMLXD_CPU_BLAS": "auto"}

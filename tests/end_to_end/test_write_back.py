@@ -63,6 +63,7 @@ def test_blocks_that_leave_ram_are_written(home: Path):
         assert own_usage(again)["cached_cold"] > 0 and text_of(again) == text_of(first)
 
 
+@pytest.mark.slow
 def test_second_use_writes_on_the_second_request(home: Path):
     with Daemon(home, "--ssd-cache-admission", "second-use") as daemon:
         first = daemon.messages(LONG, max_tokens=8)

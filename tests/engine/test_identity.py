@@ -13,7 +13,10 @@ from families import build_family
 from kv_fakes import check_pool
 from rig import BLOCK, Rig
 
-CASES = [("qwen3", "fp32"), ("qwen3", "bf16"), ("deepseek_v3", "fp32"), ("qwen3_4bit", "bf16")]
+CASES = [
+    *(("qwen3", "bf16"), ("deepseek_v3", "fp32")),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (("qwen3", "fp32"), ("qwen3_4bit", "bf16"))),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")

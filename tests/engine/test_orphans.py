@@ -19,6 +19,7 @@ import pytest
 from cold_files import all_on_disk, settled, unsettled
 from daemon import BLOCK, READY_S, REPO, Daemon, alive, demo_model, own_usage, prose, restored, wait_until
 from dying import BASE, CAP, MOMENTS, Asking, Dying
+from fast_or_slow import rest_slow
 
 from omlxd import wire
 from omlxd.chat import GenerateRequest, Progress, RawPrompt, Sampling, TextDelta
@@ -151,11 +152,7 @@ def test_a_stopped_engine_goes_with_its_daemon(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("moment", "deaf"),
-    [
-        *(pytest.param(moment, False, id=moment) for moment in ("loading", "prefill", "decode")),
-        pytest.param("writing", False, id="writing", marks=pytest.mark.slow),
-        *(pytest.param(moment, True, id=f"{moment}-deaf", marks=pytest.mark.slow) for moment in MOMENTS),
-    ],
+    rest_slow([(moment, deaf) for deaf in (False, True) for moment in MOMENTS], ("prefill", False)),
 )
 def test_the_daemon_is_killed_while_its_engine_works(tmp_path: Path, moment: str, deaf: bool):
     """The engine's own thread stands still meanwhile, as in a kernel that hangs; `deaf`: no signal comes."""

@@ -121,6 +121,7 @@ def test_a_hit_has_the_bits_of_a_cold_run(model: Path, uncached: Reference, tmp_
         assert_nothing_is_left(rig)
 
 
+@pytest.mark.slow
 def test_turns_that_append_have_the_bits_of_a_cold_run(model: Path, uncached: Reference):
     """KV of answers too, which is computed a token at a time."""
     with sharing(model, record=True) as rig:
@@ -171,9 +172,9 @@ def test_a_rows_logits_do_not_depend_on_who_shares(model: Path):
 @pytest.mark.parametrize(
     ("origin", "speculate"),
     [
-        *(("cold", False), ("ssd", True)),
+        ("ssd", True),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("cold", True), ("ram", True))),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ram", False), ("ssd", False))),
+        *(pytest.param(o, False, marks=pytest.mark.slow) for o in ("cold", "ram", "ssd")),
     ],
 )
 def test_four_requests_hold_their_prefix_once(
@@ -252,6 +253,7 @@ def test_a_spoiled_prompt_leaves_no_segment_to_others(model: Path):
 # --------------------------------------------------------------------------- admission
 
 
+@pytest.mark.slow
 def test_memory_for_a_prefix_that_somebody_holds_is_asked_for_once(model: Path, uncached: Reference):
     """Room for two prompts: with segments four run side by side, without never more than two."""
     most: dict[int, int] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 import families
 import mlx.core as mx
 import pytest
+from fast_or_slow import SOME_FAMILIES, rest_slow
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
@@ -158,7 +159,7 @@ def test_it_thinks_and_then_answers_and_stops(loaded):
     assert ends >= 1
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(families.FAMILIES, *SOME_FAMILIES))
 def test_a_family_loads_generates_and_sees_its_whole_prompt(family, tmp_path):
     folder = families.build_family(family, tmp_path / family)
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) < 2_000_000

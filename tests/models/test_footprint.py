@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from daemon import family_model
 from families import FAMILIES
+from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.cli import models
 from omlxd.cli.owner_api import InstalledStatus
@@ -18,7 +19,7 @@ from omlxd.models.footprint import PROCESS_BYTES, footprint
 from tests.models.test_resolve import make
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_the_estimate_is_what_the_loaded_model_says(name: str):
     from omlxd.engine import mlx_adapter
 

@@ -199,6 +199,7 @@ def test_sampling_is_the_files_own_before_the_callers(tmp_path: Path):
     }
 
 
+@pytest.mark.slow
 def test_the_program_shows_a_bar_and_nothing_of_its_libraries(good: bytes, tmp_path: Path):
     """There is no PyTorch, which transformers would warn of, and no bar before there is progress."""
     file = tmp_path / "good.gguf"
@@ -222,6 +223,7 @@ def test_the_program_shows_a_bar_and_nothing_of_its_libraries(good: bytes, tmp_p
     assert run().stderr == ""  # It is here already.
 
 
+@pytest.mark.slow
 def test_what_a_killed_import_left_goes_at_the_next_one_and_at_the_next_start(good: bytes, tmp_path: Path):
     file = tmp_path / "good.gguf"
     file.write_bytes(good)

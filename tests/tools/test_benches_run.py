@@ -31,6 +31,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 def test_every_script_starts():
     """They import what is still there, and run programs that are."""
     names = sorted(path.stem for path in (REPO / "tools" / "bench").glob("*.py"))

@@ -163,6 +163,7 @@ def test_a_broken_venv_is_found(bootstrap: ModuleType, tmp_path: Path):
     assert "/elsewhere" in bootstrap.broken_venv({})
 
 
+@pytest.mark.slow
 def test_a_venv_is_made_and_then_left_alone(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch):
     environ = bootstrap.clean_environment(dict(os.environ))
     bootstrap.make_venv(environ)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from omlxd.cli.main import main
 
 REPO = Path(__file__).resolve().parents[2]
 READMES = (
@@ -190,12 +192,16 @@ def test_the_glossary_has_25_words_at_most():
 @cache
 def help_of(*words: str) -> str:
     """The help of `omlxd …`; "" where there is no such command."""
-    command = [sys.executable, "-m", "omlxd", *words, "--help"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
     # Wide enough that no flag is broken at its hyphen.
     env["COLUMNS"] = "200"
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, env=env)
-    return done.stdout if done.returncode == 0 else ""
+    said = io.StringIO()
+    with mock.patch.dict(os.environ, env, clear=True), redirect_stdout(said), redirect_stderr(io.StringIO()):
+        try:
+            status = main([*words, "--help"])
+        except SystemExit as ended:
+            status = ended.code
+    return said.getvalue() if not status else ""
 
 
 @cache
@@ -218,9 +224,7 @@ def test_commands_exist(readme: Path):
 def flags() -> set[str]:
     """Every flag of every verb."""
     commands = [(verb,) for verb in VERBS] + [(verb, sub) for verb in VERBS for sub in subverbs(verb)]
-    with ThreadPoolExecutor(2) as threads:
-        texts = list(threads.map(lambda words: help_of(*words), commands))
-    return set(re.findall(r"--[a-z][\w-]+", "\n".join(texts)))
+    return set(re.findall(r"--[a-z][\w-]+", "\n".join(help_of(*words) for words in commands)))
 
 
 def test_flags_exist(readme: Path, flags: set[str]):

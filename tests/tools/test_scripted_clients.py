@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 from daemon import wait_until
+from fast_or_slow import rest_slow
 from templates import QWEN3
 
 from omlxd.chat import Conversation, Message, TextPart, Tool
@@ -39,7 +40,7 @@ def daemon(tmp_path_factory):
         yield daemon
 
 
-@pytest.mark.parametrize(("sdk", "cancelled"), [("openai", 2), ("anthropic", 1)])
+@pytest.mark.parametrize(("sdk", "cancelled"), rest_slow([("openai", 2), ("anthropic", 1)], ("anthropic", 1)))
 def test_an_sdk_plays_a_session(daemon, tmp_path, sdk, cancelled):
     write_files(tmp_path)
     with Recorder(daemon.url) as recorder:
@@ -53,6 +54,7 @@ def test_an_sdk_plays_a_session(daemon, tmp_path, sdk, cancelled):
     assert row.worst <= BLOCK and sum(reuse.played.cached for reuse in row.reuses) > 5000
 
 
+@pytest.mark.slow
 def test_the_matrix_plays_a_library(daemon, tmp_path):
     """The others are installed by tools/clients_matrix.py."""
     command = [sys.executable, "-P", str(PROGRAMS / "library_players.py"), "anthropic"]
@@ -103,6 +105,7 @@ def test_64_requests_at_once_are_served_in_order_of_arrival(daemon):
     assert max(abs(ranks[one.id] - rank) for rank, one in enumerate(played)) <= 24
 
 
+@pytest.mark.slow
 def test_a_client_of_many_requests_does_not_keep_another_waiting(daemon):
     log = ReuseLog(daemon.played)
     log.read()

@@ -90,6 +90,7 @@ def test_mlx_lms_file_is_a_hit_and_a_wrong_prompt_is_refused(tmp_path: Path, cap
         assert daemon.http.get("/omlxd/status").json()["models"][0]["starts"] == 1
 
 
+@pytest.mark.slow
 def test_mlx_lm_goes_on_from_a_session(tmp_path: Path, capsys):
     text, file = prose(100, seed=2), tmp_path / "out.safetensors"
     with Daemon(tmp_path / "home") as daemon:

@@ -187,6 +187,7 @@ RUINED = [
 ]
 
 
+@pytest.mark.slow
 def test_a_running_daemon_takes_files_in_and_keeps_its_account(tmp_path: Path, capsys):
     here, archive = tmp_path / "here", tmp_path / "kv.tar"
     text = prose(300)

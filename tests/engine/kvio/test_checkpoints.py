@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cold_run import Reference, assert_same, prompt
 from families import build_family
+from fast_or_slow import rest_slow
 from kv_fakes import check_pool
 from rig import BLOCK, Rig
 
@@ -23,7 +24,7 @@ from omlxd.kv.checkpoint import checkpoint_name
 CASES = ("gemma3_text", "qwen3_5", "mamba2")
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=rest_slow(CASES, "qwen3_5"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_family(request.param, tmp_path_factory.mktemp("model") / request.param)
 

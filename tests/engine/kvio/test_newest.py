@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cold_run import Reference, assert_same, prompt
 from families import build_family
+from fast_or_slow import SOME_FAMILIES, rest_slow
 from kv_fakes import check_pool
 from rig import BLOCK, Rig
 
@@ -32,7 +33,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_the_first_request_after_a_restart_is_a_hot_hit_with_a_cold_runs_logits(family: str, tmp_path: Path):
     model, root = build_family(family, tmp_path / family), tmp_path / "kv"
     with Rig(model, root) as rig:

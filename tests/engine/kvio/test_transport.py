@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from cold_run import Reference, assert_same, prompt
 from families import build_family
+from fast_or_slow import SOME_FAMILIES, rest_slow
 from kv_fakes import check_pool
 from rig import Rig
 
@@ -107,7 +108,7 @@ def test_the_buffer_is_filled_in_place_and_is_the_threads_own():
     assert b"".join(views) == before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_restored_prefixes_are_bit_identical(family: str, tmp_path: Path):
     model = build_family(family, tmp_path / family)
     reference, tokens = Reference(model), prompt(300)

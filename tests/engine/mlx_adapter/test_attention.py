@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from families import FAMILIES, build_family
 from family_configs import CONFIGS, WINDOW, WINDOWED
+from fast_or_slow import SOME_FAMILIES, rest_slow
 from mlx_lm.models import base
 
 from omlxd.engine import mlx_adapter
@@ -47,7 +48,7 @@ def decode(
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (33, 33), (33,)], ids=["unequal", "equal", "one row"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_it_computes_what_mlx_does(family: str, lengths: tuple[int, ...], tmp_path, reference):
     loaded = mlx_adapter.load(build_family(family, tmp_path / family))
     want = decode(loaded, lengths)
@@ -74,7 +75,7 @@ def test_a_window_is_read_in_the_same_order_alone_and_in_a_batch(family: str, tm
     assert Reference.calls == passes * len(loaded.model.layers), "every layer's, shared KV included"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_a_load_asks_for_it_before_any_request_does(family: str, tmp_path, reference):
     folder = build_family(family, tmp_path / family)
     reference()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from families import FAMILIES, build_family
 from family_configs import CONFIGS, WINDOW, WINDOWED
+from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import CompiledStep, compiled_step
@@ -56,7 +57,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("lengths", [(5, 40, 17), (33, 33), (33,)], ids=["unequal", "equal", "one row"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_it_computes_what_the_model_does(family: str, lengths: tuple[int, ...], tmp_path, reference):
     loaded = mlx_adapter.load(build_family(family, tmp_path / family))
     reference()

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from families import FAMILIES, build_family
+from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import CompiledStep, compiled_step, fused_step
@@ -84,7 +85,14 @@ def fused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled_step, "fused_step", fuse)
 
 
-@pytest.mark.parametrize("lengths", [(5, 40, 17), (33, 33), (33,)], ids=["unequal", "equal", "one row"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param((5, 40, 17), id="unequal"),
+        pytest.param((33, 33), id="equal", marks=pytest.mark.slow),
+        pytest.param((33,), id="one row", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_computes_what_the_model_does(variant: str, lengths: tuple[int, ...], tmp_path, reference, fused):
     family, changes = VARIANTS[variant]
@@ -124,7 +132,7 @@ def test_rows_join_and_leave(copied: int, tmp_path, reference, fused, monkeypatc
         np.testing.assert_allclose(got, want, atol=2e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES, *FUSED))
 def test_other_models_are_left_alone(family: str, tmp_path):
     model = mlx_adapter.load(build_family(family, tmp_path / family)).model
     if family in FUSED:

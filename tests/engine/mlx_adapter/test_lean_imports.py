@@ -137,6 +137,7 @@ def test_the_lists_are_whole_then(learnt, module, what):
     assert len(lean[module][what]) > 100
 
 
+@pytest.mark.slow
 def test_transformers_that_was_imported_before_is_left_alone():
     told = run(
         "import json, transformers, omlxd.engine.mlx_adapter as adapter\n"

@@ -13,6 +13,7 @@ import pytest
 from cold_run import prompt
 from families import FAMILIES, TOKEN_KV, build_family
 from family_configs import CONFIGS
+from fast_or_slow import SOME_FAMILIES, rest_slow
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_lm.utils import load as mlx_load
@@ -34,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
     return lambda name: build_family(name, root / name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_every_family_is_told_by_its_caches(family: str, folders):
     loaded = mlx_adapter.load(folders(family))
     cache = mlx_adapter.new_cache(loaded.model, 100)
@@ -169,7 +170,7 @@ def test_a_stored_block_does_not_pin_the_cache_it_came_from(folders, tmp_path: P
     assert sum(b.nbytes for b in blocks) == loaded.layout.nbytes(128)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_logits_of_the_last_position_are_those_of_the_whole(family: str, folders):
     from mlx_lm.utils import load
 

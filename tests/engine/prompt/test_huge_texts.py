@@ -84,6 +84,7 @@ def test_prose_is_cut_in_many_pieces():
     assert len(cache._parts("The user asks.\n" * 100_000)) >= 4
 
 
+@pytest.mark.slow
 def test_minified_json_is_cut_too():
     text = '{"a":[{"name":"kestrel","wing":"left"},' * 60_000
     cache = cache_of("demo")
@@ -158,6 +159,7 @@ def test_a_tokenizer_that_panics_fails_one_request(prompts, monkeypatch):
         prompts.render(Conversation((user("x"),)))
 
 
+@pytest.mark.slow
 def test_memory_of_pieces(prompts):
     """Of 2 MB of words and digits with room for all of them: pieces are let go before the next is read."""
     text = "".join(f"the user asks {number:07d}\n" for number in range(100_000))

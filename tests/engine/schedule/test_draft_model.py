@@ -91,6 +91,7 @@ def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
         rig.settle()
 
 
+@pytest.mark.slow
 def test_draws_without_a_seed_have_the_distribution_of_plain_decoding(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):

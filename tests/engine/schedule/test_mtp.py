@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from cold_run import prompt
 from families import build_family
+from fast_or_slow import rest_slow
 from guesses import draft_always
 from host import Host, chat, finished, text_of
 from mtp_heads import add_heads
@@ -22,7 +23,7 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=5)
 ASKED = prompt(150, seed=3)
 
 
-@pytest.fixture(scope="module", params=["text", "vision"])
+@pytest.fixture(scope="module", params=rest_slow(["text", "vision"], "text"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its heads have learned its answers to `ASKED`."""
     build = build_family if request.param == "text" else build_vision_family

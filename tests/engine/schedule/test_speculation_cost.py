@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from fast_or_slow import counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,12 +96,13 @@ def texts(seed: int) -> dict[str, Callable[[bool], bool]]:
     }
 
 
+@counts(1, 5)
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("text", texts(0))
-def test_guesses_lose_no_more_than_their_share(machine: str, text: str, rows: int):
+def test_guesses_lose_no_more_than_their_share(machine: str, text: str, rows: int, count: int):
     table = MACHINES[machine]
-    for seed in range(5):
+    for seed in range(count):
         engine = Engine(table, rows, texts(seed)[text], table(65) - table(64))
         for _ in range(60):  # At any time.
             engine.run(25)
@@ -152,20 +154,23 @@ def tables(draw: st.DrawFn) -> Table:
     return lambda tokens: seconds[tokens - 1]
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    tables(),
-    st.sampled_from([1, 2, 4, 16]),
-    st.sampled_from(sorted(texts(0))),
-    st.integers(0, 99),
-    st.sampled_from([0.0, 0.01, 0.1, 1.0]),
-)
-def test_whatever_passes_cost_and_prompts_promise_the_loss_is_bounded(
-    table: Table, rows: int, text: str, seed: int, prompt: float
-):
+@counts(40, 150)
+def test_whatever_passes_cost_and_prompts_promise_the_loss_is_bounded(count: int):
     """Beyond the share and the credit it is what the first passes of each width took, and another of one."""
-    engine = Engine(table, rows, texts(seed)[text], prompt)
-    for _ in range(20):
-        engine.run(50)
-        firsts = engine.firsts.values()
-        assert engine.lost < FIRST_CREDIT + sum(firsts) + max(firsts, default=0.0)
+
+    @settings(max_examples=count, deadline=None)
+    @given(
+        tables(),
+        st.sampled_from([1, 2, 4, 16]),
+        st.sampled_from(sorted(texts(0))),
+        st.integers(0, 99),
+        st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+    )
+    def check(table: Table, rows: int, text: str, seed: int, prompt: float):
+        engine = Engine(table, rows, texts(seed)[text], prompt)
+        for _ in range(20):
+            engine.run(50)
+            firsts = engine.firsts.values()
+            assert engine.lost < FIRST_CREDIT + sum(firsts) + max(firsts, default=0.0)
+
+    check()

@@ -41,6 +41,7 @@ def same(rig: VisionRig, uncached: VisionRig, segments: Segments) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(rows, want_rows, strict=True))
 
 
+@pytest.mark.slow
 def test_after_a_restart_an_image_in_the_last_block_is_not_seen_again(family, model, uncached, tmp_path):
     with VisionRig(family, model, tmp_path) as rig:
         same(rig, uncached, ENDS_IN_LAST_BLOCK)

@@ -193,6 +193,7 @@ def test_an_adapter_that_was_trained_on_is_served_at_once(daemon: Daemon, model:
     assert text(daemon, "tiny:style") == before
 
 
+@pytest.mark.slow
 def test_one_that_was_trained_on_is_served_anew_while_requests_for_it_never_cease(
     daemon: Daemon, model: Path, tmp_path: Path
 ):

@@ -11,6 +11,7 @@ import pytest
 from cold_files import all_on_disk, on_disk, settled, unsettled
 from daemon import PATIENCE_S, READY_S, own_usage, prose, restored, wait_until
 from dying import BASE, CAP, MOMENTS, Asking, Dying
+from fast_or_slow import rest_slow
 
 from omlxd.front.engines.watch import STALL_S
 
@@ -59,7 +60,10 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "signal"),
-    [("loading", "SIGABRT"), ("prefill", "SIGSEGV"), ("decode", "SIGTERM"), ("writing", "SIGKILL")],
+    rest_slow(
+        [("loading", "SIGABRT"), ("prefill", "SIGSEGV"), ("decode", "SIGTERM"), ("writing", "SIGKILL")],
+        *[("prefill", "SIGSEGV"), ("writing", "SIGKILL")],
+    ),
 )
 def test_a_death(dying: Dying, moment: str, signal: str):
     dies(dying, moment, signal)
@@ -76,7 +80,7 @@ UNSTREAMED = {
 }
 
 
-@pytest.mark.parametrize("path", UNSTREAMED)
+@pytest.mark.parametrize("path", rest_slow(UNSTREAMED, "/v1/messages"))
 def test_an_answer_that_nobody_has_read_of_is_made_again(dying: Dying, path: str):
     fields, answers = UNSTREAMED[path]
     content = {"model": dying.daemon.model, "temperature": 0, **fields}

@@ -414,7 +414,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def test_quick():
-    run_state_machine_as_test(PoolMachine, settings=settings(QUICK, max_examples=50, stateful_step_count=25))
+    run_state_machine_as_test(PoolMachine, settings=settings(QUICK, max_examples=15, stateful_step_count=25))
 
 
 @pytest.mark.slow

@@ -461,7 +461,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_quick():
-    run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=200, stateful_step_count=30))
+    run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=60, stateful_step_count=30))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import json
 import httpx
 import pytest
 from fake_engine import FakeEngine, app_of
+from fast_or_slow import counts
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from request_bodies import BOLD, VALID, junk, ruined
@@ -36,35 +37,51 @@ def quick(examples: int):
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@counts(15, 50)
 @pytest.mark.parametrize("path", PATHS)
-@quick(50)
-@given(data=st.data())
-def test_bodies_that_make_sense(path, data):
-    assert status(path, json.dumps(data.draw(VALID[path])).encode()) == 200
+def test_bodies_that_make_sense(path, count):
+    @quick(count)
+    @given(body=VALID[path])
+    def check(body):
+        assert status(path, json.dumps(body).encode()) == 200
+
+    check()
 
 
+@counts(40, 150)
 @pytest.mark.parametrize("path", PATHS)
-@quick(150)
-@given(data=st.data())
-def test_bodies_that_no_longer_do(path, data):
-    # json.dumps writes lone surrogates as escapes, as a careless client would.
-    status(path, json.dumps(ruined(data, data.draw(VALID[path]))).encode())
+def test_bodies_that_no_longer_do(path, count):
+    @quick(count)
+    @given(data=st.data())
+    def check(data):
+        # json.dumps writes lone surrogates as escapes, as a careless client would.
+        status(path, json.dumps(ruined(data, data.draw(VALID[path]))).encode())
+
+    check()
 
 
+@counts(20, 80)
 @pytest.mark.parametrize("path", PATHS)
-@quick(80)
-@given(content=st.binary(max_size=60) | junk.map(lambda value: json.dumps(value).encode()))
-@example(content=b"[" * 100_000)
-@example(content=b'{"messages":' * 50_000)
-@example(content=b'{"model":"tiny","messages":[{"role":"user","content":"\\udfff"}]}')
-@example(content=b'{"model":"tiny","prompt":"x","messages":[],"temperature":1e400}')
-@example(content=b"\xef\xbb\xbf{}")
-def test_any_bytes(path, content):
-    status(path, content)
+def test_any_bytes(path, count):
+    @quick(count)
+    @given(content=st.binary(max_size=60) | junk.map(lambda value: json.dumps(value).encode()))
+    @example(content=b"[" * 100_000)
+    @example(content=b'{"messages":' * 50_000)
+    @example(content=b'{"model":"tiny","messages":[{"role":"user","content":"\\udfff"}]}')
+    @example(content=b'{"model":"tiny","prompt":"x","messages":[],"temperature":1e400}')
+    @example(content=b"\xef\xbb\xbf{}")
+    def check(content):
+        status(path, content)
+
+    check()
 
 
+@counts(20, 60)
 @pytest.mark.parametrize("path", BOLD)
-@quick(60)
-@given(data=st.data())
-def test_bodies_that_ask_for_a_lot(path, data):
-    status(path, json.dumps(data.draw(BOLD[path])).encode())
+def test_bodies_that_ask_for_a_lot(path, count):
+    @quick(count)
+    @given(body=BOLD[path])
+    def check(body):
+        status(path, json.dumps(body).encode())
+
+    check()

@@ -365,6 +365,7 @@ def test_cache_dir_is_read_only(tmp_path: Path):
         serves_without_cold_tier(tmp_path / "home", disk)
 
 
+@pytest.mark.slow
 def test_cache_dir_is_full_from_the_start(tmp_path: Path):
     with small_disk(tmp_path / "disk", "256k") as disk:
         serves_without_cold_tier(tmp_path / "home", disk)

@@ -196,6 +196,7 @@ def files(count: int):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_more_than_may_wait_are_told_when_to_come_again(start):  # noqa: F811
     daemon = start("--max-concurrent-requests", "8")
     assert daemon.complete("a").status_code == 200

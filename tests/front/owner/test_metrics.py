@@ -350,6 +350,7 @@ async def test_status_tells_of_models():
 # --------------------------------------------------------------------------- the real thing
 
 
+@pytest.mark.slow
 def test_a_daemons_metrics_live_through_the_death_of_its_engine(tmp_path: Path):
     with Daemon(tmp_path) as daemon:
 

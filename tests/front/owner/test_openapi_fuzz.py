@@ -16,6 +16,7 @@ import pytest
 import schemathesis
 from daemon import Daemon
 from fake_engine import FakeEngine, app_of
+from fast_or_slow import counts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from request_bodies import BOLD, VALID, ruined
@@ -115,11 +116,15 @@ class AppClient(httpx.Client):
         return asyncio.run(send())
 
 
+@counts(4, 20)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-@examples(20)
-@given(data=st.data())
-def test_the_app_keeps_its_document(method, path, data):
-    Asker(AppClient(), "tiny").ask(data.draw(cases(method, path)))
+def test_the_app_keeps_its_document(method, path, count):
+    @examples(count)
+    @given(case=cases(method, path))
+    def ask(case):
+        Asker(AppClient(), "tiny").ask(case)
+
+    ask()
 
 
 # --------------------------------------------------------------------------- a real model behind it

@@ -293,6 +293,7 @@ def test_recent_requests_are_bounded():
     assert recent.find_request(session="s9") is None and recent.find_request().reached == -1
 
 
+@pytest.mark.slow
 def test_recent_requests_hold_no_more_memory_than_is_said():
     recent = RecentRequests()
     held = json.dumps([[]] * 20_000)

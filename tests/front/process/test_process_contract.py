@@ -133,6 +133,7 @@ def test_connections_made_while_it_is_down_are_answered_after_the_restart(instal
     assert complete(job, "two").status_code == 200
 
 
+@pytest.mark.slow
 def test_with_256_files_at_most_it_serves_on(install):
     job = install(hard_files=256)
     assert complete(job, "up").status_code == 200

@@ -328,6 +328,7 @@ def test_a_second_daemon_on_one_cache_dir_says_so_and_stops(start, tmp_path: Pat
     assert first.complete("still up").status_code == 200
 
 
+@pytest.mark.slow
 @linux
 def test_a_daemon_started_right_after_a_kill_gets_the_cache(start):
     """The lock dies with the daemon: its engine, which lives a moment longer, must not have inherited it."""

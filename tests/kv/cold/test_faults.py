@@ -132,9 +132,14 @@ def test_without_a_fault_all_is_restored(tmp_path, back):
     reopened(tmp_path)
 
 
-def fail_everywhere(root: Path, kind: Kind, numbers: Sequence[int], back: bool = False) -> None:
-    """`numbers`: the errno of operation N is the N-th of these, round and round."""
-    for at in range(1, operations(root / "0", back) + 1):
+def fail_everywhere(
+    root: Path, kind: Kind, numbers: Sequence[int], back: bool = False, first: int = 1, step: int = 1
+) -> None:
+    """At operation `first` and at each `step`-th from there on.
+
+    numbers  the errno of operation N is the N-th of these, round and round
+    """
+    for at in range(first, operations(root / "0", back) + 1, step):
         folder = root / str(at)
         scenario = Scenario(folder, Fault(at, kind, numbers[at % len(numbers)]), back)
         if kind.startswith("crash"):
@@ -147,6 +152,14 @@ def fail_everywhere(root: Path, kind: Kind, numbers: Sequence[int], back: bool =
         reopened(folder)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("back", [False, True])
+def test_a_fault_at_one_operation_in_five(tmp_path, kind, back):
+    """Kinds begin apart, so that together they meet each operation."""
+    fail_everywhere(tmp_path, kind, ERRNOS, back, first=1 + KINDS.index(kind) % 5, step=5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("back", [False, True])
 def test_a_fault_at_every_operation(tmp_path, kind, back):

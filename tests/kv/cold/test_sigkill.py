@@ -75,8 +75,8 @@ def rounds(root: Path, count: int) -> None:
         number += 1
 
 
-def test_ten_kills(tmp_path):
-    rounds(tmp_path, 10)
+def test_five_kills(tmp_path):
+    rounds(tmp_path, 5)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fast_or_slow import rest_slow
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_fakes import bytes_on_disk
@@ -202,7 +203,7 @@ def test_a_dead_engines_temporary_files_go_and_a_living_ones_stay(house):
     assert not temps["b", 77].exists()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", rest_slow(range(8), 0, 1))
 def test_the_cap_holds_over_model_switches_restarts_and_removals(tmp_path, seed):
     dice = random.Random(seed)
     house = House(tmp_path, cap=12)
