@@ -358,6 +358,7 @@ def test_the_first_event_waits_for_no_engine(serving: Daemon):
         os.kill(engine, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_requests_wait_with_pings_while_the_engine_loads(tmp_path: Path):
     # As slow a load as can be: it stops itself before it begins.
     stopped = shlex.join(["sh", "-c", 'kill -STOP $$; exec "$@"', "sh", sys.executable, "-m", "omlxd.engine"])

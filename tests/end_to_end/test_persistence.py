@@ -181,6 +181,7 @@ def _sizes(folder: Path) -> dict[Path, int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_cold_tier_never_passes_its_cap(home: Path):
     cache = home / "omlxd" / "cache"
     with Daemon(home, "--paged-ssd-cache-max-size", "3MB", "--hot-cache-max-size", "0") as daemon:

@@ -133,6 +133,7 @@ def test_turns_that_append_have_the_bits_of_a_cold_run(model: Path, uncached: Re
             assert_same(rig, tokens, uncached, hot=known, cold=0, n=3)
 
 
+@pytest.mark.slow
 def test_a_rows_logits_do_not_depend_on_who_shares(model: Path):
     """The same bits alone and in batches of any others, also of rows without a segment."""
     with sharing(model) as rig:

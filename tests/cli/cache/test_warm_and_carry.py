@@ -69,6 +69,7 @@ def test_a_body_alone_and_a_text_are_taken_by_all_who_read_requests(tmp_path: Pa
     assert asked.body["prompt"] == request.body["prompt"] == "a text"
 
 
+@pytest.mark.slow
 def test_a_request_that_is_refused_keeps_no_other_from_being_warmed(tmp_path: Path, capsys):
     asked = {"prompt": prose(60)}
     lines = [asked, {**asked, "temperature": "hot"}, {"prompt": f"Again: {prose(60)}"}]

@@ -93,7 +93,7 @@ def fused(monkeypatch: pytest.MonkeyPatch):
         pytest.param((33,), id="one row", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", rest_slow(VARIANTS, *FUSED))
 def test_it_computes_what_the_model_does(variant: str, lengths: tuple[int, ...], tmp_path, reference, fused):
     family, changes = VARIANTS[variant]
     loaded = mlx_adapter.load(build_family(family, tmp_path / family, changes=changes))

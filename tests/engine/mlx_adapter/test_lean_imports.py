@@ -120,6 +120,7 @@ def learnt() -> tuple[dict, dict]:
     return run(LEARNS, "lean"), run(LEARNS, "plain")
 
 
+@pytest.mark.slow
 def test_whoever_asks_for_more_gets_what_transformers_gives(learnt):
     lean, plain = learnt
     assert lean["classes"] == plain["classes"]

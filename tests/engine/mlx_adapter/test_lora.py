@@ -169,6 +169,7 @@ def test_adapters_are_models_of_their_own(base: Path, adapter: Path, tmp_path: P
     assert models == {"tiny": weights, "tiny:style": nbytes, "tiny:tone": nbytes}
 
 
+@pytest.mark.slow
 def test_a_models_setting_names_its_adapter_and_a_wrong_one_is_said(base: Path, tmp_path: Path):
     folder = shutil.copytree(base, tmp_path / "tiny")
     (folder / "omlxd_demo.json").unlink()

@@ -145,6 +145,7 @@ def test_what_a_pass_that_was_cut_off_left_is_not_served(tmp_path: Path, family:
         rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
+@pytest.mark.slow
 def test_gaps_between_tokens_beside_a_prefill_are_about_twice_those_alone(model: Path):
     with Rig(model) as rig:
         slow_layers(rig, 0.08, 0.004)  # a step 84 ms, a pass 336 ms

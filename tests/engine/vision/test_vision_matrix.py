@@ -121,6 +121,7 @@ def test_the_image_at_another_place_is_computed_there(rig: VisionRig, uncached: 
     assert rig.images.towers == towers  # Its features are kept.
 
 
+@pytest.mark.slow
 def test_two_images_of_which_the_second_changes(rig: VisionRig, uncached: VisionRig):
     two = [*TALK, image(2, 168), (70, 3)]
     check(rig, uncached, two)

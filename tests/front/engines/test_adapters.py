@@ -140,6 +140,7 @@ def test_an_engine_stays_for_as_long_as_an_adapter_in_it(daemon: Daemon):
     wait_until(lambda: states(daemon) == ["unloaded"] * 3, why=daemon.logged)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_takes_no_adapter_for_good(daemon: Daemon, alone: dict[str, str]):
     for name in NAMES:
         text(daemon, name)

@@ -113,6 +113,7 @@ def test_a_clean_end_stays_ended_and_the_next_connection_starts_it_again(install
     wait_until(lambda: len(job.starts) == 2)
 
 
+@pytest.mark.slow
 def test_at_login_a_failure_is_restarted_and_a_clean_end_is_not(install):
     job = install(at_login=True)
     wait_until(lambda: "listening on" in job.said())
