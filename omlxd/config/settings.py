@@ -146,7 +146,7 @@ _HELP = {
     "speculation": "auto: several guessed tokens of a request are checked in a pass where that is measured "
     "to be faster, in a batch too, and answers stay the same; off: one token a pass",
     "share_prefix": "auto: on a CPU, running requests that begin alike hold the KV of that once; on: on a "
-    "GPU too, where steps took two to five times as long; off: each holds its own",
+    "GPU too, which has not been timed on CUDA and is slow elsewhere; off: each holds its own",
     "hoist_system": "put system messages that stand before the first answer at the head of the prompt: "
     "always, never, or auto",
     "no_healing": "render earlier answers as the client sends them, not as they were generated",

@@ -80,7 +80,7 @@ class Shared(NamedTuple):
 
 
 def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
-    """Where each of `arrays` lies in the GPU's memory, in uint64, evaluated.
+    """Where each of `arrays`, in one piece each, lies in the GPU's memory, in uint64, evaluated.
 
     A kernel is told them, since MLX gives none that stays: an array that Python looks at moves for good. So
     does what a view of it shares: let nobody have one of these.
@@ -97,6 +97,7 @@ def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
             threadgroup=(1, 1, 1),
             output_shapes=[(AT_ONCE,)],
             output_dtypes=[mx.uint64],
+            ensure_row_contiguous=False,  # A copy's address would be that of nothing.
         )
     addresses = mx.contiguous(mx.concatenate(found)[: len(arrays)])
     mx.eval(addresses)
@@ -127,8 +128,7 @@ class _Code:
             compiled_source=code,
             inputs=inputs,
             scalars=scalars,
-            ensure_row_contiguous=True,
-            **how,
+            **{"ensure_row_contiguous": True, **how},
         )
 
 

@@ -4,6 +4,8 @@
 A segment is cut into spans at fixed places. Queries of all rows that hold it are columns of products, each
 added by itself and in one order, so that a row's bits do not depend on the rows beside it. The tail's parts
 come from attention_kernel.py or fused_attention.py; segment_attention.py launches all of them.
+
+On an H200 the kernel ran with segments as arguments; where they lie in a table, it has not run.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from .attention_kernel import HEADER, TYPES
 from .fused_attention import COPIES, Heads
 
 SPAN = 512
-"""Tokens of a segment that one block of threads reads."""
+"""Tokens of a segment that one block of threads reads. Others were not told apart: the host was slower."""
 
 WARPS, STAGES = 4, 3
 """Of a block; two blocks share a multiprocessor. A warp has `STAGES` tiles of 16 tokens on their way."""
