@@ -30,6 +30,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
+from . import attention_packed
 from .attention_kernel import MOST_NEW, SPAN, Kernel
 from .device import backend
 
@@ -44,13 +45,13 @@ Places = tuple[list[int], list[int]]
 """First column of each row, and its end."""
 
 _kernels: dict[tuple[int, int, Any, bool, bool], Kernel | None] = {}
-_mlx_own = base.scaled_dot_product_attention
+mlx_own = base.scaled_dot_product_attention
 _installed = False
 
 
 def reads_own_rows() -> bool:
     """Whether decode reads no padding: some kernel is in use."""
-    return any(_kernels.values())
+    return any(_kernels.values()) or attention_packed.in_use()
 
 
 def install() -> None:
@@ -125,7 +126,7 @@ def attend(
     """mlx-lm's `scaled_dot_product_attention`: by the kernel where it can, else by MLX's own."""
     if cache is None and (given := _given_out.get(id(keys))) is not None:
         cache = given[2]()
-    if cache is not None and hasattr(cache, "attend"):  # A step that is being compiled.
+    if cache is not None and hasattr(cache, "attend"):  # Packed KV, or a step being compiled.
         return cache.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
     if new <= MOST_NEW and (found := own_rows(cache, keys, values, mask, new)) is not None:
@@ -133,7 +134,7 @@ def attend(
         kernel = kernel_for(queries, held.keys, window > 0, sinks)
         if kernel is not None and new <= kernel.most_new:
             return kernel(queries, held.keys, held.values, places, scale, window=window, sinks=sinks)
-    return _mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 def own_rows(
@@ -160,17 +161,25 @@ def _places(cache: Any, mask: Any, new: int) -> tuple[Places | None, int]:
     None: the mask hides more than what lies outside of a row or a window, and what comes after a token.
     """
     window = getattr(cache, "max_size", 0)
-    alone = isinstance(cache, KVCache | RotatingKVCache)
-    if isinstance(mask, mx.array):
-        plain = _masks.get(id(mask)) == window
-    else:
-        plain = mask == (None if new == 1 else "causal") and (alone or (not window and cache.is_even))
+    alone = issubclass(type(cache), KVCache | RotatingKVCache)
+    plain = is_plain(mask, new, alone or (not window and cache.is_even), window)
     if not plain or getattr(cache, "keep", 0):
         return None, window
     if window:
         tokens = [cache.offset] if alone else cache.tokens()
         return window_places(tokens, cache._idx, cache.keys.shape[2], window, new), window
     return ([0], [cache.offset]) if alone else (cache.starts, cache.ends), 0
+
+
+def is_plain(mask: Any, new: int, even: bool, window: int = 0) -> bool:
+    """Whether `mask` hides nothing but what lies outside of a row or a window, and what comes after one of
+    `new` tokens.
+
+    even  each column is every row's
+    """
+    if isinstance(mask, mx.array):
+        return _masks.get(id(mask)) == window
+    return even and mask == (None if new == 1 else "causal")
 
 
 def window_places(tokens: list[int], end: int, ring: int, window: int, new: int = 1) -> Places:

@@ -30,11 +30,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from . import attention, cuda_driver, products, segment_attention, segments
+from . import attention, attention_packed, cuda_driver, products, segment_attention, segments
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
-from .cache_kinds import Cache
+from .cache_kinds import Cache, arrays_of
 from .fused_attention import ARCHITECTURES
 from .fused_step import FusedStep, Unfusable
+from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
 from .segments import SegmentedBatchKVCache, SegmentedKVCache
 
@@ -81,14 +82,14 @@ def _window_of(layer: Any) -> int:
 
 def _next(layer: Any) -> Next | None:
     """None: the arrays have no room for it, or keep their first tokens beside a window."""
-    alone, ring = isinstance(layer, KVCache | RotatingKVCache), layer.keys.shape[2]
+    alone, ring = isinstance(layer, KVCache | RotatingKVCache | QuantisedKVCache), _shape(layer)[2]
     if window := _window_of(layer):
         lengths = [tokens + 1 for tokens in ([layer.offset] if alone else layer.tokens())]
         grows = ring < window and (layer.offset if alone else layer._offset) >= ring
         if ring > window or grows or getattr(layer, "keep", 0):
             return None
         return Next(layer, *attention.window_places(lengths, layer._idx % window + 1, ring, window), lengths)
-    bases = getattr(layer, "bases", [0] * layer.keys.shape[0])
+    bases = getattr(layer, "bases", [0] * _shape(layer)[0])
     ends = [layer.offset - bases[0]] if alone else layer.ends
     starts = [0] if alone else layer.starts
     if max(ends) >= ring:
@@ -97,24 +98,31 @@ def _next(layer: Any) -> Next | None:
     return Next(layer, starts, [end + 1 for end in ends], lengths)
 
 
+def _shape(layer: Any, name: str = "keys") -> tuple[int, ...]:
+    """Of the array of keys (or values), or of the first where they are packed."""
+    held = getattr(layer, name)
+    return tuple((held[0] if isinstance(held, list) else held).shape)
+
+
 class StepKV:
     """Stands for a layer's cache while a step is traced. `offset`, `starts`, `ends`: (rows,).
 
     `keys` and `values` hold the new token once attention was computed. `window`: 0 where all tokens are kept.
-    `shared`: what rows hold in segments before them.
+    `shared`: what rows hold in segments before them. `how`: keys and values are packed so.
     """
 
     def __init__(
         self,
-        keys: mx.array,
-        values: mx.array,
+        keys: Any,
+        values: Any,
         starts: mx.array,
         ends: mx.array,
         offset: mx.array,
         window: int = 0,
         shared: Shared | None = None,
+        how: Quantisation | None = None,
     ):
-        self.keys, self.values, self.shared = keys, values, shared
+        self.keys, self.values, self.shared, self.how = keys, values, shared, how
         self.starts, self.ends, self.offset, self._window = starts, ends, offset, window
         self._fresh: tuple[mx.array, mx.array] | None = None
         self.done = False
@@ -142,13 +150,19 @@ class StepKV:
         fresh = self._fresh
         if fresh is None or keys is not fresh[0] or values is not fresh[1] or mask is not None:
             raise Untraceable("attention does not read the KV that its cache gave")
-        same = self.keys.shape == self.values.shape and fresh[0].dtype == self.keys.dtype
-        held, put, ends = (self.keys, self.values), () if self.done else fresh, (self.starts, self.ends)
-        step = None
-        if same and self.shared is None:
+        held: Any = self.keys, self.values
+        put, ends = () if self.done else fresh, (self.starts, self.ends)
+        step: Any = None
+        dtype = (self.keys if self.how is None else self.keys[1]).dtype
+        if fresh[0].dtype != dtype or _shape(self) != _shape(self, "values"):
+            raise Untraceable("keys and values of several kinds")
+        if self.how is not None:
+            packed = attention_packed.kernel_for(queries, *held, self.how) if sinks is None else None
+            step = packed and packed.step(queries, tuple(map(self.how.pack, put)), held, *ends, scale)
+        elif self.shared is None:
             kernel = attention.kernel_for(queries, self.keys, self._window > 0, sinks)
             step = kernel and kernel.step(queries, put, held, *ends, scale, sinks)
-        elif same and self.shared is not None and sinks is None:
+        elif sinks is None:
             over_segments = segments.kernel_for(queries, self.keys)
             step = over_segments and over_segments.step(queries, put, held, self.shared, *ends, scale)
         if step is None:
@@ -195,25 +209,31 @@ def _make_room(cache: Cache) -> None:
 
     Some layers at a time: MLX keeps what a launch graph reads until it ran, and a fused step is one graph.
     """
-    waiting: list[Any] = []
+    waiting: list[mx.array] = []
     for layer in cache:
-        rows, heads, _, width = layer.keys.shape
-        none = mx.zeros((rows, heads, 1, width), layer.keys.dtype)
-        layer.update_and_fetch(none, mx.zeros((*none.shape[:3], layer.values.shape[3]), layer.values.dtype))
+        layer.update_and_fetch(_blank(layer, layer.keys), _blank(layer, layer.values))
         layer.unread = None  # What a layer with segments gave out.
-        if isinstance(layer, KVCache):
-            layer.offset -= 1
+        if isinstance(layer, EvenBatchKVCache):
+            layer.trim_rows([1] * layer.offset.shape[0])
         else:
-            layer.trim_rows([1] * rows)
-        waiting += [layer.keys, layer.values]
+            layer.offset -= 1
+        waiting += arrays_of([layer.keys, layer.values])
         if sum(array.nbytes for array in waiting) > COPIED:
             mx.eval(waiting)
             waiting.clear()
 
 
+def _blank(layer: Any, held: Any) -> mx.array:
+    """Zeros for a token of each row, as what `held` keeps is made of."""
+    if not isinstance(held, list):
+        return mx.zeros((*held.shape[:2], 1, held.shape[3]), held.dtype)
+    words, scales, _ = held
+    return mx.zeros((*words.shape[:2], 1, words.shape[3] * 32 // layer.how.bits), scales.dtype)
+
+
 TRACED = (
     *(KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache),
-    *(SegmentedKVCache, SegmentedBatchKVCache),
+    *(SegmentedKVCache, SegmentedBatchKVCache, QuantisedKVCache, QuantisedBatchKVCache),
 )
 """Classes of the layers of a cache, no other subclass."""
 
@@ -226,6 +246,7 @@ class CompiledStep:
         self._off = not attention.installed()
         self._fused = None if self._off else fused_step(model)
         self._functions: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._how: Quantisation | None = None  # Of packed KV: the same in all steps of a model.
 
     def __call__(self, tokens: mx.array, cache: Cache, steps: int) -> mx.array | None:
         """Logits of `tokens` (rows, 1).
@@ -247,7 +268,8 @@ class CompiledStep:
         places = {window: _next(cache[windows.index(window)]) for window in dict.fromkeys(windows)}
         if not all(places.values()):
             return None
-        shape = tuple(tuple(at.layer.keys.shape) for at in places.values() if at is not None)
+        shape = tuple(_shape(at.layer) for at in places.values() if at is not None)
+        self._how = next((layer.how for layer in cache if hasattr(layer, "how")), None)
         held: list[Any] = []
         if shared is not None:
             held = [*shared[:-1], *(layer.shared.layer for layer in cache)]
@@ -271,21 +293,21 @@ class CompiledStep:
             if isinstance(layer, RotatingKVCache):
                 layer._idx = layer._idx % window + 1
                 layer.offset += 1
-            elif isinstance(layer, KVCache):
+            elif isinstance(layer, KVCache | QuantisedKVCache):
                 layer.offset += 1
             else:
                 layer.advance(offset)
         return logits
 
-    def _fuses(self, tokens: mx.array, keys: mx.array) -> bool:
-        fused = self._fused
-        return fused is not None and tokens.shape[0] <= products.MOST_ROWS and keys.dtype == fused.heads.dtype
+    def _fuses(self, tokens: mx.array, keys: Any) -> bool:
+        fused, dtype = self._fused, (keys[1] if isinstance(keys, list) else keys).dtype
+        return fused is not None and tokens.shape[0] <= products.MOST_ROWS and dtype == fused.heads.dtype
 
     def _function(self, shape: tuple[Any, ...], cache: Cache, windows: list[int]) -> Callable[..., Any]:
         function = self._functions.pop(shape, None)
         if function is None:
-            held = {window: layer.keys.shape for window, layer in zip(windows, cache, strict=True)}
-            if any(layer.keys.shape != held[window] for window, layer in zip(windows, cache, strict=True)):
+            held = {window: _shape(layer) for window, layer in zip(windows, cache, strict=True)}
+            if any(_shape(layer) != held[window] for window, layer in zip(windows, cache, strict=True)):
                 raise Untraceable("layers keep different KV")
             function = mx.compile(partial(self._trace, windows))
             if len(self._functions) >= FUNCTIONS:
@@ -297,11 +319,11 @@ class CompiledStep:
         self,
         windows: list[int],
         tokens: mx.array,
-        keys: list[mx.array],
-        values: list[mx.array],
+        keys: list[Any],
+        values: list[Any],
         places: list[tuple[mx.array, mx.array, mx.array]],
         held: list[Any],
-    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+    ) -> tuple[mx.array, list[Any], list[Any]]:
         """`windows`: of each layer. `places`: as `Next.arrays`, of each window in the order of the layers.
         `held`: what all layers have of `Shared`, and each layer's number; empty where no row has segments."""
         at = dict(zip(dict.fromkeys(windows), places, strict=True))
@@ -309,7 +331,14 @@ class CompiledStep:
         shared = [Shared(addresses, table, counts, each, most, number) for number in numbers]
         of_layers = zip(keys, values, windows, shared or [None] * len(keys), strict=True)
         layers = [
-            StepKV(own_keys, own_values, *at[window], window, its)
+            StepKV(
+                own_keys,
+                own_values,
+                *at[window],
+                window,
+                its,
+                self._how if isinstance(own_keys, list) else None,
+            )
             for own_keys, own_values, window, its in of_layers
         ]
         if self._fused is not None and self._fuses(tokens, keys[0]):

@@ -136,15 +136,29 @@ class FusedStep:
         """
         eps = self._eps
         q, k, v = _products(x.scaled, *weights.qkv, squares=x.squares, eps=eps)
-        held = kv.keys, kv.values
-        shared = () if kv.shared is None else (kv.shared,)
-        attended = self.attend((q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends, *shared)
-        if isinstance(attended, tuple):  # Where nothing is written in place.
-            attended, kv.keys, kv.values = attended
-        kv.done = True
+        if kv.how is not None:
+            attended = self._attend_packed(q, k, v, weights.qk_norms, kv)
+        else:
+            held = kv.keys, kv.values
+            shared = () if kv.shared is None else (kv.shared,)
+            attended = self.attend((q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends, *shared)
+            if isinstance(attended, tuple):  # Where nothing is written in place.
+                attended, kv.keys, kv.values = attended
+            kv.done = True
         x = Residual(*_products(attended, weights.out, residual=x.sum, scaled=weights.mlp_norm))
         (inner,) = _products(x.scaled, *weights.gate_up, squares=x.squares, eps=eps, silu=True)
         return Residual(*_products(inner, weights.down, residual=x.sum, scaled=norm))
+
+    def _attend_packed(
+        self, q: mx.array, k: mx.array, v: mx.array, norms: tuple[mx.array, mx.array] | None, kv: Any
+    ) -> mx.array:
+        """`attend` over packed KV: norms, turns and what packs the token are kernels of MLX."""
+        q, k, v = (array.reshape(array.shape[0], -1, 1, self.heads.width) for array in (q, k, v))
+        if norms is not None:
+            q, k = (mx.fast.rms_norm(x, norm, self.heads.eps) for x, norm in zip((q, k), norms, strict=True))
+        q, k = (self._rope(array, offset=kv.offset) for array in (q, k))
+        keys, values = kv.update_and_fetch(k, v)
+        return kv.attend(q, keys, values, self.heads.scale, None, None).reshape(q.shape[0], -1)
 
     def head(self, x: Residual) -> mx.array:
         (logits,) = _products(x.scaled, self._head, squares=x.squares, eps=self._eps)

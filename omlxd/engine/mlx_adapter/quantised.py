@@ -10,11 +10,16 @@ depend on that token alone: not on its chunk, nor on its batch) and give attenti
 | more             | the same numbers, unpacked   | quantised attention would build a matrix of chunk |
 |                  |                              | by context a head; the fused kernel builds none   |
 
+On CUDA attention_packed.py's kernel reads the packed parts for up to `MOST_NEW` tokens of each row: nothing
+is unpacked, and no padding is read. Where it has none for the model's heads, all is unpacked in each pass:
+MLX 0.32.4 has no product of packed KV there.
+
 `bits` is how mlx-lm's attention tells a quantised cache; so it is there only after a pass of one token.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,6 +27,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from . import attention, attention_packed
 from .batch_kv import EvenBatchKVCache, put_tokens
 
 PARTS = ("weight", "scales", "biases")
@@ -51,15 +57,46 @@ class PackedKV:
     how: Quantisation
     keys: Any
     values: Any
+    _given_out: tuple[Any, Any] = None, None  # Weak references: one that holds would have arrays copied.
 
     def _read(self, length: int, tokens: int) -> tuple[Any, Any]:
         """K and V of the first `length` columns, for a pass of `tokens` tokens."""
         keys, values = ([part[..., :length, :] for part in parts] for parts in (self.keys, self.values))
         if tokens == 1:
             self.bits, self.group_size = self.how.bits, self.how.group
+            self._given_out = weakref.ref(keys[0]), weakref.ref(values[0])
             return keys, values
         self.__dict__.pop("bits", None)
-        return self.how.unpack(keys), self.how.unpack(values)
+        plain = self.how.unpack(keys), self.how.unpack(values)
+        self._given_out = weakref.ref(plain[0]), weakref.ref(plain[1])
+        return plain
+
+    def attend(
+        self, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
+    ) -> mx.array:
+        """As `attention.attend`, which asks for it: by the kernel where it can, else by MLX's own."""
+        new = queries.shape[2]
+        if new <= attention_packed.MOST_NEW and sinks is None and self._gave(keys, values):
+            *places, even = self._rows()
+            plain = attention.is_plain(mask, new, even)
+            kernel = attention_packed.kernel_for(queries, self.keys, self.values, self.how) if plain else None
+            if kernel is not None:
+                return kernel(queries, self.keys, self.values, places, scale)
+        if sinks is None and isinstance(keys, list):  # MLX has no product of packed KV for CUDA.
+            keys, values = self.how.unpack(keys), self.how.unpack(values)
+            return attention.mlx_own(queries, keys, values, cache=None, scale=scale, mask=mask)
+        return attention.mlx_own(queries, keys, values, cache=self, scale=scale, mask=mask, sinks=sinks)
+
+    def _rows(self) -> tuple[list[int], list[int], bool]:
+        """First column of each row, its end, and whether each column is every row's."""
+        raise NotImplementedError
+
+    def _gave(self, *arrays: Any) -> bool:
+        """Whether these are what `_read` gave last: a model may derive others from them."""
+        return all(
+            given is not None and given() is (array[0] if isinstance(array, list) else array)
+            for given, array in zip(self._given_out, arrays, strict=True)
+        )
 
     def _write(
         self, keys: mx.array, values: mx.array, start: int, step: int, ends: Sequence[int] | None = None
@@ -111,6 +148,9 @@ class QuantisedKVCache(PackedKV):
     def keys_and_values(self) -> tuple[Any, Any]:
         """As the last pass got them."""
         return self._read(self.offset, 1 if hasattr(self, "bits") else 2)
+
+    def _rows(self) -> tuple[list[int], list[int], bool]:
+        return [0], [self.offset], True
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         return create_attention_mask(*args, offset=self.offset, **kwargs)
@@ -170,6 +210,9 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
     def keys_and_values(self) -> tuple[Any, Any]:
         """As the last pass got them."""
         return self._read(self._idx, 1 if hasattr(self, "bits") else 2)
+
+    def _rows(self) -> tuple[list[int], list[int], bool]:
+        return self.starts, self.ends, self.is_even
 
     def _filter(self, batch_indices: Any) -> None:
         rows = mx.array(batch_indices)

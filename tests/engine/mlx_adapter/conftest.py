@@ -12,8 +12,10 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import RotatingKVCache
 
 from omlxd.engine.mlx_adapter import (
+    Quantisation,
     attention,
     attention_kernel,
+    attention_packed,
     row_attention,
     segment_attention,
     segments,
@@ -171,6 +173,48 @@ def put_newest(held: Any, fresh: Any, ends: mx.array) -> list[mx.array]:
     ]
 
 
+class PackedReference(Reference):
+    """The same over packed KV, which it unpacks."""
+
+    def __init__(self, how: Quantisation):
+        self._how = how
+
+    def __call__(
+        self,
+        queries: Any,
+        keys: Any,
+        values: Any,
+        places: tuple[list[int], list[int]],
+        scale: float,
+        *,
+        window: int = 0,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        keys, values = self._how.unpack(keys), self._how.unpack(values)
+        return super().__call__(queries, keys, values, places, scale)
+
+    def step(
+        self,
+        queries: Any,
+        fresh: Any,
+        held: Any,
+        starts: mx.array,
+        ends: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> tuple[mx.array, Any, Any]:
+        columns = (ends - 1)[:, None, None, None]
+        keys, values = (
+            [
+                mx.put_along_axis(part, mx.broadcast_to(columns, new.shape), new, axis=2)
+                for part, new in zip(*parts, strict=True)
+            ]
+            for parts in zip(held, fresh, strict=True)
+        )
+        plain = self._how.unpack(keys), self._how.unpack(values)
+        return super().step(queries, (), plain, starts, ends, scale)[0], keys, values
+
+
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test, in modules that the test imports too."""
@@ -183,7 +227,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(RotatingKVCache, "make_mask", RotatingKVCache.make_mask)
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
-            monkeypatch.setattr(module, "scaled_dot_product_attention", attention._mlx_own)
+            monkeypatch.setattr(module, "scaled_dot_product_attention", attention.mlx_own)
     kernel = Reference()
     Reference.calls = Reference.several = Reference.steps = 0
     over_segments = SegmentReference()
@@ -196,6 +240,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(attention, "kernel_for", lambda *_: kernel)
         monkeypatch.setattr(segments, "kernel_for", lambda queries, keys: over_segments)
         monkeypatch.setattr(segment_attention, "in_use", lambda: True)
+        monkeypatch.setattr(attention_packed, "kernel_for", lambda *parts: PackedReference(parts[-1]))
         attention.install()
 
     yield install

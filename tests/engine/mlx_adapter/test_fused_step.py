@@ -13,7 +13,7 @@ from families import FAMILIES, build_family
 from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, compiled_step, fused_step
+from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, compiled_step, fused_step
 from omlxd.engine.mlx_adapter.fused_attention import Heads, Shape, source_of
 from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
 from omlxd.engine.mlx_adapter.products_kernel import FORMS
@@ -108,6 +108,30 @@ def test_it_computes_what_the_model_does(variant: str, lengths: tuple[int, ...],
         held, own = (mlx_adapter.row_tensors(of, row, 0, length + STEPS) for of in (cache, again))
         for name, array in held.items():
             np.testing.assert_allclose(np.array(array), np.array(own[name]), atol=5e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_kv_in_a_fused_step(bits: int, tmp_path, reference, fused):
+    model = build_family("qwen3", tmp_path / "model", changes={"head_dim": 64})
+    loaded = mlx_adapter.load(model, Quantisation(bits))
+    reference()
+
+    def run(compiled: bool) -> list[np.ndarray]:
+        batch = batch_of(loaded, (5, 40, 17), capacity=41)
+        steps = Steps(loaded, batch, CompiledStep(loaded.model) if compiled else None)
+        out = steps.run(3, 6)
+        mlx_adapter.keep_rows(batch, [0, 2])
+        mlx_adapter.trim(batch, [1, 0])
+        steps.count = 0
+        out += steps.run(2, 6)
+        mlx_adapter.extend(batch, batch_of(loaded, (9,)))
+        steps.count = 0
+        out += steps.run(3, 2)
+        assert not compiled or steps.done == 14
+        return out
+
+    for got, want in zip(run(True), run(False), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-4)
 
 
 @pytest.mark.parametrize("copied", [0, compiled_step.COPIED], ids=["a layer at a time", "all at once"])
