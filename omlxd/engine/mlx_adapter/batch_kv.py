@@ -144,12 +144,12 @@ class EvenBatchKVCache(BatchKVCache):
         room = max(more, min(self._idx // 4, MOST_ROOM))
         self.step = _batch_capacity(self._idx + room) - self._idx
 
-    def advance(self, offset: mx.array) -> None:
-        """A new token of each row has been put into the arrays. `offset`: tokens of each row now."""
-        self._idx += 1
+    def advance(self, offset: mx.array, count: int = 1) -> None:
+        """`count` new tokens of each row have been put into the arrays. `offset`: tokens of each row now."""
+        self._idx += count
         self.offset = offset
         if self._ends is not None:
-            self._ends = [end + 1 for end in self._ends]
+            self._ends = [end + count for end in self._ends]
 
     def trim_rows(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[row]` tokens of each row."""

@@ -14,7 +14,8 @@ One row of OLMo 3's kind, four layers of 512, windows in two of them, in bfloat1
 and 0.96 step by step.
 
 A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
-depend on when rows joined.
+depend on when rows joined. So do passes with guesses, up to products.MOST_ROWS rows times tokens, but for
+packed KV and segments: their logits are those of steps without guesses, bit for bit.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def _window_of(layer: Any) -> int:
     return getattr(layer, "max_size", 0)
 
 
-def _next(layer: Any) -> Next | None:
-    """None: the arrays have no room for it, or keep their first tokens beside a window."""
+def _next(layer: Any, count: int = 1) -> Next | None:
+    """None: the arrays have no room for `count` tokens, or keep their first tokens beside a window."""
     alone, ring = isinstance(layer, KVCache | RotatingKVCache | QuantisedKVCache), _shape(layer)[2]
     if window := _window_of(layer):
         lengths = [tokens + 1 for tokens in ([layer.offset] if alone else layer.tokens())]
@@ -92,7 +93,7 @@ def _next(layer: Any) -> Next | None:
     bases = getattr(layer, "bases", [0] * _shape(layer)[0])
     ends = [layer.offset - bases[0]] if alone else layer.ends
     starts = [0] if alone else layer.starts
-    if max(ends) >= ring:
+    if max(ends) + count > ring:
         return None
     lengths = [base + end + 1 - start for base, start, end in zip(bases, starts, ends, strict=True)]
     return Next(layer, starts, [end + 1 for end in ends], lengths)
@@ -185,7 +186,11 @@ def fused_step(model: Any) -> FusedStep | None:
                 raise Unfusable("MLX's own products are used")
             step.check(model, StepKV)
             found = step
-            log.info("decode steps are fused: checked in %.1f s", time.perf_counter() - began)
+            log.info(
+                "decode steps are fused%s: checked in %.1f s",
+                ", passes with guesses too" if step.repeats(StepKV) else "",
+                time.perf_counter() - began,
+            )
         except Exception as error:
             log.info("decode steps are not fused: %s", error)
         object.__setattr__(model, "omlxd_fused", found)
@@ -204,31 +209,31 @@ def steps_share(model: Any) -> bool:
     return segment_attention.in_use()
 
 
-def _make_room(cache: Cache) -> None:
-    """Make the KV's arrays contiguous, with room for a token of each row.
+def _make_room(cache: Cache, count: int) -> None:
+    """Make the KV's arrays contiguous, with room for `count` tokens of each row.
 
     Some layers at a time: MLX keeps what a launch graph reads until it ran, and a fused step is one graph.
     """
     waiting: list[mx.array] = []
     for layer in cache:
-        layer.update_and_fetch(_blank(layer, layer.keys), _blank(layer, layer.values))
+        layer.update_and_fetch(*(_blank(layer, held, count) for held in (layer.keys, layer.values)))
         layer.unread = None  # What a layer with segments gave out.
         if isinstance(layer, EvenBatchKVCache):
-            layer.trim_rows([1] * layer.offset.shape[0])
+            layer.trim_rows([count] * layer.offset.shape[0])
         else:
-            layer.offset -= 1
+            layer.offset -= count
         waiting += arrays_of([layer.keys, layer.values])
         if sum(array.nbytes for array in waiting) > COPIED:
             mx.eval(waiting)
             waiting.clear()
 
 
-def _blank(layer: Any, held: Any) -> mx.array:
-    """Zeros for a token of each row, as what `held` keeps is made of."""
+def _blank(layer: Any, held: Any, count: int) -> mx.array:
+    """Zeros for `count` tokens of each row, as what `held` keeps is made of."""
     if not isinstance(held, list):
-        return mx.zeros((*held.shape[:2], 1, held.shape[3]), held.dtype)
+        return mx.zeros((*held.shape[:2], count, held.shape[3]), held.dtype)
     words, scales, _ = held
-    return mx.zeros((*words.shape[:2], 1, words.shape[3] * 32 // layer.how.bits), scales.dtype)
+    return mx.zeros((*words.shape[:2], count, words.shape[3] * 32 // layer.how.bits), scales.dtype)
 
 
 TRACED = (
@@ -239,7 +244,7 @@ TRACED = (
 
 
 class CompiledStep:
-    """Of one model. Call it as the model, for one token a row; None: it must be done by the model itself."""
+    """Of one model. Call it as the model, for few tokens a row; None: it must be done by the model itself."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -249,7 +254,7 @@ class CompiledStep:
         self._how: Quantisation | None = None  # Of packed KV: the same in all steps of a model.
 
     def __call__(self, tokens: mx.array, cache: Cache, steps: int) -> mx.array | None:
-        """Logits of `tokens` (rows, 1).
+        """Logits of `tokens` (rows, n); n > 1 where the step is fused, and up to `most_new(rows)`.
 
         steps  that the batch has done since its rows changed: the first makes the arrays contiguous
         """
@@ -259,16 +264,17 @@ class CompiledStep:
         shared = getattr(first, "shared", None)
         if shared is not None and (first.keys is None or not segment_attention.in_use()):
             return None
-        fused = self._fuses(tokens, first.keys)
-        if not (steps or fused):
+        count, fused = tokens.shape[1], self._fuses(tokens, first.keys)
+        several = fused and shared is None and not hasattr(first, "how") and self.most_new(1) > 0
+        if not (steps or fused) or not (count == 1 or several):
             return None
-        if fused and (not steps or _next(first) is None):
-            _make_room(cache)
+        if fused and (not steps or _next(first, count) is None):
+            _make_room(cache, count)
         windows = [_window_of(layer) for layer in cache]
-        places = {window: _next(cache[windows.index(window)]) for window in dict.fromkeys(windows)}
+        places = {window: _next(cache[windows.index(window)], count) for window in dict.fromkeys(windows)}
         if not all(places.values()):
             return None
-        shape = tuple(_shape(at.layer) for at in places.values() if at is not None)
+        shape: tuple[Any, ...] = count, *(_shape(at.layer) for at in places.values() if at is not None)
         self._how = next((layer.how for layer in cache if hasattr(layer, "how")), None)
         held: list[Any] = []
         if shared is not None:
@@ -287,21 +293,28 @@ class CompiledStep:
             self._off = True
             return None
         lengths = {window: at.lengths for window, at in places.items() if at is not None}
-        offset = mx.array(next(iter(lengths.values())))
+        offset = mx.array(next(iter(lengths.values()))) + (count - 1)
         for layer, own_keys, own_values, window in zip(cache, keys, values, windows, strict=True):
             layer.keys, layer.values = own_keys, own_values
             if isinstance(layer, RotatingKVCache):
                 layer._idx = layer._idx % window + 1
                 layer.offset += 1
             elif isinstance(layer, KVCache | QuantisedKVCache):
-                layer.offset += 1
+                layer.offset += count
+            elif count > 1:
+                layer.advance(offset, count)
             else:
                 layer.advance(offset)
         return logits
 
     def _fuses(self, tokens: mx.array, keys: Any) -> bool:
         fused, dtype = self._fused, (keys[1] if isinstance(keys, list) else keys).dtype
-        return fused is not None and tokens.shape[0] <= products.MOST_ROWS and dtype == fused.heads.dtype
+        return fused is not None and tokens.size <= products.MOST_ROWS and dtype == fused.heads.dtype
+
+    def most_new(self, rows: int) -> int:
+        """Tokens of each row in a pass at most, for the bits of as many steps; 0: no pass has those."""
+        fused = self._fused
+        return products.MOST_ROWS // rows if fused is not None and fused.is_repeatable else 0
 
     def _function(self, shape: tuple[Any, ...], cache: Cache, windows: list[int]) -> Callable[..., Any]:
         function = self._functions.pop(shape, None)
@@ -342,7 +355,7 @@ class CompiledStep:
             for own_keys, own_values, window, its in of_layers
         ]
         if self._fused is not None and self._fuses(tokens, keys[0]):
-            logits = self._fused(tokens, layers)
+            logits = (self._fused if tokens.shape[1] == 1 else self._fused.several)(tokens, layers)
         else:
             logits = self._model(tokens, cache=layers)
         if not all(layer.done for layer in layers):

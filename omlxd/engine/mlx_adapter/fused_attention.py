@@ -357,8 +357,8 @@ _BODY = """
 
 _ARGUMENTS = (
     "const T* q, const T* k, const T* v, const T* q_norm, const T* k_norm, const float* turns, "
-    "const T* keys, const T* values, const int* starts, const int* ends, const int* counters, T* out, "
-    "float* sums, float* weights, const int capacity"
+    "const T* keys, const T* values, const int* starts, const int* ends, const int* counters, "
+    "const T* after, T* out, float* sums, float* weights, const int capacity"
 )
 
 
@@ -404,6 +404,7 @@ class FusedAttention:
         held: tuple[mx.array, mx.array],
         starts: mx.array,
         ends: mx.array,
+        after: mx.array | None = None,
     ) -> mx.array:
         """(rows, heads * width).
 
@@ -411,8 +412,10 @@ class FusedAttention:
         norms  weights of the queries' and the keys' norm, (width,)
         turns  (rows, width) in float32: cosine and sine of each pair's turn, at its two dimensions
         held   (rows, KV heads, capacity, width), in one piece; column `ends[row] - 1` is written in place
+        after  what came out of the launch that must have written into `held` before: MLX knows of no other
+               order between two that write in place
         """
-        return self._run(new, norms, turns, held, starts, ends, parts_alone=False)[0]
+        return self._run(new, norms, turns, held, starts, ends, after, parts_alone=False)[0]
 
     def parts(self, *given: Any) -> tuple[mx.array, mx.array]:
         """(vectors (rows, heads, parts, width), their logarithms' largest and masses (…, 2)) in float32, of
@@ -426,7 +429,16 @@ class FusedAttention:
         return self._shape.least, self._shape.most, 16 * self._shape.warps
 
     def _run(
-        self, new: Any, norms: Any, turns: Any, held: Any, starts: Any, ends: Any, *, parts_alone: bool
+        self,
+        new: Any,
+        norms: Any,
+        turns: Any,
+        held: Any,
+        starts: Any,
+        ends: Any,
+        after: mx.array | None = None,
+        *,
+        parts_alone: bool,
     ) -> list[mx.array]:
         heads, shape = self.heads, self._shape
         rows, _, capacity, width = held[0].shape
@@ -440,7 +452,16 @@ class FusedAttention:
         return mx.fast.precompiled_cuda_kernel(
             name=function,
             compiled_source=code,
-            inputs=[*new, *(norms or new[:2]), turns, *held, starts, ends, self._counters[rows]],
+            inputs=[
+                *new,
+                *(norms or new[:2]),
+                turns,
+                *held,
+                starts,
+                ends,
+                self._counters[rows],
+                new[0] if after is None else after,
+            ],
             scalars=[capacity],
             grid=(32 * shape.warps * min(shape.most, -(-capacity // shape.least)), parts, rows),
             threadgroup=(32 * shape.warps, 1, 1),

@@ -95,6 +95,7 @@ class FusedStep:
         self._head = _linear(head) if head is not None else Linear(self._embedding.weight, None)
         self._norm = _norm(inner.norm, self._eps)
         self.attend = attend or FusedSegments(self.heads)
+        self.is_repeatable = False
 
     @property
     def weights(self) -> list[list[mx.array]]:
@@ -113,6 +114,21 @@ class FusedStep:
             residual = self.layer(weights, residual, turns, kv, norm)
         return self.head(residual)[:, None]
 
+    def several(self, tokens: mx.array, layers: list[Any]) -> mx.array:
+        """Logits (rows, n, vocabulary) of n tokens a row, (rows, n), with the bits of n steps of one token.
+
+        The tokens are rows of each product; a layer attends to them one after another. `offset` and `ends` of
+        `layers` are those of the first token. rows * n is at most products.MOST_ROWS.
+        """
+        rows, n = tokens.shape
+        turns = self.turns(mx.concatenate([layers[0].offset + i for i in range(n)]))
+        ends = [layers[0].ends + i for i in range(n)]
+        residual = self.begin(self._embedding(tokens.T.reshape(-1)), self._layers[0])
+        norms = [layer.norm for layer in self._layers[1:]] + [self._norm]
+        for weights, kv, norm in zip(self._layers, layers, norms, strict=True):
+            residual = self.layer(weights, residual, turns, kv, norm, ends)
+        return self.head(residual).reshape(n, rows, -1).swapaxes(0, 1)
+
     def begin(self, x: mx.array, layer: Layer) -> Residual:
         """What a layer takes in, of (rows, hidden)."""
         squares = mx.sum(mx.square(x.astype(mx.float32)), axis=-1, keepdims=True)
@@ -129,21 +145,26 @@ class FusedStep:
         probe = mx.contiguous(mx.broadcast_to(first.astype(mx.float32), shape))
         return mx.contiguous(self._rope(probe.transpose(0, 2, 1, 3), offset=offset)[:, 0, 0])
 
-    def layer(self, weights: Layer, x: Residual, turns: mx.array, kv: Any, norm: mx.array) -> Residual:
-        """What comes out of a layer; `kv` takes the token's KV.
+    def layer(
+        self,
+        weights: Layer,
+        x: Residual,
+        turns: mx.array,
+        kv: Any,
+        norm: mx.array,
+        ends: list[mx.array] | None = None,
+    ) -> Residual:
+        """What comes out of a layer; `kv` takes the tokens' KV.
 
         norm  weight of the norm behind the layer
+        ends  of several tokens a row, whose first ones come first in `x`: where each token's row ends
         """
         eps = self._eps
         q, k, v = _products(x.scaled, *weights.qkv, squares=x.squares, eps=eps)
         if kv.how is not None:
             attended = self._attend_packed(q, k, v, weights.qk_norms, kv)
         else:
-            held = kv.keys, kv.values
-            shared = () if kv.shared is None else (kv.shared,)
-            attended = self.attend((q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends, *shared)
-            if isinstance(attended, tuple):  # Where nothing is written in place.
-                attended, kv.keys, kv.values = attended
+            attended = self._attended((q, k, v), weights.qk_norms, turns, kv, ends or [kv.ends])
             kv.done = True
         x = Residual(*_products(attended, weights.out, residual=x.sum, scaled=weights.mlp_norm))
         (inner,) = _products(x.scaled, *weights.gate_up, squares=x.squares, eps=eps, silu=True)
@@ -159,6 +180,20 @@ class FusedStep:
         q, k = (self._rope(array, offset=kv.offset) for array in (q, k))
         keys, values = kv.update_and_fetch(k, v)
         return kv.attend(q, keys, values, self.heads.scale, None, None).reshape(q.shape[0], -1)
+
+    def _attended(
+        self, new: tuple[mx.array, ...], norms: Any, turns: mx.array, kv: Any, ends: list[mx.array]
+    ) -> mx.array:
+        rows, out = kv.ends.shape[0], []
+        for i, end in enumerate(ends):
+            own = slice(i * rows, (i + 1) * rows)
+            q, k, v = (array[own] for array in new)
+            given = (q, k, v), norms, turns[own], (kv.keys, kv.values), kv.starts, end
+            got = self.attend(*given, after=out[-1] if out else None, shared=kv.shared)
+            if isinstance(got, tuple):  # Where nothing is written in place.
+                got, kv.keys, kv.values = got
+            out.append(got)
+        return out[0] if len(out) == 1 else mx.concatenate(out)
 
     def head(self, x: Residual) -> mx.array:
         (logits,) = _products(x.scaled, self._head, squares=x.squares, eps=self._eps)
@@ -179,6 +214,34 @@ class FusedStep:
                 far = self._difference(model, own_head, step_kv, rows, at, *behind[:2])
                 if not far < CLOSE:  # NaN too
                     raise Unfusable(f"layer {at} differs by {far:.3g} in a step of {rows} rows")
+
+    def repeats(self, step_kv: Any) -> bool:
+        """Whether several tokens of a row have the bits of as many steps: `is_repeatable` from now on."""
+        heads, rows, n, length = self.heads, 3, 4, 700
+        starts, ends = mx.array([0, 5, length - 1]), mx.array([length, length - 7, length])
+        keys = [mx.random.key(i) for i in range(3)]
+        x = mx.random.normal((n * rows, self._norm.shape[0]), key=keys[0]).astype(heads.dtype)
+        shape = rows, heads.kv_heads, length + n, heads.width
+        held = [mx.random.normal(shape, key=key).astype(heads.dtype) for key in keys[1:]]
+        mx.eval(held)
+        places = starts, ends, ends - starts - 1
+        one, all_of = (step_kv(*(array + 0 for array in held), *places) for _ in range(2))
+        mx.eval(one.keys, one.values, all_of.keys, all_of.values)
+        weights = self._layers[0]
+        turns = self.turns(mx.concatenate([places[2] + i for i in range(n)]))
+        begun = self.begin(x, weights)
+        each: list[mx.array] = []
+        for i in range(n):
+            own = slice(i * rows, (i + 1) * rows)
+            one.ends = ends + i
+            got = self.layer(weights, Residual(*(a[own] for a in begun)), turns[own], one, self._norm)
+            mx.eval(got, one.keys)
+            each.append(self.head(got))
+        got = self.layer(weights, begun, turns, all_of, self._norm, [ends + i for i in range(n)])
+        pairs = [(self.head(got), mx.concatenate(each)), (all_of.keys, one.keys), (all_of.values, one.values)]
+        mx.eval(pairs)
+        self.is_repeatable = all(bool(mx.array_equal(a, b).item()) for a, b in pairs)
+        return self.is_repeatable
 
     def _difference(
         self,

@@ -257,10 +257,11 @@ class FusedSegments(FusedAttention):
         held: Pair,
         starts: mx.array,
         ends: mx.array,
+        after: mx.array | None = None,
         shared: Shared | None = None,
     ) -> mx.array:
         if shared is None:
-            return super().__call__(new, norms, turns, held, starts, ends)
+            return super().__call__(new, norms, turns, held, starts, ends, after)
         heads, rows = self.heads, new[0].shape[0]
         if self._read is None:
             group = heads.heads // heads.kv_heads

@@ -204,6 +204,8 @@ class DecodeBatch:
             rooms = {
                 row: min(room, self._grid - 1 - row.kv_length % self._grid) for row, room in rooms.items()
             }
+        if most := self._compiled.most_new(len(self.rows)) if self._compiled is not None else 0:
+            rooms = {row: min(room, most - 1) for row, room in rooms.items()}
         speculators = [self._speculators[row] for row in self.rows]
         self._draft(rooms)
         width = self._speculation.best_width(
@@ -337,7 +339,7 @@ class DecodeBatch:
         deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
         moved = {"deltas": deltas} if any(deltas) else {}
         adapters = [sequence.adapter for sequence in self.rows]
-        plain = tokens.shape[1] == 1 and not moved and not any(adapters) and not mlx_adapter.keeps_hidden()
+        plain = not moved and not any(adapters) and not mlx_adapter.keeps_hidden()
         if self._compiled is not None and plain:
             logits = self._compiled(tokens, self._cache, self._steps)
             self._steps += 1

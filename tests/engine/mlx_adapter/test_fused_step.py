@@ -44,6 +44,7 @@ class Attend:
         held: Any,
         starts: mx.array,
         ends: mx.array,
+        after: mx.array | None = None,
         shared: Shared | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         self.calls += 1
@@ -132,6 +133,52 @@ def test_packed_kv_in_a_fused_step(bits: int, tmp_path, reference, fused):
 
     for got, want in zip(run(True), run(False), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+@pytest.mark.parametrize("lengths", [(5, 40, 17), (33, 33), (33,)], ids=["unequal", "equal", "one row"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_pass_of_several_tokens_is_that_of_steps(variant: str, lengths, tmp_path, reference, fused):
+    """Also where rows have taken different numbers of guesses, and where there was no room."""
+    family, changes = VARIANTS[variant]
+    loaded = mlx_adapter.load(build_family(family, tmp_path / family, changes=changes))
+    reference()
+    compiled, rows = CompiledStep(loaded.model), len(lengths)
+    step = compiled._fused
+    assert step is not None and step.repeats(compiled_step.StepKV), "what the load checks"
+    tokens = mx.random.randint(5, 200, (rows, 12), key=mx.random.key(9))
+
+    def run(counts: list[int]) -> list[mx.array]:
+        """Passes of `counts` tokens; of those of 4, rows forget one, two or none, and get them again."""
+        cache, at, out = batch_of(loaded, lengths, capacity=41), [0] * rows, []
+        for steps, count in enumerate(counts):
+            given = mx.stack([tokens[row, start : start + count] for row, start in enumerate(at)])
+            logits = compiled(given, cache, steps)
+            assert logits is not None and logits.shape[:2] == (rows, count)
+            if count < 4:
+                gone = [0] * rows
+            else:
+                gone = [row % 3 for row in range(rows)]
+                mlx_adapter.trim(cache, gone)
+            for row, back in enumerate(gone):
+                out.append((row, at[row], logits[row, : count - back]))
+                at[row] += count - back
+        return out
+
+    each = {(row, at): x[0] for row, at, x in run([1] * 9)}
+    for row, start, some in run([4, 1, 2, 1]):
+        for i, logits in enumerate(some):
+            np.testing.assert_allclose(logits, each[row, start + i], atol=2e-4)
+
+
+def test_passes_that_are_too_long_are_the_models_own(tmp_path, reference, fused):
+    loaded = mlx_adapter.load(build_family("llama", tmp_path / "llama"))
+    reference()
+    compiled, cache = CompiledStep(loaded.model), batch_of(loaded, (5, 40, 17))
+    assert compiled.most_new(3) == 0 and compiled(mx.ones((3, 2), mx.int32), cache, 0) is None
+    assert compiled._fused is not None and compiled._fused.repeats(compiled_step.StepKV)
+    assert (compiled.most_new(3), compiled.most_new(1), compiled.most_new(32)) == (10, 32, 1)
+    assert compiled(mx.ones((3, 11), mx.int32), cache, 0) is None
+    assert compiled(mx.ones((3, 10), mx.int32), cache, 0) is not None
 
 
 @pytest.mark.parametrize("copied", [0, compiled_step.COPIED], ids=["a layer at a time", "all at once"])
