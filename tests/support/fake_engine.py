@@ -1,7 +1,8 @@
 """A scripted engine behind the front's Engine protocol, and a daemon made of one.
 
 A script is a list of steps: an Event is yielded, a number is slept (seconds), an exception is
-raised. `FakeEngine.requests` keeps what was asked, `closed` counts answers closed before their end.
+raised. `FakeEngine.requests` keeps what was asked, `names` under which ids, `closed` counts answers closed
+before their end.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class FakeEngine:
         self.script = tuple(script)
         self.tokens = tokens
         self.requests: list[GenerateRequest] = []
+        self.names: list[str] = []
         self.embedded: list[EmbedRequest] = []
         self.kind = "chat"
         self.counted: list[Conversation | RawPrompt] = []
@@ -150,7 +152,9 @@ class FakeEngine:
         # Whatever a protocol makes of a body must be fit for the frames that real engines get.
         (frame,) = wire.FrameDecoder(wire.ToEngine).feed(wire.encode(wire.Generate(1, request)))
         assert frame.request == request
-        self.requests.append(replace(request, collected=False))  # All else is the same, streamed or not.
+        self.names.append(request.name)
+        # All else is the same, streamed or not.
+        self.requests.append(replace(request, collected=False, name=""))
         ended = False
         try:
             if count := len(request.labels):

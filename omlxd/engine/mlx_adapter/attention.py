@@ -162,7 +162,7 @@ def _places(cache: Any, mask: Any, new: int) -> tuple[Places | None, int]:
     """
     window = getattr(cache, "max_size", 0)
     alone = issubclass(type(cache), KVCache | RotatingKVCache)
-    plain = is_plain(mask, new, alone or (not window and cache.is_even), window)
+    plain = is_plain(mask, new, alone or (not window and getattr(cache, "is_even", False)), window)
     if not plain or getattr(cache, "keep", 0):
         return None, window
     if window:

@@ -459,7 +459,7 @@ async def test_what_its_log_says_of_a_request_can_be_looked_up_in_the_engines(ca
             await http.post(path, json=body(path))
         await http.post("/v1/chat/completions", json=body("/v1/chat/completions", n=2))
     names = [record.getMessage().split()[0] for record in caplog.records]
-    assert [request.name for request in engine.requests] == [*names, names[-1]] and len({*names}) == 4
+    assert engine.names == [*names, names[-1]] and len({*names}) == 4
 
 
 async def test_the_access_log_counts_no_prompt_that_nobody_counted(caplog):
