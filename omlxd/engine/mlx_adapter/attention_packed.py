@@ -1,7 +1,7 @@
 """CUDA kernel of attention over KV packed in 8 or 4 bits: `omlxd_packed`, for up to `MOST_NEW` tokens a row.
 
 It reads words, scales and biases of a row's own KV as they are kept, in spans cut at fixed places, and
-unpacks them in registers, once for 16 queries; attention_kernel.py's merge puts the spans together.
+unpacks them in registers, once for 16 queries; attention_source.py's merge puts the spans together.
 Numbers of 0 to 255 are exact in float16, so the tensor cores multiply those, and what belongs to a group is
 added in float32:
 
@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 
 from . import nvrtc
-from .attention_kernel import HEADER, MOST_NEW, TYPES, WARPS, constant
-from .attention_kernel import source_of as merge_source
+from .attention_kernel import MOST_NEW, constant
+from .attention_source import HEADER, TYPES, WARPS
+from .attention_source import source_of as merge_source
 
 if TYPE_CHECKING:
     from .quantised import Parts, Quantisation

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import nvrtc
-from .attention_kernel import HEADER, TYPES, most_heads
+from .attention_source import HEADER, TYPES, most_heads
 
 WIDTHS, MOST_GROUP = (64, 128, 256), 16
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import cuda_driver, nvrtc
-from .attention_kernel import HEADER, TYPES
+from .attention_source import HEADER, TYPES
 
 MOST_ROWS = 32
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention_kernel import HEADER, TYPES
+from .attention_source import HEADER, TYPES
 from .fused_attention import COPIES, Heads
 
 SPAN = 512
@@ -316,7 +316,7 @@ _TAIL = """
       x += weight * tail_sums[(head * tail_most + s) * D + d];
     }
 """
-"""As attention_kernel.py merges them, to the bit: for rows that hold no segment."""
+"""As attention_source.py merges them, to the bit: for rows that hold no segment."""
 
 _FUSED_TAIL = """
     const int length = ends[row] - starts[row], longest = (length + MOST - 1) / MOST;

@@ -13,7 +13,7 @@ from fast_or_slow import SOME_FAMILIES, rest_slow
 from mlx_lm.models import base
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import attention, attention_kernel
+from omlxd.engine.mlx_adapter import attention, attention_source
 
 from .conftest import Reference
 
@@ -226,7 +226,7 @@ def test_kernels_of_one_name_have_one_source():
     for name, width, group, ring, sinks in product(names, (80, 512), (1, 8), (False, True), (False, True)):
         for dtype, span in product((mx.bfloat16, mx.float16), (512, 1024)):
             how = {"ring": ring, "sinks": sinks}
-            function, source = attention_kernel.source_of(name, width, group, dtype, span, **how)
+            function, source = attention_source.source_of(name, width, group, dtype, span, **how)
             assert f" {function}(" in source
             assert sources.setdefault(function, source) == source
     assert len(set(sources.values())) == len(sources) == len(names) * 2 * 2 * 2 * 2 * 2 * 2
@@ -234,10 +234,10 @@ def test_kernels_of_one_name_have_one_source():
 
 @pytest.mark.parametrize(("width", "lanes", "heads"), [(16, 2, 8), (80, 16, 8), (128, 16, 8), (512, 32, 4)])
 def test_lanes_hold_a_whole_head(width: int, lanes: int, heads: int):
-    assert attention_kernel.lanes_of(width) == lanes
-    assert attention_kernel.heads_at_once(width, 16) == heads
-    assert attention_kernel.heads_at_once(width, 9) == -(-9 // -(-9 // heads))
-    assert attention_kernel.heads_at_once(width, 1) == 1
+    assert attention_source.lanes_of(width) == lanes
+    assert attention_source.heads_at_once(width, 16) == heads
+    assert attention_source.heads_at_once(width, 9) == -(-9 // -(-9 // heads))
+    assert attention_source.heads_at_once(width, 1) == 1
 
 
 class Exact(Reference):

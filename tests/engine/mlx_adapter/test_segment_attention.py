@@ -19,6 +19,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import (
     CompiledStep,
     attention_kernel,
+    attention_source,
     compiled_step,
     segment_attention,
     segment_kernel,
@@ -295,7 +296,7 @@ def test_a_source_for_each_kind_of_heads():
         (width, group, dtype)
         for width in (64, 128, 256)
         for group in (1, 3, 16)
-        for dtype in attention_kernel.TYPES
+        for dtype in attention_source.TYPES
     ]
     sources = [segment_kernel.segments_source(*kind) for kind in kinds]
     sources += [
