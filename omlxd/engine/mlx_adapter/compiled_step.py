@@ -15,7 +15,7 @@ and 0.96 step by step.
 
 A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
 depend on when rows joined. So do passes with guesses, up to products.MOST_ROWS rows times tokens, but for
-packed KV and segments: their logits are those of steps without guesses, bit for bit.
+packed KV: their logits are those of steps without guesses, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from . import attention, attention_packed, cuda_driver, products, segment_attention, segments
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import Cache, arrays_of
-from .fused_attention import ARCHITECTURES
+from .fused_attention import ARCHITECTURES, MOST_NEW
 from .fused_step import FusedStep, Unfusable
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
@@ -70,10 +70,15 @@ class Next:
     ends: list[int]
     lengths: list[int]
 
-    def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """(rows,) each: starts, ends, and tokens before the next one."""
-        before = [length - 1 for length in self.lengths]
-        starts, ends, offset = (mx.array(at, mx.int32) for at in (self.starts, self.ends, before))
+    def arrays(self, count: int = 1) -> tuple[mx.array, mx.array, mx.array]:
+        """(rows,) each: starts, ends, and tokens before the next one; of `count` tokens (count * rows,)."""
+        tokens = range(count)
+        places = (
+            self.starts * count,
+            [end + i for i in tokens for end in self.ends],
+            [length - 1 + i for i in tokens for length in self.lengths],
+        )
+        starts, ends, offset = (mx.array(at, mx.int32) for at in places)
         return starts, ends, offset
 
 
@@ -106,7 +111,8 @@ def _shape(layer: Any, name: str = "keys") -> tuple[int, ...]:
 
 
 class StepKV:
-    """Stands for a layer's cache while a step is traced. `offset`, `starts`, `ends`: (rows,).
+    """Stands for a layer's cache while a step is traced. `offset`, `starts`, `ends`: (rows,); of a fused pass
+    of several tokens as `FusedStep` has them.
 
     `keys` and `values` hold the new token once attention was computed. `window`: 0 where all tokens are kept.
     `shared`: what rows hold in segments before them. `how`: keys and values are packed so.
@@ -202,7 +208,10 @@ def steps_share(model: Any) -> bool:
     fused = vars(model).get("omlxd_fused") or None
     if segment_attention.in_use() and fused is not None:
         try:
-            fused.check(model, StepKV, partial(segment_attention.example, fused.heads))
+            example = partial(segment_attention.example, fused.heads)
+            fused.check(model, StepKV, example)
+            if fused.is_repeatable and not fused.repeats(StepKV, example):
+                log.info("passes with guesses over segments do not have the bits of steps: none are fused")
         except Exception as error:
             log.warning("prefixes are not shared: fused steps over segments: %s", error)
             return False
@@ -265,7 +274,7 @@ class CompiledStep:
         if shared is not None and (first.keys is None or not segment_attention.in_use()):
             return None
         count, fused = tokens.shape[1], self._fuses(tokens, first.keys)
-        several = fused and shared is None and not hasattr(first, "how") and self.most_new(1) > 0
+        several = fused and not hasattr(first, "how") and 1 < count <= self.most_new(len(tokens))
         if not (steps or fused) or not (count == 1 or several):
             return None
         if fused and (not steps or _next(first, count) is None):
@@ -278,6 +287,7 @@ class CompiledStep:
         self._how = next((layer.how for layer in cache if hasattr(layer, "how")), None)
         held: list[Any] = []
         if shared is not None:
+            shared = first.shared_by(count) if count > 1 else shared
             held = [*shared[:-1], *(layer.shared.layer for layer in cache)]
             shape += shared.table.shape[0], shared.tokens, shared.most
         new = shape not in self._functions and steps < AFTER
@@ -286,7 +296,7 @@ class CompiledStep:
         keys, values = [layer.keys for layer in cache], [layer.values for layer in cache]
         try:
             function = partial(self._trace, windows) if new else self._function(shape, cache, windows)
-            arrays = [at.arrays() for at in places.values() if at is not None]
+            arrays = [at.arrays(count) for at in places.values() if at is not None]
             logits, keys, values = function(tokens, keys, values, arrays, held)
         except Exception as error:
             log.info("decode steps are not compiled: %s", error)
@@ -314,7 +324,9 @@ class CompiledStep:
     def most_new(self, rows: int) -> int:
         """Tokens of each row in a pass at most, for the bits of as many steps; 0: no pass has those."""
         fused = self._fused
-        return products.MOST_ROWS // rows if fused is not None and fused.is_repeatable else 0
+        if fused is None or not fused.is_repeatable:
+            return 0
+        return min(products.MOST_ROWS // rows, MOST_NEW)
 
     def _function(self, shape: tuple[Any, ...], cache: Cache, windows: list[int]) -> Callable[..., Any]:
         function = self._functions.pop(shape, None)
@@ -355,7 +367,7 @@ class CompiledStep:
             for own_keys, own_values, window, its in of_layers
         ]
         if self._fused is not None and self._fuses(tokens, keys[0]):
-            logits = (self._fused if tokens.shape[1] == 1 else self._fused.several)(tokens, layers)
+            logits = self._fused(tokens, layers)
         else:
             logits = self._model(tokens, cache=layers)
         if not all(layer.done for layer in layers):

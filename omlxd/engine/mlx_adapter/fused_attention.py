@@ -1,9 +1,10 @@
-"""A CUDA kernel from a layer's q, k and v of one new token a row to what attention gives for them.
+"""A CUDA kernel from a layer's q, k and v of new tokens to what attention gives for them.
 
 `omlxd_fused_attention` normalises and rotates queries and keys where the model does, puts the new KV into
 its place, reads each row's own KV alone, and its last block of a head puts the parts together: one launch
 where MLX and attention_kernel.py take eight. A row is cut into parts by its own length alone, and each part's
-sums have a fixed order, so that a row's bits do not depend on the rows beside it.
+sums have a fixed order, so that a row's bits do not depend on the rows beside it. Of several new tokens each
+is a row of its own, which ends where the token does: their bits are those of as many launches of one.
 
 KV goes by asynchronous copies into rings of shared memory, one for each warp, and from there into tensor
 cores: tokens are the long side of a tile, the query heads of a KV head the short one. fused_step.py calls it.
@@ -21,6 +22,9 @@ from . import nvrtc
 from .attention_source import HEADER, TYPES, most_heads
 
 WIDTHS, MOST_GROUP = (64, 128, 256), 16
+
+MOST_NEW = 16
+"""Tokens of each row that are held in a launch."""
 
 ARCHITECTURES = (90, 100, 103)
 """With 227 KB of shared memory. It has run on the first alone."""
@@ -113,24 +117,27 @@ template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_fl
 """
 
 _BODY = """
-  // grid (parts of a row, KV heads x PARTS, rows)
+  // grid (parts of a row x new tokens, KV heads x PARTS, rows that are held). Row `row` is token `token` of
+  // row `blockIdx.z`: blocks that read the same KV run at the same time.
   constexpr int CHUNKS = D / 8, TILE = 16, STAGE = 2 * TILE * CHUNKS, EACH = D / 64;
   extern __shared__ uint4 rings[];
   __shared__ T queries[8 * D];
-  __shared__ T fresh[2 * D];
+  __shared__ T fresh[2 * D * MOST_NEW];  // Key and value: the own ones, then those of earlier new tokens.
   __shared__ float tops[WARPS][8], masses[WARPS][8];
   __shared__ int is_last;
-  const int row = blockIdx.z, kv_head = blockIdx.y / PARTS;
+  const int token = blockIdx.x % tokens, own_part = blockIdx.x / tokens;
+  const int row = token * gridDim.z + blockIdx.z, kv_head = blockIdx.y / PARTS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
   const int begin = starts[row], end = ends[row];
-  // A warp prepares a vector: one of H queries, the new key, the new value. All that it reads is asked for at
-  // once: weights of other layers have driven it out of the second cache.
+  // A warp prepares a vector: one of H queries, the new key, the new value, those of earlier new tokens. All
+  // that it reads is asked for at once: weights of other layers have driven it out of the second cache.
   int a[EACH], b[EACH];
   T x[EACH], y[EACH], x_weight[EACH], y_weight[EACH];
   float cosine[EACH], sine[EACH];
-  auto read = [&](int h) {
+  auto is_value = [&](int h) { return h > H && (h - H) % 2; };
+  auto read = [&](int h, int row) {
     const T* source = h < H ? q + ((long)row * KV_HEADS * GROUP + blockIdx.y * H + h) * D
-                            : (h == H ? k : v) + ((long)row * KV_HEADS + kv_head) * D;
+                            : (is_value(h) ? v : k) + ((long)row * KV_HEADS + kv_head) * D;
     const T* weight = h < H ? q_norm : k_norm;
     #pragma unroll
     for (int j = 0; j < EACH; j++) {
@@ -147,7 +154,7 @@ _BODY = """
   };
   auto prepare = [&](int h) {
     T* target = h < H ? queries + h * D : fresh + (h - H) * D;
-    if (NORM && h <= H) {
+    if (NORM && !is_value(h)) {
       float squares = 0.f;
       #pragma unroll
       for (int j = 0; j < EACH; j++) {
@@ -167,7 +174,7 @@ _BODY = """
     }
     #pragma unroll
     for (int j = 0; j < EACH; j++) {
-      if (h <= H && 2 * (lane * EACH + j) < TURNED) {
+      if (!is_value(h) && 2 * (lane * EACH + j) < TURNED) {
         const float one = omlxd_float(x[j]), two = omlxd_float(y[j]);
         x[j] = omlxd_round<T>(one * cosine[j] - two * sine[j]);
         y[j] = omlxd_round<T>(one * sine[j] + two * cosine[j]);
@@ -176,16 +183,17 @@ _BODY = """
       target[b[j]] = y[j];
     }
   };
-  if (warp < H + 2) read(warp);
+  if (warp < H + 2) read(warp, row);
 
   const int length = end - begin, most = (length + MOST - 1) / MOST;
   const int span = max(LEAST, (most + 16 * WARPS - 1) / (16 * WARPS) * 16 * WARPS);
   const int spans = (length + span - 1) / span;
-  if ((int)blockIdx.x >= spans) return;
-  const int from = begin + blockIdx.x * span, to = min(from + span, end);
+  if (own_part >= spans) return;
+  const int from = begin + own_part * span, to = min(from + span, end);
   const bool newest = to == end;
-  const int kept = newest ? to - 1 : to, tiles = (to - from + TILE - 1) / TILE;
-  const long head = ((long)row * KV_HEADS + kv_head) * capacity;
+  const int kept = min(to, max(from, end - 1 - token)), tiles = (to - from + TILE - 1) / TILE;
+  const int vectors_here = H + 2 + 2 * (min(to, end - 1) - kept);
+  const long head = ((long)blockIdx.z * KV_HEADS + kv_head) * capacity;
   uint4* K = const_cast<uint4*>(reinterpret_cast<const uint4*>(keys)) + head * CHUNKS;
   uint4* V = const_cast<uint4*>(reinterpret_cast<const uint4*>(values)) + head * CHUNKS;
   uint4* ring = rings + warp * STAGES * STAGE;
@@ -209,8 +217,9 @@ _BODY = """
 
   if (warp < H + 2) prepare(warp);
   #pragma unroll 1
-  for (int h = warp + WARPS; h < H + 2; h += WARPS) {
-    read(h);
+  for (int h = warp < H + 2 ? warp + WARPS : warp; h < vectors_here; h += WARPS) {
+    const int before = end - 1 - kept - (h - H - 2) / 2;  // Of an earlier token: how much earlier.
+    read(h, h < H + 2 ? row : row - before * (int)gridDim.z);
     prepare(h);
   }
   for (int i = H * D / 2 + threadIdx.x; i < 8 * D / 2; i += 32 * WARPS)
@@ -238,12 +247,14 @@ _BODY = """
   for (int tile = warp; tile < tiles; tile += WARPS) {
     fetch(tile + (STAGES - 1) * WARPS, stage ? stage - 1 : STAGES - 1);
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1));
-    const int own = end - 1 - from - tile * TILE;
+    const int base = from + tile * TILE, first_fresh = max(kept - base, 0);
     __syncwarp();
-    if (newest && own >= 0 && own < TILE)
-      for (int i = lane; i < 2 * CHUNKS; i += 32)
-        ring[stage * STAGE + (i / CHUNKS) * TILE * CHUNKS + own * CHUNKS + (i % CHUNKS ^ (own & 7))] =
-            reinterpret_cast<const uint4*>(fresh)[i];
+    for (int i = lane; i < (min(to - base, TILE) - first_fresh) * 2 * CHUNKS; i += 32) {
+      const int at = first_fresh + i / (2 * CHUNKS), x = i % (2 * CHUNKS), column = base + at;
+      const int slot = column == end - 1 ? 0 : 1 + column - kept;
+      ring[stage * STAGE + (x / CHUNKS) * TILE * CHUNKS + at * CHUNKS + (x % CHUNKS ^ (at & 7))] =
+          reinterpret_cast<const uint4*>(fresh)[slot * 2 * CHUNKS + x];
+    }
     __syncwarp();
     const unsigned stage_at = ring_at + stage * STAGE * 16;
     float score[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};  // Half as long a chain of sums.
@@ -313,7 +324,7 @@ _BODY = """
     }
     if (spans == 1 && !PARTS_ALONE) out[(query_head + h) * D + d] = omlxd_round<T>(x / mass);
     else {
-      const long place = (query_head + h) * MOST + blockIdx.x;
+      const long place = (query_head + h) * MOST + own_part;
       sums[place * D + d] = x;
       if (d == 0) { weights[place * 2] = top; weights[place * 2 + 1] = mass; }
     }
@@ -358,7 +369,7 @@ _BODY = """
 _ARGUMENTS = (
     "const T* q, const T* k, const T* v, const T* q_norm, const T* k_norm, const float* turns, "
     "const T* keys, const T* values, const int* starts, const int* ends, const int* counters, "
-    "const T* after, T* out, float* sums, float* weights, const int capacity"
+    "T* out, float* sums, float* weights, const int capacity, const int tokens"
 )
 
 
@@ -372,7 +383,7 @@ def source_of(heads: Heads, shape: Shape, *, parts_alone: bool = False) -> tuple
     numbers = {"D": heads.width, "GROUP": group, "H": most_heads(group), "KV_HEADS": heads.kv_heads}
     numbers |= {"TURNED": heads.turned, "TRADITIONAL": int(heads.traditional), "NORM": int(heads.norm)}
     numbers |= {"WARPS": shape.warps, "STAGES": shape.stages, "LEAST": shape.least, "MOST": shape.most}
-    numbers |= {"PARTS": group // numbers["H"], "PARTS_ALONE": int(parts_alone)}
+    numbers |= {"PARTS": group // numbers["H"], "PARTS_ALONE": int(parts_alone), "MOST_NEW": MOST_NEW}
     kind = TYPES[heads.dtype]
     floats = [float(heads.scale), float(heads.eps)]  # MLX takes no float for an argument.
     function = "_".join(["omlxd_fused_attention", kind, *map(str, numbers.values()), *map(_bits, floats)])
@@ -404,18 +415,17 @@ class FusedAttention:
         held: tuple[mx.array, mx.array],
         starts: mx.array,
         ends: mx.array,
-        after: mx.array | None = None,
     ) -> mx.array:
-        """(rows, heads * width).
+        """(rows, heads * width). Several new tokens of a row are rows: the first of each, then the second.
 
         new    q (rows, heads * width), k and v (rows, KV heads * width) as the projections give them
         norms  weights of the queries' and the keys' norm, (width,)
         turns  (rows, width) in float32: cosine and sine of each pair's turn, at its two dimensions
-        held   (rows, KV heads, capacity, width), in one piece; column `ends[row] - 1` is written in place
-        after  what came out of the launch that must have written into `held` before: MLX knows of no other
-               order between two that write in place
+        held   (rows held, KV heads, capacity, width), in one piece, each for up to `MOST_NEW` of the rows;
+               column `ends[row] - 1` is written in place
+        starts, ends  (rows,): columns of a row; each token of one ends a column behind the token before
         """
-        return self._run(new, norms, turns, held, starts, ends, after, parts_alone=False)[0]
+        return self._run(new, norms, turns, held, starts, ends, parts_alone=False)[0]
 
     def parts(self, *given: Any) -> tuple[mx.array, mx.array]:
         """(vectors (rows, heads, parts, width), their logarithms' largest and masses (…, 2)) in float32, of
@@ -436,12 +446,11 @@ class FusedAttention:
         held: Any,
         starts: Any,
         ends: Any,
-        after: mx.array | None = None,
         *,
         parts_alone: bool,
     ) -> list[mx.array]:
         heads, shape = self.heads, self._shape
-        rows, _, capacity, width = held[0].shape
+        rows, (rows_held, _, capacity, width) = new[0].shape[0], held[0].shape
         parts = heads.heads // most_heads(heads.heads // heads.kv_heads)
         if rows not in self._counters:
             self._counters[rows] = mx.zeros((rows * parts,), mx.int32)
@@ -460,10 +469,13 @@ class FusedAttention:
                 starts,
                 ends,
                 self._counters[rows],
-                new[0] if after is None else after,
             ],
-            scalars=[capacity],
-            grid=(32 * shape.warps * min(shape.most, -(-capacity // shape.least)), parts, rows),
+            scalars=[capacity, rows // rows_held],
+            grid=(
+                32 * shape.warps * min(shape.most, -(-capacity // shape.least)) * (rows // rows_held),
+                parts,
+                rows_held,
+            ),
             threadgroup=(32 * shape.warps, 1, 1),
             shared_memory=max(ring, shape.warps * 8 * (width + 4) * 4),
             output_shapes=[(rows, heads.heads * width), *((*parts_of, size) for size in (width, 2))],

@@ -69,7 +69,11 @@ class Residual(NamedTuple):
 
 
 class FusedStep:
-    """Logits (rows, 1, vocabulary) of one token a row, (rows, 1), by `compiled_step.StepKV` of each layer.
+    """Logits (rows, n, vocabulary) of tokens (rows, n), by `compiled_step.StepKV` of each layer.
+
+    n tokens of a row have the bits of n steps of one: each is a row of the products and of attention, where
+    it ends. So `offset`, `starts` and `ends` of the layers are (n * rows,): of the first token of each row,
+    then of the second. rows * n is at most products.MOST_ROWS, n at most fused_attention.MOST_NEW.
 
     attend  in place of the kernel. It may return (result, keys, values) instead of writing into what is held
 
@@ -105,28 +109,12 @@ class FusedStep:
         return [[linear.weight for linear in group] for group in groups]
 
     def __call__(self, tokens: mx.array, layers: list[Any]) -> mx.array:
-        turns, residual = (
-            self.turns(layers[0].offset),
-            self.begin(self._embedding(tokens[:, 0]), self._layers[0]),
-        )
-        norms = [layer.norm for layer in self._layers[1:]] + [self._norm]
-        for weights, kv, norm in zip(self._layers, layers, norms, strict=True):
-            residual = self.layer(weights, residual, turns, kv, norm)
-        return self.head(residual)[:, None]
-
-    def several(self, tokens: mx.array, layers: list[Any]) -> mx.array:
-        """Logits (rows, n, vocabulary) of n tokens a row, (rows, n), with the bits of n steps of one token.
-
-        The tokens are rows of each product; a layer attends to them one after another. `offset` and `ends` of
-        `layers` are those of the first token. rows * n is at most products.MOST_ROWS.
-        """
         rows, n = tokens.shape
-        turns = self.turns(mx.concatenate([layers[0].offset + i for i in range(n)]))
-        ends = [layers[0].ends + i for i in range(n)]
+        turns = self.turns(layers[0].offset)
         residual = self.begin(self._embedding(tokens.T.reshape(-1)), self._layers[0])
         norms = [layer.norm for layer in self._layers[1:]] + [self._norm]
         for weights, kv, norm in zip(self._layers, layers, norms, strict=True):
-            residual = self.layer(weights, residual, turns, kv, norm, ends)
+            residual = self.layer(weights, residual, turns, kv, norm)
         return self.head(residual).reshape(n, rows, -1).swapaxes(0, 1)
 
     def begin(self, x: mx.array, layer: Layer) -> Residual:
@@ -145,26 +133,19 @@ class FusedStep:
         probe = mx.contiguous(mx.broadcast_to(first.astype(mx.float32), shape))
         return mx.contiguous(self._rope(probe.transpose(0, 2, 1, 3), offset=offset)[:, 0, 0])
 
-    def layer(
-        self,
-        weights: Layer,
-        x: Residual,
-        turns: mx.array,
-        kv: Any,
-        norm: mx.array,
-        ends: list[mx.array] | None = None,
-    ) -> Residual:
-        """What comes out of a layer; `kv` takes the tokens' KV.
-
-        norm  weight of the norm behind the layer
-        ends  of several tokens a row, whose first ones come first in `x`: where each token's row ends
-        """
+    def layer(self, weights: Layer, x: Residual, turns: mx.array, kv: Any, norm: mx.array) -> Residual:
+        """What comes out of a layer; `kv` takes the tokens' KV. `norm`: weight of the norm behind it."""
         eps = self._eps
         q, k, v = _products(x.scaled, *weights.qkv, squares=x.squares, eps=eps)
         if kv.how is not None:
             attended = self._attend_packed(q, k, v, weights.qk_norms, kv)
         else:
-            attended = self._attended((q, k, v), weights.qk_norms, turns, kv, ends or [kv.ends])
+            held = kv.keys, kv.values
+            attended = self.attend(
+                (q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends, shared=kv.shared
+            )
+            if isinstance(attended, tuple):  # Where nothing is written in place.
+                attended, kv.keys, kv.values = attended
             kv.done = True
         x = Residual(*_products(attended, weights.out, residual=x.sum, scaled=weights.mlp_norm))
         (inner,) = _products(x.scaled, *weights.gate_up, squares=x.squares, eps=eps, silu=True)
@@ -181,26 +162,12 @@ class FusedStep:
         keys, values = kv.update_and_fetch(k, v)
         return kv.attend(q, keys, values, self.heads.scale, None, None).reshape(q.shape[0], -1)
 
-    def _attended(
-        self, new: tuple[mx.array, ...], norms: Any, turns: mx.array, kv: Any, ends: list[mx.array]
-    ) -> mx.array:
-        rows, out = kv.ends.shape[0], []
-        for i, end in enumerate(ends):
-            own = slice(i * rows, (i + 1) * rows)
-            q, k, v = (array[own] for array in new)
-            given = (q, k, v), norms, turns[own], (kv.keys, kv.values), kv.starts, end
-            got = self.attend(*given, after=out[-1] if out else None, shared=kv.shared)
-            if isinstance(got, tuple):  # Where nothing is written in place.
-                got, kv.keys, kv.values = got
-            out.append(got)
-        return out[0] if len(out) == 1 else mx.concatenate(out)
-
     def head(self, x: Residual) -> mx.array:
         (logits,) = _products(x.scaled, self._head, squares=x.squares, eps=self._eps)
         return logits
 
     def check(
-        self, model: Any, step_kv: Any, shared: Callable[[int], tuple[Shared, mx.array, Any]] | None = None
+        self, model: Any, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None = None
     ) -> None:
         """Raise Unfusable unless the first and the last layer, and the head, give what the model's own do.
 
@@ -215,31 +182,41 @@ class FusedStep:
                 if not far < CLOSE:  # NaN too
                     raise Unfusable(f"layer {at} differs by {far:.3g} in a step of {rows} rows")
 
-    def repeats(self, step_kv: Any) -> bool:
-        """Whether several tokens of a row have the bits of as many steps: `is_repeatable` from now on."""
+    def repeats(
+        self, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None = None
+    ) -> bool:
+        """Whether several tokens of a row have the bits of as many steps: `is_repeatable` from now on.
+
+        The arguments are `check`'s; `shared` takes how often all rows come, too.
+        """
         heads, rows, n, length = self.heads, 3, 4, 700
-        starts, ends = mx.array([0, 5, length - 1]), mx.array([length, length - 7, length])
+        starts, ends = [0, 5, length - 1], [length, length - 7, length]
         keys = [mx.random.key(i) for i in range(3)]
         x = mx.random.normal((n * rows, self._norm.shape[0]), key=keys[0]).astype(heads.dtype)
         shape = rows, heads.kv_heads, length + n, heads.width
         held = [mx.random.normal(shape, key=key).astype(heads.dtype) for key in keys[1:]]
         mx.eval(held)
-        places = starts, ends, ends - starts - 1
-        one, all_of = (step_kv(*(array + 0 for array in held), *places) for _ in range(2))
-        mx.eval(one.keys, one.values, all_of.keys, all_of.values)
-        weights = self._layers[0]
-        turns = self.turns(mx.concatenate([places[2] + i for i in range(n)]))
-        begun = self.begin(x, weights)
-        each: list[mx.array] = []
+
+        def run(tokens: range, arrays: list[mx.array]) -> list[mx.array]:
+            """The head's logits, and keys and values."""
+            count, own = len(tokens), slice(tokens.start * rows, tokens.stop * rows)
+            begin, end = mx.array(starts * count), mx.array([e + i for i in tokens for e in ends])
+            its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
+            kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its)
+            weights = self._layers[0]
+            got = self.layer(weights, self.begin(x[own], weights), self.turns(kv.offset), kv, self._norm)
+            out = [self.head(got), kv.keys, kv.values]
+            mx.eval(out)
+            del stay
+            return out
+
+        each, arrays = list[mx.array](), [array + 0 for array in held]
         for i in range(n):
-            own = slice(i * rows, (i + 1) * rows)
-            one.ends = ends + i
-            got = self.layer(weights, Residual(*(a[own] for a in begun)), turns[own], one, self._norm)
-            mx.eval(got, one.keys)
-            each.append(self.head(got))
-        got = self.layer(weights, begun, turns, all_of, self._norm, [ends + i for i in range(n)])
-        pairs = [(self.head(got), mx.concatenate(each)), (all_of.keys, one.keys), (all_of.values, one.values)]
-        mx.eval(pairs)
+            logits, *arrays = run(range(i, i + 1), arrays)
+            each.append(logits)
+        copies = [array + 0 for array in held]
+        mx.eval(copies)
+        pairs = zip([mx.concatenate(each), *arrays], run(range(n), copies), strict=True)
         self.is_repeatable = all(bool(mx.array_equal(a, b).item()) for a, b in pairs)
         return self.is_repeatable
 

@@ -257,11 +257,10 @@ class FusedSegments(FusedAttention):
         held: Pair,
         starts: mx.array,
         ends: mx.array,
-        after: mx.array | None = None,
         shared: Shared | None = None,
     ) -> mx.array:
         if shared is None:
-            return super().__call__(new, norms, turns, held, starts, ends, after)
+            return super().__call__(new, norms, turns, held, starts, ends)
         heads, rows = self.heads, new[0].shape[0]
         if self._read is None:
             group = heads.heads // heads.kv_heads
@@ -328,9 +327,12 @@ def _shared_of(held: Sequence[Pair], rows: Sequence[Sequence[int]]) -> Shared:
     return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most, 0)
 
 
-def example(heads: Heads, rows: int) -> tuple[Shared, mx.array, list[Pair]]:
-    """(what so many rows hold in segments of random numbers, each row's tokens, what must stay as long)."""
-    shape, own = (1, heads.kv_heads, SPAN, heads.width), [[0, 1, 2][: row % 4] for row in range(rows)]
+def example(heads: Heads, rows: int, count: int = 1) -> tuple[Shared, mx.array, list[Pair]]:
+    """(what so many rows hold in segments of random numbers, each row's tokens, what must stay as long).
+
+    All rows come `count` times, one behind the other.
+    """
+    shape, own = (1, heads.kv_heads, SPAN, heads.width), [[0, 1, 2][: row % 4] for row in range(rows)] * count
     held = [
         cast(
             Pair,

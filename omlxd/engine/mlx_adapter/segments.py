@@ -114,6 +114,10 @@ class SegmentedKVCache(KVCache):
             self._shared = _shared([self.segments], self.layer)
         return self._shared
 
+    def shared_by(self, count: int) -> Shared | None:
+        """`shared` of a pass of `count` tokens, each of which is a row."""
+        return self.shared and _shared([self.segments] * count, self.layer)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         if not self.segments:
             return super().update_and_fetch(keys, values)
@@ -189,6 +193,10 @@ class SegmentedBatchKVCache(EvenBatchKVCache):
         if self._shared is None and any(self.segments):
             self._shared = _shared(self.segments, self.layer)
         return self._shared
+
+    def shared_by(self, count: int) -> Shared | None:
+        """`shared` of a pass of `count` tokens of each row, each of which is a row; first ones come first."""
+        return self.shared and _shared(self.segments * count, self.layer)
 
     @classmethod
     def merge(cls, caches: Sequence[SegmentedKVCache]) -> SegmentedBatchKVCache:

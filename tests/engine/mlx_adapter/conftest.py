@@ -145,7 +145,7 @@ class SegmentReference:
         table = shared.table
         for slot, (key, value) in enumerate(np.array(shared.addresses[shared.layer])):
             out, mass = partial_attention(queries, self.arrays[int(key)], self.arrays[int(value)], scale)
-            holders = table[slot, 1::2][None], mx.arange(len(queries))[None] < table[slot, 0]
+            holders = table[slot, 1::2][None], mx.arange(table.shape[1] // 2)[None] < table[slot, 0]
             holds = mx.any((holders[0] == rows[:, None]) & holders[1], axis=1)[:, None, None, None]
             parts.append((out, mx.where(holds, mass, -mx.inf)))
         masses = mx.concatenate([mass for _, mass in parts], axis=-1)

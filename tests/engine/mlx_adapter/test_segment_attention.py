@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -106,6 +107,40 @@ def test_it_computes_what_the_model_does(
     assert SegmentReference.calls == layers * STEPS
     held = [one for rows in (cache[0].segments if len(lengths) > 1 else [cache[0].segments]) for one in rows]
     assert len(held) > len({id(one) for one in held}) or len(lengths) == 1
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[1:2]], ids=["all", "alone"])
+def test_a_fused_pass_of_several_tokens_is_that_of_steps(folder: Path, lengths, reference, monkeypatch):
+    monkeypatch.setattr(compiled_step, "fused_step", fuse)
+    reference()
+    loaded, rows = load(folder, SEGMENT), len(lengths)
+    tokens = mx.random.randint(5, 200, (rows, 4), key=mx.random.key(3))
+
+    def run(*counts: int) -> list[np.ndarray]:
+        compiled, cache = CompiledStep(loaded.model), batch(loaded, lengths)
+        assert compiled._fused is not None
+        compiled._fused.is_repeatable = True
+        out, at, several = [], 0, SegmentReference.several
+        for steps, count in enumerate(counts):
+            logits = compiled(tokens[:, at : at + count], cache, steps)
+            assert logits is not None and logits.shape[:2] == (rows, count)
+            out.append(np.array(logits))
+            at += count
+        assert SegmentReference.several == several, "each token is a row"
+        return [np.concatenate(out, axis=1), *(np.array(a) for a in mlx_adapter.state_arrays(cache))]
+
+    for got, want in zip(run(1, 3), run(1, 1, 1, 1), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+def test_the_check_of_passes_reads_segments(folder: Path, reference):
+    reference()
+    step = fuse(mlx_adapter.load(folder).model)
+    example = partial(segment_attention.example, step.heads)
+    assert step.repeats(compiled_step.StepKV, example)
+    attend = step.attend
+    step.attend = lambda *given, shared: attend(*given, shared=None if len(given[4]) > 3 else shared)  # type: ignore[method-assign]
+    assert not step.repeats(compiled_step.StepKV, example) and not step.is_repeatable
 
 
 def test_rows_join_and_leave_between_compiled_steps(folder: Path, want, reference, monkeypatch):
@@ -238,7 +273,7 @@ def test_fused_steps_that_read_segments_wrongly_keep_prefixes_apart(
     object.__setattr__(model, "omlxd_fused", step)
     assert compiled_step.steps_share(model)
     attend = step.attend
-    step.attend = lambda *given: attend(*given[:6])  # type: ignore[method-assign]  It misses the segments.
+    step.attend = lambda *given, **_: attend(*given[:6])  # type: ignore[method-assign]  It misses the segments.
     with caplog.at_level("WARNING"):
         assert not compiled_step.steps_share(model)
     assert "prefixes are not shared" in caplog.text
