@@ -139,7 +139,7 @@ def main() -> int:
                 times[kind].append((time.perf_counter() - began) * 1e3 / options.run)
                 if options.new > 1:
                     mlx_adapter.trim(cache, [options.new] * rows)
-        spoken = [f"{statistics.median(times[k]):.0f}, {min(times[k]):.0f}" for k in times]
+        spoken = [f"{statistics.median(times[k]):.1f}, {min(times[k]):.1f}" for k in times]
         far = mx.abs(logits["private"] - logits["shared"]).max().item()
         row(rows, *spoken, private_bytes / 1e6, (shared_bytes + prefix_bytes) / 1e6, f"{far:.1e}")
         del private_cache, shared_cache, segments
