@@ -29,7 +29,7 @@ def load_model(load: wire.Load) -> LoadedModel:
     backend, cache = mlx_adapter.backend(), load.cache
     if load.speculate and load.draft_path:
         check_tokenizer(Path(load.draft_path), Path(load.model_path), load.model_id)
-    shares = load.share_prefix == "on" or (load.share_prefix == "auto" and backend == "cpu")
+    shares = load.share_prefix == "on" or (load.share_prefix == "auto" and backend in ("cpu", "cuda"))
     return mlx_adapter.load(
         Path(load.model_path),
         Quantisation(cache.kv_bits, cache.kv_group_size) if cache.kv_bits else None,

@@ -46,7 +46,7 @@ def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
 
 def draft_always(monkeypatch: pytest.MonkeyPatch, width: int = 4) -> None:
     """The draft model guesses `width` tokens for every row that has no other guess."""
-    monkeypatch.setattr(Speculation, "draft_width", lambda self, offers, rates: width)
+    monkeypatch.setattr(Speculation, "draft_width", lambda self, offers, rates, most=15: min(width, most))
     monkeypatch.setattr(Speculation, "best_width", lambda self, offers: max(count for _, count in offers))
     monkeypatch.setattr(RowSpeculator, "draft_rate", 0.01)
 

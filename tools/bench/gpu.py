@@ -480,10 +480,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--blocks", default="64,256")
     parser.add_argument("--dir", type=Path)
+    parser.add_argument("--share-prefix", action="store_true", help="requests hold what they share once")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="omlxd-bench-", dir=args.dir))
     began = time.perf_counter()
-    bench = GPUBench(args.shape, folder, args.tokens, [int(b) for b in args.blocks.split(",")])
+    bench = GPUBench(
+        args.shape, folder, args.tokens, [int(b) for b in args.blocks.split(",")], args.share_prefix
+    )
     way = type(transport()).__name__
     print(f"{args.shape} on {mlx_adapter.backend()}, {way}: built in {time.perf_counter() - began:.1f} s")
     try:

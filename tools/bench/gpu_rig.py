@@ -49,7 +49,8 @@ def timed(call: Callable[..., object], *args: object) -> float:
 class Bench:
     """A model, a folder for block files, and what the sections share."""
 
-    def __init__(self, shape: str, folder: Path, tokens: int, blocks: Seq[int]):
+    def __init__(self, shape: str, folder: Path, tokens: int, blocks: Seq[int], share: bool = False):
+        """`share`: requests hold what they share once, where the model can."""
         mx.set_cache_limit(2 << 30)  # as the engine does
         attention.install()
         self.loaded = build(SHAPES[shape])
@@ -60,6 +61,8 @@ class Bench:
         self.words = min(4096, self.loaded.vocab_size)
         products.prepare(self.model)
         self.compiled = CompiledStep(self.model)
+        if share:
+            self.loaded.segments = mlx_adapter.share_prefixes(self.model, mlx_adapter.SEGMENT)
 
     # ----------------------------------------------------------------- material
 
@@ -115,7 +118,7 @@ class Bench:
             flusher=Flusher(pool, writer, self._post) if writer else None,
             lease=lease,
         )
-        return KVBridge(self.model, self.layout, store, self._post)
+        return KVBridge(self.model, self.layout, store, self._post, segments=self.loaded.segments)
 
     @staticmethod
     def _post(call: Callable[[], None]) -> None:

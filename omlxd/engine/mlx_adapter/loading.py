@@ -149,7 +149,8 @@ def load(
     weights_mmap  `on`, `auto` or `off`, as `MappedWeights` has it
     segment  tokens of a segment of KV that sequences share, where the model can; 0: they share none. On a CPU
              only in float32: products of 16 bits would be rounded where segments meet
-    segments_pay  share none on a GPU unless our kernel reads segments there: MLX's own products are slower
+    segments_pay  share none on a GPU unless fused steps read segments there: MLX's own products are slower,
+                  and other steps of ours were not timed
 
     Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` is not possible,
     AdapterError where `adapter` is not, and what mlx-lm raises.
@@ -309,8 +310,8 @@ def _attend_unequal(model: Any) -> None:
 def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegments:
     """From now on `model`'s caches can hold segments of so many tokens.
 
-    Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut. `by_kernel`: nor where our
-    kernel does not read them.
+    Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut. `by_kernel`: nor where
+    steps that read them are not fused.
     """
     fresh = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
     if not tokens or not segmented(fresh()):
@@ -318,7 +319,8 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     segments.install()
     if not segments.can_share(model, lambda: segmented(fresh())):
         return LiveSegments()
-    if attention.installed() and not steps_share(model) and by_kernel:
+    share = attention.installed() and steps_share(model)
+    if by_kernel and not (share and vars(model).get("omlxd_fused")):
         return LiveSegments()
     model.make_cache = lambda: segmented(fresh())
     return LiveSegments(tokens)

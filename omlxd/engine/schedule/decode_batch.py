@@ -25,7 +25,7 @@ from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import DRAFT, RowSpeculator, Speculation
+from .speculation import DRAFT, WIDTHS, RowSpeculator, Speculation
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -172,7 +172,7 @@ class DecodeBatch:
         assert self._speculation is not None
         began, waited, self._waited = clock(), self._waited, False
         read: list[Draw] = []
-        offers = [self._speculators[row].offer() for row in self.rows]
+        offers = [self._speculators[row].offer(self._most_guesses) for row in self.rows]
         if self._speculation.best_width(offers) or self._draft_width(offers):
             read = self._read(self._inputs, self._unread)
             self._unread = [False] * len(self.rows)
@@ -204,8 +204,7 @@ class DecodeBatch:
             rooms = {
                 row: min(room, self._grid - 1 - row.kv_length % self._grid) for row, room in rooms.items()
             }
-        if most := self._compiled.most_new(len(self.rows)) if self._compiled is not None else 0:
-            rooms = {row: min(room, most - 1) for row, room in rooms.items()}
+        rooms = {row: min(room, self._most_guesses) for row, room in rooms.items()}
         speculators = [self._speculators[row] for row in self.rows]
         self._draft(rooms)
         width = self._speculation.best_width(
@@ -220,6 +219,12 @@ class DecodeBatch:
             plan.append((guess, masks))
         return plan if any(guess for guess, _ in plan) else []
 
+    @property
+    def _most_guesses(self) -> int:
+        """Of a row, in any pass."""
+        fused = self._compiled.most_new(len(self.rows)) if self._compiled is not None else 0
+        return min(WIDTHS[-1], fused - 1) if fused else WIDTHS[-1]
+
     def _draft_rates(self) -> list[float]:
         """Of each row, the share of the draft model's guesses that hold. It sees no images."""
         return [self._speculators[row].draft_rate if row.images is None else 0.0 for row in self.rows]
@@ -227,7 +232,7 @@ class DecodeBatch:
     def _draft_width(self, offers: Seq[tuple[float, int]]) -> int:
         if self._drafts is None or self._speculation is None:
             return 0
-        return self._speculation.draft_width(offers, self._draft_rates())
+        return self._speculation.draft_width(offers, self._draft_rates(), self._most_guesses)
 
     def _draft(self, rooms: Mapping[Sequence, int]) -> None:
         """Have the draft model guess for the rows where that is better, if the next pass gains by it."""

@@ -39,8 +39,10 @@ LONGEST_MATCH = 16
 CANDIDATES = 256
 """Most recent matches that are compared further."""
 
-WIDTHS = (1, 2, 4, 8, 15)
-"""Guesses a row in a pass. Milliseconds of a pass of SmolLM2-135M in float32 on a CPU, by all its tokens:
+WIDTHS = (1, 2, 4, 7, 15)
+"""Guesses a row in a pass. With 7, four rows have as many tokens as a fused pass takes at most.
+
+Milliseconds of a pass of SmolLM2-135M in float32 on a CPU, by all its tokens:
 
 | tokens | 1 | 3 | 5 | 9 | 16 | 36 | 64 | 144 | 256 |
 |---|---|---|---|---|---|---|---|---|---|
@@ -337,13 +339,14 @@ class Speculation:
         """
         return self._best(offers)[0]
 
-    def draft_width(self, offers: Seq[tuple[float, int]], rates: Seq[float]) -> int:
+    def draft_width(self, offers: Seq[tuple[float, int]], rates: Seq[float], most: int = WIDTHS[-1]) -> int:
         """Guesses a row that the draft model is to make for the next pass; 0: a pass without them is faster.
 
         rates  the share of its guesses that holds, of each row; 0: a row that it guesses nothing for
+        most   guesses that a row may have
         """
         rows = [
-            (rate, WIDTHS[-1]) if rate > (share if count else 0.0) else (share, count)
+            (rate, most) if rate > (share if count else 0.0) else (share, count)
             for (share, count), rate in zip(offers, rates, strict=True)
         ]
         width, gain = self._best(rows, drafting=True)

@@ -264,6 +264,14 @@ def test_without_a_kernel_a_gpu_shares_only_if_told_to(folder: Path, reference, 
     assert CompiledStep(loaded.model)(mx.array([[1]]), row(loaded, 0, LENGTHS[0]), 9) is None
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_gpu_shares_where_steps_are_fused(folder: Path, fused: bool, reference):
+    reference()
+    model = mlx_adapter.load(folder).model
+    object.__setattr__(model, "omlxd_fused", fuse(model) if fused else None)
+    assert mlx_adapter.share_prefixes(model, SEGMENT, by_kernel=True).tokens == (SEGMENT if fused else 0)
+
+
 def test_fused_steps_that_read_segments_wrongly_keep_prefixes_apart(
     folder: Path, reference, monkeypatch, caplog
 ):

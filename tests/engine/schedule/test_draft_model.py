@@ -206,7 +206,7 @@ def measured(plain: float, checks: dict[int, float], drafts: dict[int, float]) -
 def test_it_guesses_where_its_time_and_the_checks_are_less_than_the_tokens():
     checks = {2: 1.1, 4: 1.2, 8: 1.4, 15: 1.8}
     cheap = measured(1.0, checks, {2: 0.1, 4: 0.2, 8: 0.4, 15: 0.8})
-    assert cheap.draft_width([(0.5, 0)], [0.8]) in (4, 8)
+    assert cheap.draft_width([(0.5, 0)], [0.8]) in (4, 7)
     assert not cheap.draft_width([(0.5, 0)], [0.05]), "its guesses fail"
     assert not cheap.draft_width([(0.9, 15)], [0.8]), "a row's own guesses cost nothing"
     assert not cheap.draft_width([(0.5, 0)], [0.0]), "a row with images"
