@@ -23,7 +23,7 @@ READMES = (
     "omlxd/api/README.md",
     "tools/bench/README.md",
 )
-LONGEST = 130
+LONGEST = 140
 """Lines of the top README."""
 
 VERBS = (
@@ -66,6 +66,7 @@ OTHERS_FLAGS = {
             "--talks",
             "--tokens",
             "--turns",
+            "--warm-up",
         ),
         "tools/bench's",
     ),
