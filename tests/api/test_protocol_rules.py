@@ -58,6 +58,7 @@ async def test_overload_in_each_protocols_words(path, wait, stream):
 # --------------------------------------------------------------------------- pings
 
 
+@pytest.mark.slow
 async def test_a_long_prefill_is_filled_with_pings():
     """Progress goes on all the time, and the client hears at least once an interval."""
     prefill = [step for at in range(60) for step in (0.02, Progress(at, 60))]

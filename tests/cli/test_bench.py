@@ -46,6 +46,7 @@ def test_speed_and_quality_of_the_demo_model(tmp_path: Path, capsys: pytest.Capt
     assert abs(eight["perplexity"] / plain["perplexity"] - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A recurrent model: nothing of it has fewer bits."""
     done = run(tmp_path, str(family_model("mamba2")), "--lengths", "128", "--quick")
@@ -109,6 +110,7 @@ def test_each_result_is_there_as_soon_as_it_is_measured(monkeypatch: pytest.Monk
     assert seen[-1] == "8: it has none"
 
 
+@pytest.mark.slow
 def test_what_makes_no_sense_is_a_sentence(tmp_path: Path):
     for argv, sentence in (
         (["--lengths", "1k;2k"], "--lengths: '1k;2k' is no list of lengths; write 1k,4k."),

@@ -274,6 +274,7 @@ def test_a_picture_that_the_model_cannot_see_is_a_sentence(start, tmp_path: Path
     assert run(url, "what?", "--image", "none.png").stderr == "omlxd: none.png: No such file or directory.\n"
 
 
+@pytest.mark.slow
 def test_an_answer_has_a_limit_of_tokens(start):  # noqa: F811
     url = start().url
     assert run(url, "script:limit").stdout == "4096\n"
@@ -283,6 +284,7 @@ def test_an_answer_has_a_limit_of_tokens(start):  # noqa: F811
     assert run(url, "hello", "--max-tokens", "many").returncode == 2
 
 
+@pytest.mark.slow
 def test_errors_are_sentences(start, tmp_path: Path):  # noqa: F811
     daemon: Daemon = start(env={"OMLXD_API_KEY": "key-of-this-test"})
     refused = run(daemon.url, "hello")
@@ -306,6 +308,7 @@ def test_errors_are_sentences(start, tmp_path: Path):  # noqa: F811
     assert none.returncode == 1 and none.stderr.endswith("it is empty; copy or download it again.\n")
 
 
+@pytest.mark.slow
 def test_a_daemon_on_another_port_is_the_one_that_holds_the_cache(start, tmp_path: Path):  # noqa: F811
     daemon: Daemon = start()
     with socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other_program:

@@ -88,6 +88,7 @@ def serve(start, home: Path) -> Started:
     return start("serve", "--port", "0", "--base-path", str(home / "base"), "--model", str(demo_model()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "moment"),
     [*((signal.SIGTERM, moment) for moment in MOMENTS), (signal.SIGINT, 0.0), (signal.SIGINT, 0.1)],

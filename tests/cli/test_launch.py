@@ -236,6 +236,7 @@ def test_the_list_says_what_is_installed(launch, tmp_path):
     assert "Say which agent" in refused(launch(), 2)
 
 
+@pytest.mark.slow
 def test_no_file_is_written(launch, tmp_path):
     for agent in ("claude", "codex", "opencode", *VARIABLES):
         given(launch(agent))
@@ -291,6 +292,7 @@ def refused(done, status=1):
     return done.stderr
 
 
+@pytest.mark.slow
 def test_what_can_not_be_is_one_sentence(launch, daemon):
     assert "start the daemon with `omlxd serve`" in refused(launch("claude", OMLXD_PORT="1"))
     assert "`omlxd serve`" in refused(launch("codex", "--print-env", "--url", "http://127.0.0.1:1"))

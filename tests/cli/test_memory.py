@@ -91,6 +91,7 @@ async def test_the_endpoint_reaches_one_model_or_all_and_refuses_what_it_does_no
     assert engines[1].orders == [(True, False), (False, True)]
 
 
+@pytest.mark.slow
 def test_a_trim_gives_ram_blocks_back_and_the_answer_stays(tmp_path):
     host = Host(demo.build_demo(tmp_path / "demo"))
     try:

@@ -57,6 +57,7 @@ def test_every_verb_against_a_daemon(start, tmp_path: Path):  # noqa: F811
     assert status == 1 and "There is no model 'nobody' here" in problem
 
 
+@pytest.mark.slow
 def test_without_a_daemon(tmp_path: Path):
     make(tmp_path / "models" / "org" / "big")
     flags = (

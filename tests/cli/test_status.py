@@ -202,6 +202,7 @@ def test_nonsense_ends_with_2(argv: list[str], capsys):
     assert capsys.readouterr().err.startswith("omlxd: ")
 
 
+@pytest.mark.slow
 def test_a_real_daemon(tmp_path: Path, monkeypatch, capsys):
     with Daemon(tmp_path, env={"OMLXD_API_KEY": "secret"}, wait=False) as daemon:
         daemon.http.headers["x-api-key"] = "secret"

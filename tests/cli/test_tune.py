@@ -213,6 +213,7 @@ def furthest(one: dict[str, mx.array], other: dict[str, mx.array]) -> float:
     return max(mx.abs(one[name] - other[name]).max().item() for name in one)
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_is_as_one_without_a_stop(tmp_path: Path, base: Path, capfd):
     folder = data(tmp_path / "orders", *[ROW] * 2, valid=ROW)
     words = ("--max-length", "64", "--batch-size", "2", "--learning-rate", "1e-3")
@@ -227,6 +228,7 @@ def test_a_training_that_goes_on_is_as_one_without_a_stop(tmp_path: Path, base: 
     assert "no fitting" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", rest_slow(["gone", "cut", "of another adapter"], "of another adapter"))
 def test_a_training_that_goes_on_without_its_moments_begins_slowly(
     tmp_path: Path, base: Path, lost: str, capfd
@@ -289,6 +291,7 @@ def in_training(home: Path, base: Path) -> Iterator[subprocess.Popen[str]]:
         yield training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", rest_slow([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_a_training_that_is_stopped_saves_its_steps(
     tmp_path: Path, base: Path, number: signal.Signals, capfd

@@ -36,6 +36,7 @@ def cached(answer: dict[str, Any]) -> int:
     return usage["cached_hot"] + usage["cached_cold"]
 
 
+@pytest.mark.slow
 def test_a_session_that_reads_a_pdf_goes_on(tmp_path):
     turns = session(PAGES)
     with Daemon(tmp_path) as daemon:
@@ -55,6 +56,7 @@ def test_a_session_that_reads_a_pdf_goes_on(tmp_path):
         assert cached(again) >= cached(second) and again["content"] == second["content"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     with Daemon(tmp_path) as daemon:
         for data, why in (

@@ -35,6 +35,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["thinking", "qwen3_5"])
 def test_an_earlier_cache_folder_is_read(name: str, earlier: Path, tmp_path: Path):
     wanted: dict[str, Any] = json.loads((earlier / "answers.json").read_text())[name]

@@ -298,6 +298,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dying]:
         yield made
 
 
+@pytest.mark.slow
 def test_others_decode_while_a_long_prompt_prefills(standing: Dying):
     """However long: where clients come late on a busy machine, a longer one is still at it."""
     for words in (2400, 4000, 6000):
@@ -385,6 +386,7 @@ def test_requests_wait_with_pings_while_the_engine_loads(tmp_path: Path):
 # --------------------------------------------------------------------------- clients that go away
 
 
+@pytest.mark.slow
 def test_disconnect_in_mid_prefill_frees_the_slot_and_keeps_what_was_computed(tmp_path: Path):
     one_slot = Dying(tmp_path / "home", "--max-concurrent-requests", "1")
     with one_slot.daemon as daemon:

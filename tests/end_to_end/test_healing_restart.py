@@ -134,6 +134,7 @@ def test_an_engine_that_was_killed(lived: Lived):
     assert lost(lived, lived.restarted) <= BLOCK, lived
 
 
+@pytest.mark.slow
 def test_a_daemon_that_was_killed(lived: Lived, tmp_path: Path):
     with Daemon(lived.copy(tmp_path), model=lived.model) as daemon:
         stranger = own_usage(ask(daemon, lived.messages, "another"))
@@ -147,6 +148,7 @@ def test_a_daemon_that_was_killed(lived: Lived, tmp_path: Path):
         assert counter(daemon, "omlxd_prompt_turn_records_bad_total") == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_record_heals_nothing(lived: Lived, tmp_path: Path):
     home = lived.copy(tmp_path)
     (record,) = records(home)

@@ -84,6 +84,7 @@ def test_a_session_with_images_goes_on_cached(model, tmp_path, capsys):
         assert restored(again) >= restored(second) and again["content"] == second["content"]
 
 
+@pytest.mark.slow
 def test_after_sigkill_no_picture_is_decoded_or_seen_again(model, tmp_path):
     """The first one ends in a block that is not full, and is not cached: its features are on disk."""
     ask = {"role": "user", "content": [{"type": "text", "text": prose(60)}, image(png(112, 84))]}
@@ -114,6 +115,7 @@ def test_after_sigkill_no_picture_is_decoded_or_seen_again(model, tmp_path):
         assert figures(daemon) == [0, 2, 2]
 
 
+@pytest.mark.slow
 def test_the_sdks_send_images_and_pdfs(model, tmp_path):
     shot, pages, ask = png(112, 84), pdf(["A kettle."]), "What is it?"
     shown = {"type": "image_url", "image_url": {"url": data_url(shot)}}
@@ -150,6 +152,7 @@ def test_the_sdks_send_images_and_pdfs(model, tmp_path):
     assert two.usage.input_tokens_details.cached_tokens == three.usage.cache_read_input_tokens == kept
 
 
+@pytest.mark.slow
 def test_hostile_images_cost_their_own_request(model, tmp_path):
     shot = png(112, 84)
     with Daemon(tmp_path, model=model) as daemon:

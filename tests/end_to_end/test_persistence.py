@@ -136,6 +136,7 @@ def test_conversation_by_messages_reuses_every_turn(serving: Daemon):
         turns += [{"role": "user", "content": [{"type": "text", "text": prose(30, seed=5 + number)}]}]
 
 
+@pytest.mark.slow
 def test_conversation_by_chat_completions_reuses_every_turn(serving: Daemon):
     turns: list[Any] = [{"role": "system", "content": prose(60, seed=14)}]
     turns += [{"role": "user", "content": prose(120, seed=13)}]
@@ -220,6 +221,7 @@ def test_no_cache(home: Path):
         assert entry["omlxd"]["kv_reuse"]
 
 
+@pytest.mark.slow
 def test_two_daemons_on_one_cache_dir(serving: Daemon, home: Path):
     told = serving.messages(LONG)
     shared = str(serving.home / "omlxd" / "cache")

@@ -47,6 +47,7 @@ def converse(daemon: Daemon, session: str, drop: str) -> list[int]:
     return lost
 
 
+@pytest.mark.slow
 def test_a_client_that_keeps_no_thinking_loses_at_most_a_block(stripping, tmp_path):
     with Daemon(tmp_path, model=stripping) as daemon:
         lost = converse(daemon, "one", "reasoning_content")
@@ -57,6 +58,7 @@ def test_a_client_that_keeps_no_thinking_loses_at_most_a_block(stripping, tmp_pa
         assert "sea" not in "".join(healed)
 
 
+@pytest.mark.slow
 def test_without_healing_it_is_computed_again(stripping, tmp_path):
     with Daemon(tmp_path, "--no-healing", model=stripping) as daemon:
         lost = converse(daemon, "one", "reasoning_content")
@@ -64,6 +66,7 @@ def test_without_healing_it_is_computed_again(stripping, tmp_path):
         assert daemon.stop() == 0 and "healed=" not in daemon.logged()
 
 
+@pytest.mark.slow
 def test_the_clock_ends_a_request_and_the_next_one_is_served(tmp_path):
     with Daemon(tmp_path, "--request-timeout", "200ms") as daemon:
         long = {"role": "user", "content": "word " * 12_000}

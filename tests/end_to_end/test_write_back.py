@@ -19,6 +19,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.slow
 def test_a_clean_stop_writes_what_is_in_ram_and_a_kill_loses_no_more_than_that(home: Path):
     other = prose(300, seed=8)
     with Daemon(home, *BACK) as daemon:

@@ -68,6 +68,7 @@ def test_requests_that_share_a_prefix_at_the_same_time(model: Path, uncached: Re
     assert computed == sum(map(len, prompts)) - 4 * (200 // BLOCK) * BLOCK
 
 
+@pytest.mark.slow
 def test_a_request_right_behind_a_cold_one_reads_nothing_again(
     model: Path, uncached: Reference, tmp_path: Path
 ):

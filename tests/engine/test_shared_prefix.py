@@ -212,6 +212,7 @@ def test_four_requests_hold_their_prefix_once(
         assert_nothing_is_left(rig)
 
 
+@pytest.mark.slow
 def test_those_who_join_later_share_and_those_who_leave_take_nothing_away(model: Path, uncached: Reference):
     want = [uncached.once(tokens, 3 * N)[0] for tokens in PROMPTS]
     with sharing(model) as rig:
@@ -228,6 +229,7 @@ def test_those_who_join_later_share_and_those_who_leave_take_nothing_away(model:
         assert_nothing_is_left(rig)
 
 
+@pytest.mark.slow
 def test_answers_of_a_prompt_share_it(model: Path, uncached: Reference):
     """n > 1: the same prompt, whole; and without any reuse."""
     want = uncached.once(PROMPTS[0], N)[0]

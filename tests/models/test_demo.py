@@ -145,6 +145,7 @@ def test_an_agents_prompt_takes_three_characters_a_token(loaded):
 # --------------------------------------------------------------------------- behaviour
 
 
+@pytest.mark.slow
 def test_it_thinks_and_then_answers_and_stops(loaded):
     model, tokenizer = loaded
     ends = 0

@@ -296,6 +296,7 @@ def test_split_files_are_read_as_one(good: bytes, tmp_path: Path):
     assert both.tensors["token_embd.weight"].file.name == "m-00001-of-00002.gguf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

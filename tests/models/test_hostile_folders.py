@@ -149,6 +149,7 @@ def processes():
     made.children.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", HOSTILE)
 def test_a_template_that_takes_memory_is_refused(processes, template):
     with pytest.raises(TemplateRefusal, match=r"memory|without end|longer"):
@@ -240,6 +241,7 @@ def failure(daemon: Daemon) -> str:
     return answer.text
 
 
+@pytest.mark.slow
 def test_a_template_without_end_is_no_model(tmp_path, monkeypatch):
     folder = demo_model_with(ENDLESS, tmp_path / "model")
     with Daemon(tmp_path / "home", model=folder, wait=False, wrapper=LIMITED) as daemon:

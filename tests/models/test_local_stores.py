@@ -47,6 +47,7 @@ def run(home: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_each_store_is_listed_and_imported_by_name(tmp_path: Path, gguf_file: Path):
     in_ollama(tmp_path, "registry.ollama.ai/library/tiny/latest", gguf_file.read_bytes())
     in_ollama(tmp_path, "hf.co/org/other/Q8_0", gguf_file.read_bytes())

@@ -40,6 +40,7 @@ def daemon(tmp_path_factory):
         yield daemon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sdk", "cancelled"), rest_slow([("openai", 2), ("anthropic", 1)], ("anthropic", 1)))
 def test_an_sdk_plays_a_session(daemon, tmp_path, sdk, cancelled):
     write_files(tmp_path)
@@ -95,6 +96,7 @@ def ended_since(log: ReuseLog, count: int) -> list[Played]:
     return sorted((reuse.played for reuse in log.known[before:]), key=lambda played: played.began)
 
 
+@pytest.mark.slow
 def test_64_requests_at_once_are_served_in_order_of_arrival(daemon):
     log = ReuseLog(daemon.played)
     log.read()

@@ -191,6 +191,7 @@ def test_a_stream_is_in_order_and_says_what_the_whole_answer_says(body, script, 
     assert one == two and engine.counted == [one.prompt]
 
 
+@pytest.mark.slow
 @fuzz
 @given(body=VALID[MESSAGES], script=steps, failure=failures)
 def test_a_failure_is_an_error_in_its_shape_or_the_last_event(body, script, failure):

@@ -212,6 +212,7 @@ async def test_logprobs_limits_and_calls_that_are_cut():
     assert whole["message"]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
+@pytest.mark.slow
 async def test_an_error_is_a_status_before_the_answer_and_a_line_in_it():
     lines = await ask("/api/chat", [TextDelta("a"), 1.2, Failed("unavailable", "gone")])
     assert lines[0]["message"]["content"] == "a" and lines[-1] == {"error": "gone"}

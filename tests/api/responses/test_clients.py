@@ -41,6 +41,7 @@ def check_response(response):
     assert usage.model_extra["omlxd"]["computed"] == 36
 
 
+@pytest.mark.slow
 async def test_the_sdk_streaming_and_not():
     engine = FakeEngine([0.6, *EVERYTHING])
     request = {"model": "tiny", "input": "u", "tools": [READ], "instructions": "Be brief."}
@@ -120,6 +121,7 @@ async def test_a_client_that_goes_away_frees_the_request():
 # --------------------------------------------------------------------------- a real daemon
 
 
+@pytest.mark.slow
 def test_a_real_model_finds_the_conversation_in_its_cache(tmp_path):
     with Daemon(tmp_path) as daemon:
         body = {"model": daemon.model, "max_output_tokens": 8, "temperature": 0, "tools": [READ, AGENTS]}

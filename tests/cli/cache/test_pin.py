@@ -95,6 +95,7 @@ def test_names_are_bounded_and_foreign_paths_are_none_of_a_pin(tmp_path: Path):
     assert list(again.files()) == [path(3)] and list(again.by_name)[-1] == "0"
 
 
+@pytest.mark.slow
 def test_a_pinned_session_stays_while_others_go(tmp_path: Path, capsys):
     here, archive = tmp_path / "here", tmp_path / "session.tar"
     (tmp_path / "prompt.txt").write_text(prose(100, seed=3))

@@ -46,6 +46,7 @@ def asked(daemon: Daemon, text: str, session: str = "") -> tuple[int, str]:
     ], f"{message.get('reasoning_content')} {message['content']}"
 
 
+@pytest.mark.slow
 def test_mlx_lms_file_is_a_hit_and_a_wrong_prompt_is_refused(tmp_path: Path, capsys):
     text, file = prose(120) + "\n", tmp_path / "cache.safetensors"
     (tmp_path / "prompt.txt").write_text(text)

@@ -99,6 +99,7 @@ def test_an_export_is_its_owners_alone_and_says_what_has_no_file(tmp_path: Path,
     assert cache("export", tmp_path / "b.tar", *words[2:]) == 0
 
 
+@pytest.mark.slow
 def test_a_session_that_was_sent_several_times_is_exported_whole(tmp_path: Path, capsys):
     asked = tmp_path / "asked.json"
     asked.write_text(json.dumps({"messages": [{"role": "user", "content": prose(60)}]}))

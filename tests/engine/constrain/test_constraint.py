@@ -74,6 +74,7 @@ def test_noise_writes_valid_json_whatever_the_seed(host: Host):
     assert len(texts) > 4
 
 
+@pytest.mark.slow
 def test_a_row_is_the_same_beside_others_that_are_free(host: Host):
     request = chat(format=JSON, temperature=1.0, seed=7, max_tokens=300)
     free = chat("Tell me more", temperature=1.0, seed=9, max_tokens=60)
@@ -101,6 +102,7 @@ def test_filters_and_penalties_stay_within_the_grammar(host: Host, temperature: 
     jsonschema_rs.validate(BOUNDED, json.loads(text_of(events)))
 
 
+@pytest.mark.slow
 def test_any_object_and_what_is_cut_off(host: Host):
     any_object = AnswerFormat("json", schema={"type": "object"})
     reasons = set()
@@ -283,6 +285,7 @@ def test_strict_tools_leave_text_free(host: Host):
         jsonschema_rs.validate(READ.parameters, json.loads(call.arguments))
 
 
+@pytest.mark.slow
 def test_an_answer_of_a_schema_or_a_call(host: Host):
     kinds = set()
     for seed in range(8):
@@ -293,6 +296,7 @@ def test_an_answer_of_a_schema_or_a_call(host: Host):
     assert kinds == {True, False}
 
 
+@pytest.mark.slow
 def test_allowed_tools_leave_the_prompt_as_it_was(host: Host):
     """Only which tool may be called changes, so that the prefix is found in the cache."""
     long = "Tell me what to do. " * 60
@@ -327,6 +331,7 @@ def guessed_requests(host: Host) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_guesses_change_nothing_of_what_a_grammar_lets_through(host: Host, monkeypatch: pytest.MonkeyPatch):
     """Nor of calls, thinking, stop strings and log-probabilities, in one batch."""
     rights: list[list[int]] = []

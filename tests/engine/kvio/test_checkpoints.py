@@ -41,6 +41,7 @@ def checkpoint_files(root: Path) -> list[Path]:
     return sorted(p for p in found if b'"kind":"checkpoint"' in p.read_bytes()[:4096])
 
 
+@pytest.mark.slow
 def test_a_turn_writes_one_checkpoint_apart_from_its_blocks_and_named_by_its_chain(
     model: Path, tmp_path: Path
 ):

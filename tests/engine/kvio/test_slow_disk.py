@@ -190,6 +190,7 @@ def test_a_restore_that_turns_out_to_be_slow_ends_early(cache: Path, model: Path
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [(19,), (10,), (0, 7, 8, 18), tuple(range(20))])
 def test_computing_goes_through_damaged_blocks(
     bad: tuple[int, ...], cache: Path, model: Path, reference: Reference
@@ -243,6 +244,7 @@ def test_a_cancelled_one_keeps_no_reference_and_wakes_who_waits(
         assert not rig.scheduler.bridge.reads._under_way  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
 def test_a_model_with_checkpoints_is_computed_where_that_is_faster(family: str, tmp_path: Path):
     model, tokens = build_family(family, tmp_path / family), prompt(600)

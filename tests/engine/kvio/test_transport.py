@@ -108,6 +108,7 @@ def test_the_buffer_is_filled_in_place_and_is_the_threads_own():
     assert b"".join(views) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_restored_prefixes_are_bit_identical(family: str, tmp_path: Path):
     model = build_family(family, tmp_path / family)

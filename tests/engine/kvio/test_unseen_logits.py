@@ -99,6 +99,7 @@ class DecodingMachine(RuleBasedStateMachine):
             shutil.rmtree(self.root, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_what_nobody_has_looked_at_is_not_stored(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bridge, "OFFER_TOKENS", 1)
     run_state_machine_as_test(DecodingMachine, settings=settings(QUICK, max_examples=40))

@@ -59,6 +59,7 @@ def test_it_computes_what_mlx_does(family: str, lengths: tuple[int, ...], tmp_pa
     assert (Reference.calls > 0) == _taken(family), "taken where it may be, and nowhere else"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     rest_slow(["gemma3_text", "gemma3n", "gemma4_text", "gpt_oss", "olmo3"], *SOME_FAMILIES),

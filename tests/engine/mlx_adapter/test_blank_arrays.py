@@ -40,6 +40,7 @@ def test_an_append_to_one_is_in_place():
     assert array.sum().item() == 16
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_while_one_is_made():
     """In a process of its own: where it goes wrong, nothing of Python ever runs again."""
     told = """
@@ -68,6 +69,7 @@ making.join()
     assert done.stdout == "True\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3"])
 def test_what_was_in_their_memory_is_never_read(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Memory full of NaNs: a single one that is read would reach the logits."""

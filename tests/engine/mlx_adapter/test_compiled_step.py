@@ -80,6 +80,7 @@ COMPILED = tuple(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text"])
 def test_windows_that_come_round_while_rows_come_and_go(family: str, tmp_path, reference):
     """Steps by the model itself, compiled ones and guesses take turns, on rows below and above the window."""

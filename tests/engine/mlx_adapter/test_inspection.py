@@ -117,6 +117,7 @@ def test_attention_is_told_of_plain_kv_alone(tmp_path: Path):
         rows_of(file, None)
 
 
+@pytest.mark.slow
 def test_a_daemon_writes_what_the_model_computes_and_refuses_what_it_can_not(tmp_path: Path):
     text = prose(60)
     with Daemon(tmp_path) as daemon:

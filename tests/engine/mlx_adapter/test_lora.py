@@ -133,6 +133,7 @@ def test_an_adapters_blocks_do_not_make_its_bases_blocks_orphans(tmp_path: Path)
     assert installed.orphans(spaces) == {"b" * 32}
 
 
+@pytest.mark.slow
 def test_adapters_are_models_of_their_own(base: Path, adapter: Path, tmp_path: Path):
     """Those in a model's folder and those that were tuned here, with the base's KV left alone."""
     folder = shutil.copytree(base, tmp_path / "tiny")

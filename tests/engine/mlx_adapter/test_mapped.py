@@ -154,6 +154,7 @@ def test_a_file_that_is_written_to_is_told_and_one_that_is_replaced_is_not(tmp_p
     assert again.changed() == str(file) and not holder.changed()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_while_it_is_mapped_ends_the_process_by_sigbus(tmp_path: Path):
     file = weights(tmp_path, rows=40_000)
     code = (
@@ -190,6 +191,7 @@ def test_a_model_of_views_computes_the_same_and_refuses_requests_once_a_file_was
         host.close()
 
 
+@pytest.mark.slow
 def test_a_daemon_loads_a_file_that_was_written_to_again_and_says_that_one_is_cut(tmp_path: Path):
     large = {"intermediate_size": 50_000, "num_hidden_layers": 1}  # A window has 33 MiB at least.
     (file,) = (folder := build_family("qwen3", tmp_path / "model", changes=large)).glob("*.safetensors")

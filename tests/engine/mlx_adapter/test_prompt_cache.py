@@ -113,6 +113,7 @@ def test_packed_kv_goes_both_ways(bits: int, tmp_path: Path, tmp_path_factory):
             take(mlx_adapter.load(folder, other), file, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "length", "at"),
     [

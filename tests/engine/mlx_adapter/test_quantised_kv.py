@@ -77,6 +77,7 @@ def test_files_name_the_packed_tensors(folders, tmp_path: Path):
 # --------------------------------------------------------------------------- what it keeps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_of_a_batch_answer_and_are_stored_as_alone(bits: int, folders):
     model = folders("qwen3", changes=WIDE)

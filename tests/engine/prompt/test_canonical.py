@@ -103,6 +103,7 @@ ORDERED: dict = {
 }
 
 
+@pytest.mark.slow
 @given(st.randoms())
 def test_the_order_of_keys_in_a_tool_changes_no_token(prompts, random):
     def shuffled(value):

@@ -204,6 +204,7 @@ def test_a_sub_agent_never_evicts_its_parents_branch(model, pinning):
         assert again.got == first.got
 
 
+@pytest.mark.slow
 def test_a_sub_agent_that_is_over_goes_before_its_parent(model):
     """Something else needs room later: the sub-agent's tail is evicted first."""
     parent, child, other = (
@@ -233,6 +234,7 @@ def test_a_cancelled_sub_agent_lets_go(model):
         assert all(block.ref_cnt == 0 for block in rig.pool._blocks)
 
 
+@pytest.mark.slow
 def test_a_missing_checkpoint_is_noted(tmp_path_factory):
     """For a model with state: turns that extend one another note nothing, a lost checkpoint is noted."""
     model = build_family("qwen3_5", tmp_path_factory.mktemp("hybrid"))

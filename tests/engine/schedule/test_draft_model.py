@@ -151,6 +151,7 @@ def test_an_engine_counts_its_memory_and_its_guesses_and_grammars_hold(
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_from_its_end_and_in_chunks(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):

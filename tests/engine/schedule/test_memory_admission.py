@@ -81,6 +81,7 @@ async def test_what_mlx_keeps_counts_and_gives_way_to_a_load(tmp_path: Path):
         assert sum(held.freed for held in made._guard._allocations.values()) < 30 * MB
 
 
+@pytest.mark.slow
 def test_what_mlx_keeps_is_bounded_by_the_model_and_by_the_grant():
     def keep(megabytes: int) -> None:
         arrays = [mx.zeros(1 << 20) for _ in range(megabytes // 4)]
@@ -174,6 +175,7 @@ async def test_off_leaves_the_limit_of_ram_caches_one_for_all_models(tmp_path: P
         await until(lambda: notes(tmp_path).count("budget 300000000 None 0") == 2)
 
 
+@pytest.mark.slow
 async def test_what_is_not_free_now_is_a_503_with_both_figures_and_no_failed_load(tmp_path: Path):
     heavy(tmp_path / "models" / "big", 9_000)
     async with pool(tmp_path, stub="--device 16000,3000") as made:
@@ -323,6 +325,7 @@ def test_one_that_does_not_fit_waits_while_others_run(rig: Rig):
     rig.scheduler.cancel(first.sequence)
 
 
+@pytest.mark.slow
 def test_short_prompts_go_before_one_that_waits_for_memory_and_no_more_than_patience_has_it(rig: Rig):
     memory = Memory(rig, 10**9)
     first = rig.start(PROMPT, 100_000)

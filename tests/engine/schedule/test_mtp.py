@@ -36,6 +36,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+@pytest.mark.slow
 def test_answers_and_their_kv_are_those_of_plain_decoding(model: Path, monkeypatch: pytest.MonkeyPatch):
     """Guesses of heads that are fed as they should be often hold; a row that joins ends them for a while."""
     with Rig(model) as rig:

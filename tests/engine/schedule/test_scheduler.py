@@ -56,6 +56,7 @@ def test_rows_that_join_and_leave_at_any_time_get_the_tokens_they_get_alone(mode
         assert not rig.scheduler._batches and not rig.scheduler.active_sequences
 
 
+@pytest.mark.slow
 def test_each_that_waits_for_a_slot_has_a_line_with_its_id(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "omlxd.engine.schedule.scheduler")
     host = Host(family_model("qwen3"), slots=1)

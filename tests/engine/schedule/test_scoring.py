@@ -74,6 +74,7 @@ class Passes:
 FAST = ("qwen3", "gemma3_text", "qwen3_5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kv_bits"),
     [
@@ -129,6 +130,7 @@ def test_prompts_of_a_request_share_passes_and_their_prefix_is_computed_once(fol
         rig.on_engine(lambda: check_pool(rig.pool))
 
 
+@pytest.mark.slow
 def test_long_labels_and_many_are_cut_into_passes(folder: Path):
     labels = [prompt(length, seed=length) for length in (1, 2, 300, 700)] + [[n, 5, 6] for n in range(40)]
     with Rig(folder) as rig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from daemon import family_model
 from host import Host, chat, text_of
 
@@ -15,6 +16,7 @@ def said(seed: int | None) -> list[str]:
         host.close()
 
 
+@pytest.mark.slow
 def test_a_seed_makes_each_load_alike_and_none_makes_it_another():
     first = said(5)
     assert len(set(first)) == 3 and said(5) == first

@@ -90,6 +90,7 @@ def test_at_ten_tokens_a_second_a_request_ends_within_a_second_and_nobody_waits_
         rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_is_ended_beside_a_slow_pass(model: Path):
     with Rig(model, slots=1) as rig:
         slow_layers(rig, 0.0, 0.1)
@@ -100,6 +101,7 @@ def test_a_request_that_waits_is_ended_beside_a_slow_pass(model: Path):
         rig.scheduler.cancel(computing.sequence)
 
 
+@pytest.mark.slow
 def test_a_layer_is_progress(model: Path):
     with Rig(model) as rig:
         slow_layers(rig, 0.0, 0.1)
@@ -174,6 +176,7 @@ def test_between_two_steps_prefill_gets_the_layers_that_make_no_gap_longer_than_
     assert slice_seconds(1.0, layer) > 0.1 * layer, "what follows a pass's last layer is no layer"
 
 
+@pytest.mark.slow
 def test_others_that_decode_change_no_bit_of_a_prompt(model: Path):
     with Rig(model, record=True) as rig:
         rig.run(prompt(700), 2, salt="alone")

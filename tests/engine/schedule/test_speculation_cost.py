@@ -154,6 +154,7 @@ def tables(draw: st.DrawFn) -> Table:
     return lambda tokens: seconds[tokens - 1]
 
 
+@pytest.mark.slow
 @counts(40, 150)
 def test_whatever_passes_cost_and_prompts_promise_the_loss_is_bounded(count: int):
     """Beyond the share and the credit it is what the first passes of each width took, and another of one."""

@@ -66,6 +66,7 @@ OTHER = SHARED + prompt(3 * BLOCK, seed=2)
 LONG = SHARED + prompt(5 * BLOCK, seed=3) + [MARK]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_the_chunks_of_a_spoiled_prompt_have_stored_is_not_recalled(
     model: Path, uncached: Reference, tmp_path: Path, value: float

@@ -403,6 +403,7 @@ def test_features_have_the_type_of_texts_embeddings():
     assert features.embeds.dtype == mx.bfloat16
 
 
+@pytest.mark.slow
 def test_an_images_tokens_see_each_other_behind_a_cached_prefix_too(tmp_path: Path):
     """Gemma 4: mlx-vlm makes a pass behind a prefix causal."""
     model = build_vision_family("gemma4", tmp_path)

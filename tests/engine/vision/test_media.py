@@ -166,6 +166,7 @@ def test_other_depths_and_colours_are_read(media):
 # --------------------------------------------------------------------------- limits
 
 
+@pytest.mark.slow
 def test_sizes_at_and_past_the_limits(media):
     assert picture(media, encoded(Image.new("RGB", (1, 1), "red"))).rgb == b"\xff\0\0"
     assert picture(media, encoded(Image.new("1", (20_000, 100)))).width == 20_000
@@ -362,6 +363,7 @@ def test_a_pdf_that_cannot_be_read_is_an_error_with_its_name(media, ask):
         assert caught.value.param == FIELD
 
 
+@pytest.mark.slow
 def test_the_text_of_a_pdf_is_bounded(media):
     page = "\n".join(["x" * 1500] * 950)
     with pytest.raises(InvalidRequest, match="characters of text"):

@@ -75,6 +75,7 @@ def test_the_tower_is_looked_into_between_its_layers(rig: VisionRig):
     assert rig.on_engine(count) == 2
 
 
+@pytest.mark.slow
 def test_the_same_prompt_again_and_from_disk(family: str, model: Path, uncached: VisionRig, tmp_path: Path):
     longer = [*TALK, image(2, 168), (40, 3)]
     with VisionRig(family, model, tmp_path) as rig:
@@ -100,6 +101,7 @@ def test_another_image_at_the_same_place_misses_from_itself_on(rig: VisionRig, u
     assert np.abs(first - logits).max() > 1e-3  # The model sees which.
 
 
+@pytest.mark.slow
 def test_text_before_an_image_is_kept_for_another_image(rig: VisionRig, uncached: VisionRig):
     """Windows and recurrent layers have state there too, between two of the usual checkpoints."""
     talks = [[(210, 1), image(seed), (10, 2), image(seed + 1), (200, 3)] for seed in (1, 3, 5)]
@@ -130,6 +132,7 @@ def test_two_images_of_which_the_second_changes(rig: VisionRig, uncached: Vision
     assert 0 < restored <= before_image(rig, changed, 1)
 
 
+@pytest.mark.slow
 def test_an_answer_is_a_prefix_too(rig: VisionRig, uncached: VisionRig):
     output, _ = rig.ask(TALK, n=80)
     restored, _ = check(rig, uncached, [*TALK, output.got, (40, 4)])

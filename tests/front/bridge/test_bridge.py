@@ -331,6 +331,7 @@ def test_an_output_that_can_not_be_written(start, model):
 # --------------------------------------------------------------------------- its surroundings
 
 
+@pytest.mark.slow
 def test_another_that_holds_the_cache_folder(start, model):
     first = start("--model", model)
     first.ask("generate", prompt="up")

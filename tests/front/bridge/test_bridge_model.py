@@ -54,6 +54,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineLines]:
         yield lines
 
 
+@pytest.mark.slow
 def test_the_cache_outlives_a_kill(tmp_path: Path):
     with engine(tmp_path) as lines:
         text, usage = ask(lines, LONG)
@@ -73,6 +74,7 @@ def test_the_cache_outlives_a_kill(tmp_path: Path):
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", ["quit", pytest.param("end of input", marks=slow), pytest.param("SIGTERM", marks=slow)]
 )

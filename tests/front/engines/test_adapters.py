@@ -103,6 +103,7 @@ def test_metrics_count_tokens_and_guesses_under_the_name_that_was_asked_for(daem
     assert "tiny:style" in daemon.http.get("/metrics").text.partition("vllm:spec_decode_num_drafts_total{")[2]
 
 
+@pytest.mark.slow
 def test_kv_is_never_shared_and_is_there_again_after_an_unload(daemon: Daemon):
     prompt = "Tell me. " + demo.PROSE
     for name in NAMES:
@@ -118,6 +119,7 @@ def test_kv_is_never_shared_and_is_there_again_after_an_unload(daemon: Daemon):
     assert shown(daemon, "tiny")["pid"] == pid
 
 
+@pytest.mark.slow
 def test_the_base_goes_with_its_adapters_and_comes_for_them(daemon: Daemon, alone: dict[str, str]):
     for name in NAMES:
         text(daemon, name)
@@ -150,6 +152,7 @@ def test_an_engine_that_dies_takes_no_adapter_for_good(daemon: Daemon, alone: di
     assert len(daemon.engines()) == 1
 
 
+@pytest.mark.slow
 def test_a_broken_adapter_is_an_error_for_it_alone_until_it_is_mended(daemon: Daemon, model: Path):
     good, broken, foreign, unsound = (model / name for name in ("style", "broken", "foreign", "unsound"))
     shutil.copytree(good, broken)
@@ -234,6 +237,7 @@ def test_one_that_was_trained_on_is_served_anew_while_requests_for_it_never_ceas
     assert text(daemon, "tiny:style") == before
 
 
+@pytest.mark.slow
 def test_other_kinds_get_an_engine_of_their_own_or_a_pass(daemon: Daemon, model: Path):
     try:
         make_adapter(model, model / "dora", 3, fine_tune_type="dora")

@@ -38,6 +38,7 @@ def slow_stock(monkeypatch: pytest.MonkeyPatch):
     may_go_on.set()
 
 
+@pytest.mark.slow
 async def test_the_folder_is_there_to_read_before_it_is_counted(tmp_path: Path, slow_stock: threading.Event):
     (tmp_path / NS / "00").mkdir(parents=True)
     (tmp_path / NS / "00" / OLD).write_bytes(bytes(4096))

@@ -240,6 +240,7 @@ async def test_close_lets_the_engine_quit_and_reaps_it(tmp_path: Path):
             made.generate(ask("x"))
 
 
+@pytest.mark.slow
 async def test_an_unload_does_not_wait_for_an_engine_that_is_stopped():
     async with engine() as made:
         await collect(made, "x")
@@ -293,6 +294,7 @@ async def test_without_a_ledger_space_is_refused():
         assert words(await collect(made, "reserve:4000000")) == ["0"]
 
 
+@pytest.mark.slow
 async def test_a_cache_dir_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "file").write_text("not a folder")
     bad = ColdLedger(tmp_path / "file", 10_000_000)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
 from engine_processes import (
     STALL_S,
     ask,
@@ -31,6 +32,7 @@ async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress():
         await up(made)
 
 
+@pytest.mark.slow
 async def test_a_frozen_thread_is_noticed_though_the_engine_answers_pings():
     async with engine(stall_s=STALL_S) as made:
         await up(made)
@@ -55,6 +57,7 @@ async def held_up(made: EngineProcess, works: Callable[[float], Awaitable[bool]]
     raise AssertionError("it was ended each time")
 
 
+@pytest.mark.slow
 async def test_silent_work_and_idleness_are_no_stall():
     async with engine(stall_s=STALL_S) as made:
 
@@ -67,6 +70,7 @@ async def test_silent_work_and_idleness_are_no_stall():
         await held_up(made, idle_and_then_silent)
 
 
+@pytest.mark.slow
 async def test_a_front_that_did_not_run_itself_blames_no_engine():
     """As after a machine slept: what the engine said meanwhile is not read yet."""
     async with engine(stall_s=STALL_S) as made:
@@ -81,6 +85,7 @@ async def test_a_front_that_did_not_run_itself_blames_no_engine():
         await held_up(made, asleep_meanwhile)
 
 
+@pytest.mark.slow
 async def test_a_load_that_stops_is_ended_and_tried_again(tmp_path: Path):
     async with engine("--stop-on-load", "--notes", str(tmp_path), stall_s=STALL_S) as made:
         failed = (await collect(made, "x"))[-1]
@@ -88,6 +93,7 @@ async def test_a_load_that_stops_is_ended_and_tried_again(tmp_path: Path):
         await up(made, "x")
 
 
+@pytest.mark.slow
 async def test_patience_grows_for_a_machine_that_is_only_slow(tmp_path: Path):
     async with engine("--notes", str(tmp_path), stall_s=1.0) as made:
         for stalls in (1, 2):

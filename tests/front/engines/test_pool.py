@@ -202,6 +202,7 @@ async def collect(stream) -> list[Event]:
     return [event async for event in stream]
 
 
+@pytest.mark.slow
 async def test_idle_models_go_after_their_time_and_come_back(tmp_path: Path):
     text = '[models.b]\nttl = "0"\n[models.c]\npin = true\n'
     async with pool(tmp_path, "a", "b", "c", text=text, model_ttl="1h") as made:
@@ -311,6 +312,7 @@ async def test_requests_that_come_while_it_unloads_wait_and_reload(tmp_path: Pat
         assert await going and first and not alive(first) and engine.process.supervisor.loads == 2
 
 
+@pytest.mark.slow
 async def test_an_engine_that_dies_while_it_unloads_is_unloaded(tmp_path: Path):
     async with pool(tmp_path, "a", stub="--quit-s 300") as made:
         await ask(made, "a")

@@ -280,6 +280,7 @@ async def test_a_stream_starts_before_the_engine_speaks_and_pings(path):
         await asyncio.wait_for(engine.closed.wait(), 60)
 
 
+@pytest.mark.slow
 async def test_a_messages_stream_is_pinged_before_it_starts_and_starts_with_the_prompts_tokens():
     engine = FakeEngine([2.0, Progress(64, 100), *HELLO])
     async with client(app_of(engine)) as http:
@@ -290,6 +291,7 @@ async def test_a_messages_stream_is_pinged_before_it_starts_and_starts_with_the_
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (36, 64)
 
 
+@pytest.mark.slow
 async def test_progress_does_not_put_pings_off_and_silence_mid_stream_is_pinged():
     script = [*[step for n in range(80) for step in (Progress(n, 80), 0.01)], TextDelta("a"), 1.0, *HELLO]
     async with client(app_of(FakeEngine(script), ping_interval_s=0.04, header_grace_s=0.001)) as http:

@@ -173,6 +173,7 @@ async def test_openai_logprobs():
         assert legacy.choices[0].logprobs.top_logprobs == [{"Hi": -0.5, "Ho": -1.5}]
 
 
+@pytest.mark.slow
 async def test_openai_completions_streaming_and_not():
     async with gpt(FakeEngine([PINGED_S, *HELLO]), ping_interval_s=0.02, header_grace_s=0.01) as client:
         whole = await client.completions.create(model="tiny", prompt="Once")

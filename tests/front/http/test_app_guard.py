@@ -80,6 +80,7 @@ async def test_browsers_may_not_post_without_a_preflight_and_get_no_cors(path: s
             assert not any(name.startswith("access-control") for name in response.headers)
 
 
+@pytest.mark.slow
 async def test_body_limit():
     engine = FakeEngine()
     big = b'{"x":"' + b"a" * 50_000_000 + b'"}'

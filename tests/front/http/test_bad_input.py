@@ -303,6 +303,7 @@ def serve_once(home: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -354,12 +355,14 @@ def serves_without_cold_tier(home: Path, cache: Path) -> None:
         assert "Traceback" not in daemon.logged() and daemon.stop() == 0
 
 
+@pytest.mark.slow
 def test_cache_dir_is_a_file(tmp_path: Path):
     (tmp_path / "cache").write_text("no folder")
     serves_without_cold_tier(tmp_path / "home", tmp_path / "cache")
     assert (tmp_path / "cache").read_text() == "no folder"
 
 
+@pytest.mark.slow
 def test_cache_dir_is_read_only(tmp_path: Path):
     with small_disk(tmp_path / "disk", "4m", "ro") as disk:
         serves_without_cold_tier(tmp_path / "home", disk)

@@ -174,6 +174,7 @@ def judge(text: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_daemon_embeds_scores_idles_and_keeps_chatting(tmp_path: Path):
     models = tmp_path / "models"
     build_embedder("qwen3", models / "tiny-embedding", "lasttoken")

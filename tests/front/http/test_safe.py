@@ -186,6 +186,7 @@ async def test_a_body_that_does_not_come_ends_at_a_deadline(limits: dict[str, fl
         writer.close()
 
 
+@pytest.mark.slow
 async def test_a_long_answer_is_no_slow_body():
     from omlxd.chat import Finished, TextDelta, Usage
 

@@ -438,6 +438,7 @@ def test_nonsense_ends_with_2(argv: list[str], capsys):
     assert capsys.readouterr().err.startswith("omlxd: ")
 
 
+@pytest.mark.slow
 def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
     """The same question to a running engine, after its blocks went, and to the disk alone."""
     text = prose(90)

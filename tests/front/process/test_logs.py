@@ -282,6 +282,7 @@ async def test_bodies_are_logged_at_debug_alone(caplog):
             assert (PROMPT in caplog.text) == (level == "DEBUG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["json", pytest.param("text", marks=pytest.mark.slow)])
 def test_a_session_with_all_that_goes_wrong_leaves_no_key_and_no_prompt_in_the_log(
     form: str,

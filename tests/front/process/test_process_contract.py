@@ -102,6 +102,7 @@ def test_the_first_connection_starts_it_and_it_stays_the_process_that_was_starte
     assert "quit" in (job.home / "notes.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_clean_end_stays_ended_and_the_next_connection_starts_it_again(install):
     job = install()
     assert complete(job, "one").status_code == 200

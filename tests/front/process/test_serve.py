@@ -296,6 +296,7 @@ def test_a_broken_folder_is_told_to_clients(start, tmp_path: Path):
     assert daemon.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a file", "locked"])
 def test_a_cache_dir_that_cannot_be_used_costs_only_the_cache(kind: str, start, tmp_path: Path):
     cache = tmp_path / "c"
@@ -315,6 +316,7 @@ def test_a_cache_dir_that_cannot_be_used_costs_only_the_cache(kind: str, start, 
         holder.close()
 
 
+@pytest.mark.slow
 @linux
 def test_a_second_daemon_on_one_cache_dir_says_so_and_stops(start, tmp_path: Path):
     first = start("--paged-ssd-cache-dir", str(tmp_path / "c"))
