@@ -218,9 +218,11 @@ class PackedReference(Reference):
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test, in modules that the test imports too."""
+    row_attention.install()  # As the first load of a process does, which else would be undone.
     before = base.scaled_dot_product_attention
     known = set(sys.modules)
     monkeypatch.setattr(attention, "_installed", False)
+    monkeypatch.setattr(segments, "_next", segments._next)
     for cache in attention.NOTED:
         for name in ("update_and_fetch", "keys_and_values"):
             monkeypatch.setattr(cache, name, getattr(cache, name))
