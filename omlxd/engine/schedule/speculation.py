@@ -205,17 +205,15 @@ class PassTimes:
         """A pass with guesses took `seconds`.
 
         Returns those of them that do not count: the first of a kind may load kernels, so no more than twice
-        what was expected is held against it, and then the next one tells what they take.
+        what was expected is held against it. To forget it instead, and learn from the second, had four edits
+        at once stop guessing on a CPU, where the first tells the truth: they lost their credit.
         """
         plain, usual, new = self.plain(rows), self.cost(rows, guesses), (rows, guesses) not in self._costs
         if not plain:
             return 0.0
         cost = min(seconds / plain, 2 * usual)
         if guesses in WIDTHS:  # Else a grammar, or the end of the answer, has cut it.
-            if new:
-                self._costs[rows, guesses] = cost if cost < 2 * usual else usual
-            else:
-                self._costs[rows, guesses] = usual + NEWEST * (cost - usual)
+            self._costs[rows, guesses] = cost if new else usual + NEWEST * (cost - usual)
             self._thought.clear()
         return seconds - cost * plain if new else 0.0
 
