@@ -62,6 +62,7 @@ OTHERS_FLAGS = {
             "--server",
             "--shape",
             "--size",
+            "--steps",
             "--streams",
             "--talks",
             "--tokens",
