@@ -1,7 +1,7 @@
 """Several agents' next turns, which come at the same moment, through HTTP, beside other servers.
 
     python -m tools.bench.turns --model FOLDER [--agents 4] [--words 300] [--more 12] [--output 32]
-        [--rounds 5] [--grow 8000+600+600 …] [--bound SECONDS] [--server NAME COMMAND]…
+        [--rounds 5] [--grow 8000+600+600 …] [--each] [--bound SECONDS] [--server NAME COMMAND]…
 
 Each agent's talk of so many words has been computed; its next turn is a few words longer and is answered with
 `--output` tokens. With `--grow`, a value an agent, nothing has been computed: each agent begins with so many
@@ -12,7 +12,7 @@ answered  turns, of all; fewer where the bound cut the server, whose other figur
 wall      seconds until all agents have their answers; without --grow the median of the rounds
 later     TTFT p50 of turns behind an agent's first alone
 
-TTFT and gaps between pieces of text are of all rounds together.
+TTFT and gaps between pieces of text are of all rounds together. With `--each`, stderr has a line a turn.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--grow", nargs="+", action="append")
+    parser.add_argument("--each", action="store_true")
     parser.add_argument("--bound", type=float, default=3600.0)
     parser.add_argument("--server", nargs=2, action="append", metavar=("NAME", "COMMAND"))
     options = parser.parse_args()
@@ -111,6 +112,10 @@ async def grow(server: Any, options: argparse.Namespace, answers: Answers, run: 
             answers.streams.append(stream)
             if turn:
                 answers.later.append(stream)
+            if options.each:
+                asked, done = stream.start - began, stream.times[-1] - began
+                told = f"asked at {asked:.2f} s, first token after {stream.ttft:.2f} s, done at {done:.2f} s"
+                print(f"run {run + 1}, agent {number}, turn {turn}: {told}", file=sys.stderr, flush=True)
 
     began = time.perf_counter()
     agents = enumerate(_parts(options.grow[run]))
