@@ -373,7 +373,8 @@ _ARGUMENTS = (
 )
 
 
-def _bits(x: float) -> str:
+def bits_of(x: float) -> str:
+    """A name of the number, for that of a function."""
     return x.hex().replace(".", "").replace("-", "m").replace("+", "")
 
 
@@ -386,7 +387,7 @@ def source_of(heads: Heads, shape: Shape, *, parts_alone: bool = False) -> tuple
     numbers |= {"PARTS": group // numbers["H"], "PARTS_ALONE": int(parts_alone), "MOST_NEW": MOST_NEW}
     kind = TYPES[heads.dtype]
     floats = [float(heads.scale), float(heads.eps)]  # MLX takes no float for an argument.
-    function = "_".join(["omlxd_fused_attention", kind, *map(str, numbers.values()), *map(_bits, floats)])
+    function = "_".join(["omlxd_fused_attention", kind, *map(str, numbers.values()), *map(bits_of, floats)])
     constants = ", ".join(f"{word} = {number}" for word, number in numbers.items())
     head = f"{HEADER}{COPIES}using T = {kind};\nconstexpr int {constants};\n"
     head += f"constexpr float scale = {floats[0]!r}f, eps = {floats[1]!r}f;\n"

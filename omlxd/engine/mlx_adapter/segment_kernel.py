@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from .attention_source import HEADER, TYPES
-from .fused_attention import COPIES, Heads
+from .fused_attention import COPIES, Heads, bits_of
 
 SPAN = 512
 """Tokens of a segment that one block of threads reads. Others were not told apart: the host was slower."""
@@ -374,7 +374,7 @@ def segments_source(width: int, group: int, dtype: Any, heads: Heads | None = No
         numbers |= turned
         eps = float(heads.eps)
         floats = f"constexpr float eps = {eps!r}f;\n"
-        name += "_".join(["_fused", *map(str, turned.values()), eps.hex().replace(".", "").replace("-", "m")])
+        name += "_".join(["_fused", *map(str, turned.values()), bits_of(eps)])
     given = "const T* q, const T* q_norm, const float* turns" if heads else "const T* q"
     arguments = (
         f"{given}, const unsigned long long* addresses, const int* table, const float* scale, float* sums, "

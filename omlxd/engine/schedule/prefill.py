@@ -68,8 +68,8 @@ class PrefillBudget:
     def pick_sequence(self, sequences: Seq[Sequence]) -> Sequence:
         """The one that has begun, else the first come; a much shorter one goes before either."""
         sequence = min(sequences, key=lambda sequence: (sequence.kv_length == 0, sequence.arrival))
-        shortest = min(sequences, key=lambda sequence: sequence.remaining_prefill)
-        short = shortest.remaining_prefill * OVERTAKE <= sequence.remaining_prefill
+        shortest = min(sequences, key=self._to_compute)
+        short = self._to_compute(shortest) * OVERTAKE <= self._to_compute(sequence)
         if short and sequence.overtaken < PATIENCE:
             sequence.overtaken += 1
             return shortest
@@ -94,12 +94,20 @@ class PrefillBudget:
 
         An end that fills a block is none: what is stored of a prompt does not depend on who else runs.
         """
-        behind = sequence.kv_length
-        if not behind and sequence.table is not None:
-            behind = len(sequence.table.blocks) * self._block
+        behind = self._behind(sequence)
         alone = sequence.images is not None or sequence.keys_file or sequence.labels or sequence.write_kv
         last = behind and not alone and behind >= sequence.last_boundary(self._block)
         return sequence.prompt_length - behind if last and sequence.prompt_length % self._block else 0
+
+    def _to_compute(self, sequence: Sequence) -> int:
+        """Tokens of its prompt."""
+        return sequence.prompt_length - self._behind(sequence)
+
+    def _behind(self, sequence: Sequence) -> int:
+        """Tokens of its prompt that it has KV of, or will find in RAM before its first pass."""
+        if sequence.kv_length or sequence.table is None or sequence.compute_to:
+            return sequence.kv_length
+        return len(sequence.table.blocks) * self._block
 
     def next_stop(self, sequence: Sequence) -> int:
         """Where the next pass of `sequence` ends. The last one begins at its last boundary, or past it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from cold_run import prompt
@@ -32,6 +33,16 @@ def test_short_prompts_go_first_and_starve_no_long_one():
     assert picked[0] is not long
     assert sum(sequence is long for sequence in picked) == 5
     assert budget.pick_sequence([long, waiting(5000)]) is long, "one that is not much shorter waits"
+
+
+def test_what_a_prompt_finds_in_ram_counts_as_computed():
+    budget, first, turn = PrefillBudget(64), waiting(9000), waiting(8000)
+    first.kv_length = 2048
+    assert budget.pick_sequence([first, turn]) is first
+    turn.table = cast(Any, SimpleNamespace(blocks=[None] * 115))  # 640 tokens are left.
+    assert budget.pick_sequence([first, turn]) is turn
+    turn.compute_to = 7000  # A reader has what follows; the front is computed.
+    assert budget.pick_sequence([first, turn]) is first
 
 
 # --------------------------------------------------------------------------- ends of several prompts
