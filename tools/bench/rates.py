@@ -13,8 +13,10 @@ class Stream:
     times: list[float] = field(default_factory=list)
     tokens: int = 0
     """Tokens in all, where events are fewer than tokens; 0: one event a token."""
+    prompt: int = 0
+    """Prompt tokens, where the server tells them."""
     computed: int = 0
-    """Prompt tokens that the server computed, where it says so."""
+    """Of them those that the server computed, where it says so."""
 
     @property
     def ttft(self) -> float:

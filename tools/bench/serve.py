@@ -47,10 +47,14 @@ import httpx
 
 from tools.bench.rates import Stream, total_rate
 from tools.bench.shapes import SHAPES, save
+from tools.replay import Request, prepared
 
 DECODE_PROMPT = 64
 START_S = 600.0
 """A large model is read from a slow disk."""
+
+PROMPT_PARTS = "prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"
+TEXTS = "content", "reasoning_content", "text", "thinking", "partial_json"
 
 PEERS = OURS, SERVER, BARE = "omlxd", "mlx_lm.server", "BatchGenerator"
 BEFORE = "before"
@@ -117,11 +121,36 @@ class Server:
         return asyncio.run(self.ask([prompt], n))[0].ttft
 
     async def ask(self, prompts: list[Any], n: int) -> list[Stream]:
-        """A prompt is text, token ids, or messages."""
+        """A prompt is text, token ids, messages, or a request of a trace."""
         async with httpx.AsyncClient(timeout=900) as client:
             return list(await asyncio.gather(*(self._stream(client, p, n) for p in prompts)))
 
     async def _stream(self, client: httpx.AsyncClient, prompt: Any, n: int) -> Stream:
+        url, headers, body = self._asked(prompt, n)
+        stream = Stream(time.perf_counter())
+        async with client.stream("POST", url, json=body, headers=headers) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(f"{self.name}: {event['error']}")
+                if any(map(_text_of, event.get("choices") or [event])):
+                    stream.times.append(time.perf_counter())
+                if usage := event.get("usage"):
+                    stream.tokens = usage.get("completion_tokens") or usage["output_tokens"]
+                    stream.prompt = sum(usage.get(part) or 0 for part in PROMPT_PARTS)
+                    stream.computed = usage.get("omlxd", {}).get("computed", 0)
+        if n > 1 and stream.tokens and stream.tokens < n:
+            print(f"  ({self.name}: a stream ended after {stream.tokens} tokens)")
+        return stream
+
+    def _asked(self, prompt: Any, n: int) -> tuple[str, dict[str, str], dict[str, Any]]:
+        """URL, headers and body."""
+        if isinstance(prompt, Request):
+            sent = prepared(prompt, self._model, n)
+            return self.url + sent.path, sent.headers, {**sent.body, "temperature": 0}
         chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
         body = {
             "model": self._model,
@@ -131,24 +160,7 @@ class Server:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        stream = Stream(time.perf_counter())
-        url = f"{self.url}/v1/{'chat/' if chat else ''}completions"
-        async with client.stream("POST", url, json=body) as response:
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(f"{self.name}: {event['error']}")
-                if any(map(_text_of, event.get("choices", ()))):
-                    stream.times.append(time.perf_counter())
-                if usage := event.get("usage"):
-                    stream.tokens = usage["completion_tokens"]
-                    stream.computed = usage.get("omlxd", {}).get("computed", 0)
-        if n > 1 and stream.tokens and stream.tokens < n:
-            print(f"  ({self.name}: a stream ended after {stream.tokens} tokens)")
-        return stream
+        return f"{self.url}/v1/{'chat/' if chat else ''}completions", {}, body
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -163,8 +175,9 @@ class Server:
 
 
 def _text_of(choice: dict[str, Any]) -> str:
+    """Of a choice, or of an event of /v1/messages."""
     delta = choice.get("delta") or {}
-    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+    return choice.get("text") or next((delta[kind] for kind in TEXTS if delta.get(kind)), "")
 
 
 class Worker:
