@@ -19,6 +19,10 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
+# Each worker, and each of hundreds of programs that tests start, would compile the same files anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 PATIENCE_S = 120.0
 """Seconds that a test's client waits for an answer: on a busy machine the default of 5 is too few."""
 
