@@ -102,6 +102,7 @@ class FakeEngine:
         self.in_flight = 0
         self.trouble = ""
         self.is_refused = False
+        self.why_never = lambda: ""
         self.shares = ""
         self.explanation = Explanation(cause="none")
         self.values: dict[str, float] | None = {}

@@ -4,7 +4,8 @@ A load needs what the model's files say (models/footprint.py), times a factor le
 free memory is the least of three: the machine's, the GPU's, the owner's limit. Missing bytes are taken from
 hot tiers and from freed arrays that MLX keeps, then from idle models, least recently used first, but only if
 all of these hold enough. A model that could fit later waits, then is refused for now (503). A model that can
-never fit is refused for good (400). Both errors name both sizes.
+never fit is refused until settings change: 503, or 400 where another model may fit. Each error names both
+sizes.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class MemoryGuard:
     async def admit(self, engine: ModelEngine, device: Device) -> Budget:
         """Wait until `engine` may load; returns its first budget.
 
-        Raises InvalidRequest if the model can never fit, NotNow if it does not fit in time.
+        Raises InvalidRequest or NotNow if the model can never fit, NotNow if it does not fit in time.
         """
         self._device = device
         for of_the_last_process in (self._claims, self._allocations, self._sent):
@@ -222,17 +223,24 @@ class MemoryGuard:
         return f"it fits where {human(enough)} are free"
 
     def check_ever(self, engine: ModelEngine) -> None:
-        """Raises InvalidRequest if the model can never fit on the device, once an engine has named that."""
+        """Raises `why_never` as InvalidRequest where another model may fit, else as NotNow."""
+        if why := self.why_never(engine):
+            others = (other for other in self._pool.models() if other is not engine)
+            refused = NotNow if all(map(self.why_never, others)) else InvalidRequest
+            raise refused(why, param="model")
+
+    def why_never(self, engine: ModelEngine) -> str:
+        """Why the model can never fit on the device; "": it may, or no engine has named the device yet."""
         prints = engine.footprint
         if self.memory_limit_bytes == 0 or prints is None or self._device is None:
-            return
+            return ""
         need, most = self.need(engine.model_id, prints), self._most(self._device)
-        if need > most:
-            raise InvalidRequest(
-                f"{engine.model_id} needs about {human(need)} and all models together may take {human(most)} "
-                f"of {human(self._device.total)}: it can't be loaded here (--memory-limit off tries).",
-                param="model",
-            )
+        if need <= most:
+            return ""
+        return (
+            f"{engine.model_id} needs about {human(need)} and all models together may take {human(most)} "
+            f"of {human(self._device.total)}: it can't be loaded here (--memory-limit off tries)."
+        )
 
     def need(self, model_id: str, prints: Footprint) -> int:
         """Bytes to load a model and answer something short, by its files and by what was seen before."""

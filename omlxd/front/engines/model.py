@@ -113,6 +113,7 @@ class ModelEngine:
     float32     its weights are made float32, where MLX computes on a CPU
     host        the base in whose engine this adapter is, or was; None: it has an engine of its own
     guests      the adapters that are in its engine
+    why_never   why it can't be loaded until settings change; "": it may be
     loaded_state  of its adapter's files when it was loaded
     """
 
@@ -137,6 +138,7 @@ class ModelEngine:
         self.draft_folder: Path | None = None
         self.host: ModelEngine | None = None
         self.guests: Callable[[], Sequence[ModelEngine]] = lambda: ()
+        self.why_never: Callable[[], str] = lambda: ""
         self.loaded_state: tuple[int, ...] = ()
         self._adapter_bytes: int | None = None
         self._footprints: tuple[Footprint, Footprint] | None = None

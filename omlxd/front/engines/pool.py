@@ -139,6 +139,7 @@ class EnginePool:
         )
         made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
         made.guests = lambda: self._guests(made)
+        made.why_never = lambda: self._guard.why_never(made)
         made.pinned = installed.id in self.book.pinned
         self._set_settings(made)
         return made

@@ -27,7 +27,8 @@ from ..http.streams import as_json
 from .engine_metrics import EngineMetrics, MetricsOf
 
 _CANNOT = frozenset({"loading", "restarting", "failed"})
-"""States in which a request would wait, or be refused. In any other it is served, loading if need be."""
+"""States in which a request would wait, or be refused. In any other it is served, loading if need be, or if
+the model can't fit, refused."""
 _SOON = frozenset({"loading", "restarting"})
 
 
@@ -91,6 +92,7 @@ class Admin:
         return Operation("GET", "/ready", self._ready, summary, answer=Readiness, unready=Readiness)
 
     async def _ready(self, request: Request) -> Response:
+        in_background(self._engines.look_for_models())  # It may measure a model.
         answer = as_json(readiness := self.readiness())
         answer.status_code = 200 if readiness.ready else 503
         return answer
@@ -121,7 +123,7 @@ def _nothing(models: object) -> list[str]:
 
 def _why_not(engine: ModelEngine) -> str:
     if engine.state not in _CANNOT:
-        return ""
+        return engine.why_never() if engine.state == "unloaded" else ""
     return engine.trouble or f"{engine.model_id} is {engine.state}."
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from app_client import client
 from daemon import PATIENCE_S, family_model
 from engine_processes import until
 from hypothesis import given
@@ -25,11 +26,12 @@ from omlxd.engine.schedule.queue import PATIENCE
 from omlxd.engine.schedule.sampling import RowSampling, SamplingDefaults
 from omlxd.engine.sequence import SamplerRow, Sequence
 from omlxd.errors import InvalidRequest, Unavailable
+from omlxd.front.app import create_app
 from omlxd.front.engines import memory_guard
 from omlxd.front.engines.memory_guard import Allocation, shares
 from omlxd.models.footprint import PROCESS_BYTES, footprint
 from omlxd.wire import KV_RESERVE, Budget, Wants
-from tests.front.engines.test_pool import ask, notes, pool, states, surroundings  # noqa: F401
+from tests.front.engines.test_pool import ask, notes, pool, settings, states, surroundings  # noqa: F401
 from tests.models.test_resolve import make
 
 MB = 10**6
@@ -145,9 +147,7 @@ def heavy(folder: Path, megabytes: int) -> None:
         file.truncate(8 + len(header) + nbytes)
 
 
-async def test_what_can_never_fit_is_a_400_with_both_figures(
-    tmp_path: Path,
-):
+async def test_what_can_never_fit_is_a_400_with_both_figures_where_another_model_fits(tmp_path: Path):
     heavy(tmp_path / "models" / "giant", 20_000)
     async with pool(tmp_path, "small", stub="--device 16000,16000") as made:
         for _ in range(2):
@@ -156,6 +156,25 @@ async def test_what_can_never_fit_is_a_400_with_both_figures(
             assert "giant needs about 20.2 GB" in refused.message and "15.2 GB of 16 GB" in refused.message
         assert made.resolve("giant").starts == 1  # The second time it is known.
         assert isinstance((await ask(made, "small"))[-1], Finished)
+
+
+async def test_a_daemon_whose_every_model_is_too_large_is_not_ready(tmp_path: Path):
+    for name in ("big", "giant"):
+        heavy(tmp_path / "models" / name, 700)
+    async with pool(tmp_path, memory_limit="300MB") as made, client(create_app(made)) as http:
+        asked = {"model": "big", "prompt": "hello"}
+        assert (await http.get("/ready")).status_code == 200  # No engine has named its device yet.
+        await made.look_for_models()
+        refused = await http.post("/v1/completions", json=asked)
+        error = refused.json()["error"]
+        assert refused.status_code == 503 and error["code"] == "unavailable" and error["param"] == "model"
+        assert "all models together may take 300 MB" in error["message"]
+        ready = await http.get("/ready")
+        assert ready.status_code == 503 and ready.json()["reasons"][0] == error["message"]
+        assert "giant needs about" in ready.json()["reasons"][1]
+        made.apply_settings(settings(tmp_path, memory_limit="off"))
+        assert (await http.get("/ready")).json() == {"ready": True, "reasons": []}
+        assert (await http.post("/v1/completions", json=asked)).status_code == 200
 
 
 async def test_off_refuses_nothing(tmp_path: Path):
