@@ -141,7 +141,8 @@ class Sampling(Struct, frozen=True):
     presence_penalty, frequency_penalty  in [-2, 2]; over the output, as OpenAI does
     logit_bias   token id → bias in [-100, 100]
     seed         the same seed, prompt and build give the same tokens, whatever else runs
-    max_tokens   None: until the context is full; 0: the prompt is computed, and nothing is answered
+    max_tokens   None: `usual_max_tokens`; 0: the prompt is computed, and nothing is answered
+    usual_max_tokens  the protocol's own; None: until the context is full
     stop         strings; matched on the text, whatever its tokenisation
     stop_token_ids  end the answer as the model's own end of a turn does
     logprobs     number of top alternatives to report a token; None is off
@@ -158,6 +159,7 @@ class Sampling(Struct, frozen=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     max_tokens: int | None = None
+    usual_max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None

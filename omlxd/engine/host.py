@@ -204,6 +204,8 @@ class EngineHost:
             if bad := next((id for id in ids if not 0 <= id < self.loaded.vocab_size), None):
                 raise bad_field(param, f"token id {bad} is not in this model's vocabulary")
         wanted = request.sampling.max_tokens
+        if wanted is None:
+            wanted = request.sampling.usual_max_tokens
         labels = self.prompts.labels(rendered, request.labels, context)
         constraint = None
         if labels:

@@ -31,7 +31,7 @@ from .fields import (
 )
 
 DEFAULT_MAX_TOKENS = 16
-"""What OpenAI documents for this endpoint."""
+"""What OpenAI documents for this endpoint; a setting of the model goes before it."""
 MAX_ANSWERS = 128
 """Of one request: prompts times `n`. A few run at a time."""
 
@@ -53,8 +53,8 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         raise bad_field("suffix", "inserting text is not supported")
     if request.echo and request.logprobs is not None:
         raise bad_field("logprobs", "log-probabilities of the prompt are not supported")
-    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    max_tokens = limit_of(limit, "max_tokens")
+    max_tokens = limit_of(request.max_tokens, "max_tokens")
+    usual = DEFAULT_MAX_TOKENS if request.max_tokens is None else None
     prompt, *more = _prompts(request.prompt, bool(request.echo), request.n or 1)
     return ParsedRequest(
         **parsed_fields(request),
@@ -65,6 +65,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             request.logprobs,
             session(request, headers or {}),
             answer_format(request),
+            usual_max_tokens=usual,
         ),
         more_prompts=tuple(more),
     )

@@ -114,6 +114,7 @@ def generate_request(
     logprobs: int | None,
     session: str,
     format: chat.AnswerFormat | None,
+    usual_max_tokens: int | None = None,
 ) -> chat.GenerateRequest:
     """Raises InvalidRequest for stop strings that are too many or too long."""
     sampling = chat.Sampling(
@@ -127,6 +128,7 @@ def generate_request(
         logit_bias=body.logit_bias or {},
         seed=body.seed,
         max_tokens=None if max_tokens is None else min(max_tokens, MAX_TOKENS),
+        usual_max_tokens=usual_max_tokens,
         stop=stops(body.stop, "stop"),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,

@@ -11,6 +11,7 @@ from omlxd.chat import (
     ImagePart,
     Message,
     RawPrompt,
+    Sampling,
     TextPart,
     ThinkingPart,
     Tool,
@@ -329,7 +330,8 @@ def test_completion_options():
     assert parsed.generate.prompt == RawPrompt("a", echo=True)
     assert parsed.stream and parsed.include_usage
     assert parsed.generate.sampling.max_tokens == 3
-    assert completion(prompt="a").generate.sampling.max_tokens == 16
+    assert completion(prompt="a").generate.sampling == Sampling(usual_max_tokens=16)
+    assert completion(prompt="a", max_tokens=-1).generate.sampling == Sampling()
     assert completion(prompt="a", logprobs=3).generate.sampling.logprobs == 3
 
 

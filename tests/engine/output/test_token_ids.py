@@ -47,6 +47,12 @@ def test_a_prompt_alone_has_its_ids(host: Host):
     assert isinstance(ids, TokenIds) and ids.prompt and not ids.ids
 
 
+def test_the_limit_of_a_protocol_holds_where_none_is_given(host: Host):
+    for more, tokens in (({}, 5), ({"max_tokens": 2}, 2)):
+        answer = host.ask(raw("Once", usual_max_tokens=5, **more))
+        assert finished(answer).usage.completion_tokens == tokens
+
+
 def test_a_stop_token_beyond_the_vocabulary_is_refused(host: Host):
     with pytest.raises(InvalidRequest, match="stop_token_ids: token id 999999 is not in") as caught:
         host.ask(raw(stop_token_ids=(999999,)))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from omlxd import wire
+from omlxd.api.openai import completions
 from omlxd.chat import Conversation, GenerateRequest, Message, RawPrompt, Sampling, TextPart
 from omlxd.common.units import duration, spoken
 from omlxd.config import ModelSettings, load_settings
@@ -200,6 +201,10 @@ def test_defaults_hold_for_every_model_and_a_models_own_settings_win(tmp_path: P
     assert (own.temperature, own.min_p) == (0.2, 0.1) and (other.temperature, other.min_p) == (0.4, 0.1)
     asked = GenerateRequest(prompt=RawPrompt(text="hi"), sampling=Sampling(min_p=0.0))
     assert with_settings(asked, other).sampling == Sampling(temperature=0.4, min_p=0.0)
+    for limit in ({}, {"max_tokens": 3}):
+        body = completions.parse(json.dumps({"prompt": "hi"} | limit).encode())
+        kept = with_settings(body.generate, ModelSettings(max_tokens=40)).sampling.max_tokens
+        assert kept == limit.get("max_tokens", 40)
     assert settings.sources["defaults.min-p"].endswith("line 3 (min-p)")
     for line, words in (
         ("temperature = -1", r"line 2 \(temperature\): -1 is no number"),
