@@ -30,7 +30,7 @@ from ..api.ollama.request import OllamaRequest
 from ..api.responses.request import parse_compact
 from ..chat import Conversation, RawPrompt, first_image
 from ..cli.cache.tree import Trees
-from ..errors import bad_field
+from ..errors import OmlxdError, bad_field
 from .engines.model import ModelEngine
 from .engines.pool import EnginePool
 from .http.discovery import Discovery
@@ -60,7 +60,7 @@ from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
 from .http.streams import SSE, as_json
 from .http.thread_store import ThreadStore
-from .http.trace import trace_of
+from .http.trace import RequestTrace, trace_of
 from .owner import page
 from .owner.cache_tree import CacheTree
 from .owner.carry import Carrying
@@ -202,34 +202,45 @@ class _Prompted:
 
         async def count(request: Request) -> Response:
             _, parsed = await self._parsed(request, dialect.parse)
-            trace_of(request.scope).model = parsed.model
-            engine = await self._find_engine(parsed)
+            trace = trace_of(request.scope)
+            trace.model = parsed.model
+            engine = await self._find_engine(parsed, trace)
             tokens = await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
             return as_json(answer(tokens))
 
         return Operation("POST", path, count, summary, body=dialect.body, answer=answer)
 
     async def _generate(self, request: Request, dialect: AnyDialect) -> GenerationResponse | Response:
+        trace = trace_of(request.scope)
+        try:
+            return await self._response(request, dialect, trace)
+        except OmlxdError as error:
+            self._metrics.refused(trace.model_id, error)
+            raise
+
+    async def _response(
+        self, request: Request, dialect: AnyDialect, trace: RequestTrace
+    ) -> GenerationResponse | Response:
         size, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
-        trace_of(request.scope).model = parsed.model
-        engine = await self._find_engine(parsed)
+        trace.model = parsed.model
+        engine = await self._find_engine(parsed, trace)
         if not parsed.model:
-            trace_of(request.scope).model = engine.model_id
+            trace.model = engine.model_id
             parsed = msgspec.structs.replace(parsed, model=engine.model_id)
         if isinstance(parsed, OllamaRequest) and parsed.loads and parsed.keep_alive == 0:
             await self._engines.unload(engine.model_id)
             return Response(unloaded(parsed), media_type="application/json")
         if parsed.keep_alive is not None:
             self._engines.keep_alive(engine, parsed.keep_alive)
-        trace = trace_of(request.scope)
         if isinstance(parsed, OllamaRequest) and engine.state != "ready":
             parsed = msgspec.structs.replace(parsed, waiting_since=trace.started)
         self._recent.add_request(engine.model_id, parsed.generate, trace, size)
         return GenerationResponse(engine, parsed, dialect, self._settings, self._metrics)
 
-    async def _find_engine(self, parsed: ParsedRequest) -> ModelEngine:
+    async def _find_engine(self, parsed: ParsedRequest, trace: RequestTrace) -> ModelEngine:
         engine = await self._engines.find_engine(parsed.model)
+        trace.model_id = engine.model_id
         check_chats(engine)
         prompt = parsed.generate.prompt
         if engine.images is None and first_image(prompt) is not None:

@@ -186,8 +186,8 @@ class GenerationResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = trace_of(scope)
         with (
-            self.dialect.held(self.parsed),
             self.metrics.watch(self.engine.model_id, trace.started) as watch,
+            self.dialect.held(self.parsed),
         ):
             pump = EventPump(events_of(self.engine, self.parsed, trace.id), watch.event)
             try:

@@ -1,7 +1,8 @@
 """Requests as their clients see them: latencies and outcomes, for `/metrics`.
 
 Times are taken where events arrive from the engine, so a client that reads slowly is not measured.
-Labels are model ids, never a client's own words: a series a misspelt name would grow without bound.
+Labels are model ids, never a client's own words: a series a misspelt name would grow without bound. A request
+that is refused before its model was found has "".
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ class Requests:
         self._output = histogram("vllm:request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._success = Counter(
             "vllm:request_success",
-            "Requests that ended, by reason; abort: the client went away.",
+            "Requests handed to a model that ended, by reason; abort: the client went away.",
             [MODEL, "finished_reason"],
             registry=registry,
         )
         self._outcomes = Counter(
             "omlxd_requests",
-            "Requests that ended: ok, disconnected, or the error's code.",
+            "Requests that ended: ok, disconnected, or the error's code. No model_name: refused before its "
+            "model was found. Those with a wrong key are not counted.",
             [MODEL, "outcome"],
             registry=registry,
         )
@@ -84,6 +86,10 @@ class Requests:
             self._success.labels(model_id, reason)
         for outcome in ("ok", "disconnected"):
             self._outcomes.labels(model_id, outcome)
+
+    def refused(self, model_id: str, error: OmlxdError) -> None:
+        """Count a request that no model gets; `model_id` "": nobody knows which one it is for."""
+        self._outcomes.labels(model_id, error.code).inc()
 
     def watch(self, model_id: str, began: float) -> RequestWatch:
         """Watch one request; `began` is of time.monotonic()."""

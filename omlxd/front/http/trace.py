@@ -81,6 +81,8 @@ class RequestTrace:
     status   HTTP status sent; 0 while none was
     outcome  `ok`, an error code, or `disconnected`
     key      name of the key that it carried
+    model    as the client writes it
+    model_id the model that this means; "" until it is found
     body     the beginning of the request's body; empty unless the log is at debug
     prompt_tokens, restored  of its prompt, once its prefill began; -1: not known
     """
@@ -91,6 +93,7 @@ class RequestTrace:
     started: float = field(default_factory=time.monotonic)
     key: str = ""
     model: str = ""
+    model_id: str = ""
     status: int = 0
     outcome: str = "ok"
     usage: Usage | None = None

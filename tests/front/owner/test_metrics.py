@@ -111,6 +111,30 @@ async def test_failures_are_counted_by_their_code(stream: bool):
     assert after("vllm:request_success_total", finished_reason="length") == 1
 
 
+async def test_what_is_refused_is_counted_by_its_code_and_never_under_a_clients_words():
+    path, second = "/v1/completions", FakeEngine(model_id="org/second")
+    embedder = FakeEngine(model_id="org/embedder")
+    embedder.kind = "embedding"
+    wrong = [{"best_of": 3}, {"n": 9}, {"temperature": -1}, {"prompt": ""}, {"model": 7}]
+    unknown = [{"model": f"nope-{n}"} for n in range(3)]
+    async with client(app_of(FakeEngine(), second, embedder)) as http:
+        for change in (*wrong, *unknown, {"model": "org/embedder"}):
+            answer = await http.post(path, json=body(path) | change)
+            assert answer.status_code in (400, 404), answer.text
+        thread = {"type": "continue", "previous_message_id": "msg_1"}
+        answer = await http.post("/v1/messages", json=body("/v1/messages") | {"thread": thread})
+        assert answer.status_code == 404
+        after = await scrape(http)
+    name = "omlxd_requests_total"
+    assert after(name, model_name="", outcome="invalid_request") == len(wrong)
+    assert after(name, model_name="", outcome="not_found") == len(unknown) + 1
+    assert after(name, model_name="org/embedder", outcome="invalid_request") == 1
+    assert after(name, outcome="ok") == 0
+    assert {dict(labels)["model_name"] for at, labels in after.values if at == name} == {
+        *("", "org/tiny", "org/second", "org/embedder")
+    }
+
+
 async def test_a_client_that_goes_away_is_an_abort():
     engine = FakeEngine((TextDelta("a"), 30.0))
     app = app_of(engine)
