@@ -61,7 +61,7 @@ ROWS = [
     *(Row(name, kv_bits=8) for name in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5")),
     *(Row(name, kv_bits=4) for name in ("qwen3", "falcon_h1")),
 ]
-FAST = {Row("qwen3"), Row("gemma3_text"), Row("qwen3_5"), Row("qwen3", kv_bits=8)}
+FAST = {Row("qwen3"), Row("gemma3_text"), Row("qwen3_5")}
 
 
 @dataclass(slots=True, frozen=True)

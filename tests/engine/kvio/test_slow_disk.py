@@ -8,6 +8,7 @@ fast this machine is.
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from cold_run import Reference, assert_same, outputs, prompt, same_bits
 from families import build_family
+from fast_or_slow import rest_slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_fakes import check_pool
@@ -83,12 +85,18 @@ def reference(model: Path) -> Iterator[Reference]:
         yield made
 
 
-@pytest.fixture
-def cache(model: Path, tmp_path: Path) -> Path:
-    """The prompt's blocks, on disk."""
-    with Rig(model, tmp_path / "cache") as rig:
+@pytest.fixture(scope="module")
+def written(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written") / "cache"
+    with Rig(model, folder) as rig:
         rig.run(TOKENS, 1)
-    return tmp_path / "cache"
+    return folder
+
+
+@pytest.fixture
+def cache(written: Path, tmp_path: Path) -> Path:
+    """The prompt's blocks, on disk."""
+    return shutil.copytree(written, tmp_path / "cache")
 
 
 @pytest.fixture(params=["direct", "staged"])
@@ -229,7 +237,7 @@ def test_two_over_one_prefix_compute_it_once(cache: Path, model: Path, reference
         rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
-@pytest.mark.parametrize("when", [0.0, 0.05, 0.15, 0.3])
+@pytest.mark.parametrize("when", rest_slow([0.0, 0.05, 0.15, 0.3], 0.05, 0.3))
 def test_a_cancelled_one_keeps_no_reference_and_wakes_who_waits(
     when: float, cache: Path, model: Path, reference: Reference
 ):

@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from daemon import family_model
 from families import build_family
+from fast_or_slow import rest_slow
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.utils import load as mlx_load
@@ -63,7 +64,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_family("qwen3", tmp_path_factory.mktemp("wide") / "qwen3", changes={"head_dim": 32})
 
 
-@pytest.mark.parametrize("length", [20, 100, 300])
+@pytest.mark.parametrize("length", rest_slow([20, 100, 300], 100))
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1"])
 def test_mlx_lm_goes_on_from_what_is_written_as_from_a_cold_run(family: str, length: int, tmp_path: Path):
     loaded, model = mlx_adapter.load(family_model(family)), mlx_model(family_model(family))

@@ -13,6 +13,7 @@ import pytest
 from cold_run import Reference as ColdRun
 from cold_run import prompt
 from families import build_family
+from fast_or_slow import rest_slow
 from guesses import guess_by, half_right
 from rig import Rig
 
@@ -87,8 +88,18 @@ def want(folder: Path):
 
 
 @pytest.mark.parametrize("steps", ["each", "compiled", "fused"])
-@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:2], LENGTHS[1:2]], ids=["all", "alike", "alone"])
-@pytest.mark.parametrize("folder", ["llama", "qwen3"], indirect=True)
+@pytest.mark.parametrize(
+    ("folder", "lengths"),
+    rest_slow(
+        [
+            (family, lengths)
+            for family in ("llama", "qwen3")
+            for lengths in (LENGTHS, LENGTHS[:2], LENGTHS[1:2])
+        ],
+        *[("qwen3", LENGTHS), ("llama", LENGTHS[1:2])],
+    ),
+    indirect=["folder"],
+)
 def test_it_computes_what_the_model_does(
     folder: Path, lengths: tuple[int, ...], steps: str, want, reference, monkeypatch
 ):
@@ -187,7 +198,7 @@ def test_guesses_and_ends_of_prompts_are_read_by_it_too(folder: Path, reference)
     assert SegmentReference.several == len(loaded.model.layers) * (2 + with_segments)
 
 
-@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("speculate", rest_slow([False, True], True))
 def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool, reference, monkeypatch):
     """Through the scheduler: from nothing, a hit, and who joins later."""
     prompts = [prompt(3 * 256 + 50) + prompt(20 + 9 * i, seed=i + 1) for i in range(4)]

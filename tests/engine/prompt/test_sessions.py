@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from families import build_family
+from fast_or_slow import rest_slow
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from rig import BLOCK, Rig
 
@@ -185,7 +186,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [(i * 31 + seed * 101 + i // 7) % 900 + 20 for i in range(length)]
 
 
-@pytest.mark.parametrize("pinning", [True, False])
+@pytest.mark.parametrize("pinning", rest_slow([True, False], True))
 def test_a_sub_agent_never_evicts_its_parents_branch(model, pinning):
     """A hot tier that holds the parent and a little more: the sub-agent computes twice as much."""
     parent, child = prompt_of(20 * BLOCK + 5, 1), prompt_of(40 * BLOCK + 5, 2)

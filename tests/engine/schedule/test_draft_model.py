@@ -10,6 +10,7 @@ import pytest
 from cold_run import prompt
 from daemon import wait_until
 from families import build_family
+from fast_or_slow import rest_slow
 from guesses import draft_always, like_it
 from host import Host, chat, finished, text_of
 from rig import GREEDY, Output, Rig
@@ -41,7 +42,11 @@ def drafted(rig: Rig) -> list[int]:
     return rig.scheduler.speculation.counts[None].of_model
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "seeded", "penalised"])
+@pytest.mark.parametrize(
+    "sampling",
+    rest_slow([GREEDY, SAMPLED, PENALISED], SAMPLED, PENALISED),
+    ids=["greedy", "seeded", "penalised"],
+)
 def test_the_answer_and_its_kv_are_those_of_plain_decoding(
     models: tuple[Path, Path], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ):

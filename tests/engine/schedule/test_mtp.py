@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,11 +25,18 @@ ASKED = prompt(150, seed=3)
 
 
 @pytest.fixture(scope="module", params=rest_slow(["text", "vision"], "text"))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its heads have learned its answers to `ASKED`."""
+def untaught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with heads that have learned nothing."""
     build = build_family if request.param == "text" else build_vision_family
     folder = build("qwen3_5", tmp_path_factory.mktemp("models") / "qwen3_5")
     add_heads(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(untaught: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its heads have learned its answers to `ASKED`."""
+    folder = shutil.copytree(untaught, tmp_path_factory.mktemp("taught") / "qwen3_5")
     with Rig(folder) as rig:
         answers = [rig.run(ASKED, 80, sampling=sampling).got for sampling in (GREEDY, SAMPLED)]
     losses = add_heads(folder, [ASKED + answer for answer in answers])
@@ -56,13 +64,13 @@ def test_answers_and_their_kv_are_those_of_plain_decoding(model: Path, monkeypat
         rig.settle()
 
 
-def test_an_engine_finds_the_heads_and_counts_them(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_finds_the_heads_and_counts_them(untaught: Path, monkeypatch: pytest.MonkeyPatch):
     draft_always(monkeypatch, 2)
-    engine = Host(model)
+    engine = Host(untaught)
     try:
         events, weights = (
             engine.ask(chat(max_tokens=30, temperature=0)),
-            mx.load(str(model / "mtp.safetensors")),
+            mx.load(str(untaught / "mtp.safetensors")),
         )
         usage, counts = finished(events).usage, engine.engine.engine_stats()
         assert counts["spec_decode_num_draft_tokens_of_draft_model_total"] == usage.model_drafted > 0

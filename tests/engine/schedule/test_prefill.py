@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from cold_run import prompt
 from families import build_family
+from fast_or_slow import rest_slow
 from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
@@ -73,10 +74,16 @@ class Passes:
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_bits"),
-    [("qwen3", 0), ("qwen3", 8), pytest.param("deepseek_v3", 0, marks=pytest.mark.slow)],
+    ("backend", "family", "kv_bits"),
+    rest_slow(
+        [
+            (backend, family, bits)
+            for backend in ("cpu", "cuda")
+            for family, bits in (("qwen3", 0), ("qwen3", 8), ("deepseek_v3", 0))
+        ],
+        *[("cpu", "qwen3", 8), ("cuda", "qwen3", 0)],
+    ),
 )
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_ends_of_prompts_are_computed_together(
     family: str, kv_bits: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
