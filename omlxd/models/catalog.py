@@ -16,12 +16,14 @@ import msgspec
 
 from ..common.files import read_small
 from ..config import Settings
+from ..errors import ModelError
 from .adapters import ADAPTER_FILES
 from .footprint import ModelKind, kind_of, read_config
 from .resolve import (
     DEFAULT_ID,
     DEMO_ID,
     IMPORTED,
+    check_folder,
     imported_folder,
     is_gguf,
     is_local,
@@ -80,6 +82,21 @@ class Catalog:
         id's last part, else `name` itself."""
         models = self.models().values()
         return next((m.spec for m in models if name in (m.id, m.id.rpartition("/")[2])), name)
+
+    def drafts(self) -> Iterator[tuple[str, str, str]]:
+        """(model, its `draft-model`, why that can't be loaded) of the models whose settings have one.
+
+        The reason is "" where none is known without the network. Blocks for as long as the folders do.
+        """
+        for model, own in self.settings.models.items():
+            if own.draft_model and (own.speculation or self.settings.speculation) == "auto":
+                spec, why = self.spec_of(own.draft_model), ""
+                try:
+                    if is_local(spec) and not is_gguf(spec):
+                        check_folder(local_folder(spec, self.settings.base_path))
+                except ModelError as error:
+                    why = error.message
+                yield model, own.draft_model, why
 
     def look(self) -> None:
         """Read the folders. Blocks for as long as they do."""

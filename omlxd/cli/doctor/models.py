@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...config import Settings
-from ...errors import ModelError
 from ...models.catalog import Catalog
-from ...models.resolve import check_folder, is_gguf, is_local, local_folder
 from ..daemon_client import DaemonError, daemon_of
 from ..owner_api import ModelStatus
 from .finding import Finding, bad, ok
@@ -17,20 +15,13 @@ _SECONDS = 3.0
 
 def check_drafts(settings: Settings) -> list[Finding]:
     """Whether each `draft-model` is there, as far as that is known without the network."""
-    catalog, found = Catalog(settings), list[Finding]()
-    for model, own in settings.models.items():
-        if own.draft_model and (own.speculation or settings.speculation) == "auto":
-            spec = catalog.spec_of(own.draft_model)
-            facts = f"draft-model of {model}: {own.draft_model}"
-            try:
-                if is_local(spec) and not is_gguf(spec):
-                    check_folder(local_folder(spec, settings.base_path))
-                found.append(ok("draft model", facts))
-            except ModelError as error:
-                reason = error.message.removeprefix("--model: ")
-                mend = "Correct the settings file, which SIGHUP reads again; is --model-dir the daemon's?"
-                found.append(bad("draft model", f"{facts}: {reason}", mend))
-    return found
+    mend = "Correct the settings file, which SIGHUP reads again; is --model-dir the daemon's?"
+    return [
+        bad("draft model", f"draft-model of {model}: {draft}: {why}", mend)
+        if why
+        else ok("draft model", f"draft-model of {model}: {draft}")
+        for model, draft, why in Catalog(settings).drafts()
+    ]
 
 
 def check_models(settings: Settings) -> list[Finding]:

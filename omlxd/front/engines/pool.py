@@ -283,7 +283,7 @@ class EnginePool:
             engine.process.supervisor.end_hold()
             later = for_next_load(engine.loaded_with, engine.settings)
             if later and engine.state == "ready":
-                log.info("%s: %s changes when it is loaded again", engine.model_id, ", ".join(later))
+                log.info("%s takes up %s when it is loaded again", engine.model_id, ", ".join(later))
         self._note()
         return in_background(self._look_elsewhere())
 
@@ -294,6 +294,11 @@ class EnginePool:
         for name in self._settings.models:
             if not any(name in (id, basename(id)) for id in self._engines):
                 log.warning("settings of %r are for a model that is not here", name)
+        for name, _, why in await asyncio.to_thread(lambda: [*self.catalog.drafts()]):
+            if why:
+                log.warning(
+                    "draft-model of %s: %s Until this is mended, %s can't be loaded.", name, why, name
+                )
 
     async def close(self, drain_s: float = DRAIN_S, flush_s: float = FLUSH_S) -> None:
         """Let answers end, then engines; the cache's lock goes last."""

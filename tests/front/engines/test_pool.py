@@ -118,6 +118,21 @@ async def test_a_draft_model_is_found_by_its_name_and_counts_as_the_models_memor
             await made._prepare(made.resolve("other"))
 
 
+async def test_settings_read_again_warn_of_a_draft_model_that_is_not_there(tmp_path: Path, caplog):
+    caplog.set_level("INFO", "omlxd")
+    text = '[models."org/a"]\nspeculation = "auto"\ndraft-model = "{}"\n'
+    async with pool(tmp_path, "org/a", "small") as made:
+        await ask(made, "a")
+        for draft, warned in (("./nowhere", True), ("small", False), ("org/on-a-hub", False)):
+            caplog.clear()
+            await made.apply_settings(settings(tmp_path, text.format(draft)))
+            assert "org/a takes up speculation, draft-model when it is loaded again" in caplog.text
+            warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+            assert len(warnings) == warned
+        await made.apply_settings(settings(tmp_path, text.format("./nowhere")))
+        assert f"draft-model of org/a: there is no folder {Path('nowhere').absolute()}; give" in caplog.text
+
+
 async def test_a_mended_setting_or_the_owner_ends_the_hold_of_a_model_that_failed(tmp_path: Path):
     text = '[models.big]\ndraft-model = "./nowhere"\n'
     async with pool(tmp_path, "big", "small", text=text) as made:
@@ -359,7 +374,7 @@ async def test_settings_of_a_model_hold_from_the_next_request_on(tmp_path: Path,
         sent = with_settings(request, engine.settings)
         assert (sent.sampling.temperature, sent.sampling.max_tokens, sent.context_limit) == (0.7, 9, 500)
         assert engine.context_length == 500 and engine.state == "ready"
-        assert "org/a: block-size changes when it is loaded again" in caplog.text
+        assert "org/a takes up block-size when it is loaded again" in caplog.text
         await made.unload("a")
         await ask(made, "a")
         assert engine.info is not None and engine.info.block_size == 32
