@@ -221,6 +221,8 @@ class GenerateRequest(Struct, frozen=True):
                 are the prompt; "": none
     kv_into     one that the prompt's KV is written to; "": none
     name        the request's id in the access log, for the engine's lines; "": it has none
+    asked       when its client asked, of `time.monotonic`, which is the same in all processes; 0: when the
+                engine has its tokens
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -240,6 +242,7 @@ class GenerateRequest(Struct, frozen=True):
     kv_from: str = ""
     kv_into: str = ""
     name: str = ""
+    asked: float = 0.0
 
 
 class EmbedRequest(Struct, frozen=True):
@@ -300,10 +303,11 @@ class Usage(Struct, frozen=True):
     recomputed         of that rest, what lay on SSD: computing it was faster, or a file was damaged
     completion_tokens  generated, without the end-of-turn token
     reasoning_tokens   of these, inside the thinking block
-    ttft_s             seconds from the engine's receipt to the first token
-    queue_s, restore_s, prefill_s  of these: until it got a slot, on the cached prefix, on the rest (and on
-                       what others computed meanwhile)
-    decode_s           seconds from the first token to the end
+    ttft_s             seconds from `GenerateRequest.asked` to the first token
+    queue_s, restore_s, prefill_s  of these: until it got a slot (a load is part of that), on the cached
+                       prefix, on the rest (and on what others computed meanwhile)
+    decode_s           seconds from the first token to the end; of several choices, from the first token of
+                       any to the end of the last
     peak_bytes         most that MLX held in its passes, all that was in memory beside it included
     drafted, accepted  tokens that were guessed, and guesses that held
     model_drafted, model_accepted  of these, the draft model's

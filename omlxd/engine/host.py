@@ -252,6 +252,7 @@ class EngineHost:
             sink=sink,
             session=request.session,
             name=request.name,
+            asked=request.asked,
         )
         if images is not None:
             images.fetch(self._cached_tokens(sequence))

@@ -121,7 +121,8 @@ class Sequence:
     admitted       on the monotonic clock, when it got its slot; 0: it has none yet
     short_since    on the monotonic clock, when it began to wait for memory; 0: it has not
     told           the log says that it waits behind others
-    restore_s, first_token_s  seconds spent on its cached prefix; from receipt to its first token
+    received       on the monotonic clock, when it was made; `asked`: when its client asked
+    restore_s, first_token_s  seconds spent on its cached prefix; from `asked` to its first token
     peak_bytes     most that MLX held in its passes
     drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py)
     model_drafted, model_accepted  of these, the draft model's
@@ -171,6 +172,7 @@ class Sequence:
     begun: bool = False
     arrival: int = field(default_factory=lambda: next(_arrivals))
     received: float = field(default_factory=time.monotonic)
+    asked: float = 0.0
     pins: Seq[BlockHash] = ()
     pinned: list[Block] = field(default_factory=list)
     stored: dict[BlockHash, bool] = field(default_factory=dict)
@@ -190,6 +192,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.name = self.name or f"request {self.id}"
+        self.asked = self.asked or self.received
 
     @property
     def generated(self) -> int:

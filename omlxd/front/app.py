@@ -234,7 +234,7 @@ class _Prompted:
         if parsed.keep_alive is not None:
             self._engines.keep_alive(engine, parsed.keep_alive)
         if isinstance(parsed, OllamaRequest) and engine.state != "ready":
-            parsed = msgspec.structs.replace(parsed, waiting_since=trace.started)
+            parsed = msgspec.structs.replace(parsed, waits=True)
         self._recent.add_request(engine.model_id, parsed.generate, trace, size)
         return GenerationResponse(engine, parsed, dialect, self._settings, self._metrics)
 

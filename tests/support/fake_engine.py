@@ -155,7 +155,7 @@ class FakeEngine:
         assert frame.request == request
         self.names.append(request.name)
         # All else is the same, streamed or not.
-        self.requests.append(replace(request, collected=False, name=""))
+        self.requests.append(replace(request, collected=False, name="", asked=0.0))
         ended = False
         try:
             if count := len(request.labels):

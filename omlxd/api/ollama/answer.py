@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -73,10 +72,9 @@ def _answer(
         answer.logprobs = chat_logprobs(logprobs).content
     if finished is None:
         return answer
-    usage, load_ns = finished.usage, 0
-    if (since := parsed.waiting_since) is not None:
-        load_ns = int(max(0.0, time.monotonic() - since - usage.ttft_s - usage.decode_s) * 1e9)
-    prompt_ns = int(usage.ttft_s * 1e9)
+    usage = finished.usage
+    load_ns = int(usage.queue_s * 1e9) if parsed.waits else 0
+    prompt_ns = int(usage.ttft_s * 1e9) - load_ns
     # No time passes from the first token to itself: no rate comes of it.
     answer_ns = int(usage.decode_s * 1e9) if usage.completion_tokens > 1 else 0
     answer.total_duration, answer.load_duration = load_ns + prompt_ns + answer_ns, load_ns

@@ -103,12 +103,12 @@ class OllamaRequest(ParsedRequest, frozen=True, kw_only=True):
 
     chats          it is a chat
     loads          it holds no prompt, and only loads the model
-    waiting_since  when it came (`time.monotonic`), if its model had to load first
+    waits          its model has to load first
     """
 
     chats: bool
     loads: bool
-    waiting_since: float | None = None
+    waits: bool = False
 
 
 _chat = msgspec.json.Decoder(ChatBody)

@@ -217,8 +217,8 @@ def _nothing() -> None:
 def usage_of(sequence: Sequence) -> chat.Usage:
     """Counts of a sequence as it stands."""
     now = time.monotonic()
-    ttft_s = sequence.first_token_s or now - sequence.received
-    queue_s = (sequence.admitted or now) - sequence.received
+    ttft_s = sequence.first_token_s or now - sequence.asked
+    queue_s = (sequence.admitted or now) - sequence.asked
     generated = sequence.generated
     if generated and sequence.tokens[-1] in sequence.eos:
         generated -= 1
@@ -231,7 +231,7 @@ def usage_of(sequence: Sequence) -> chat.Usage:
         queue_s=queue_s,
         restore_s=sequence.restore_s,
         prefill_s=max(0.0, ttft_s - queue_s - sequence.restore_s),
-        decode_s=max(0.0, now - sequence.received - ttft_s),
+        decode_s=max(0.0, now - sequence.asked - ttft_s),
         peak_bytes=sequence.peak_bytes,
         drafted=sequence.drafted,
         accepted=sequence.accepted,

@@ -346,7 +346,7 @@ class Scheduler:
     @staticmethod
     def note_good(sequence: Sequence) -> None:
         """Its KV so far gave finite logits."""
-        sequence.first_token_s = sequence.first_token_s or time.monotonic() - sequence.received
+        sequence.first_token_s = sequence.first_token_s or time.monotonic() - sequence.asked
         sequence.stored.clear()
         sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
 

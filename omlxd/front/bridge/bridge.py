@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+
+from msgspec.structs import replace
 
 from ... import __version__
 from ...api.body import ParsedRequest
@@ -166,8 +169,9 @@ class Bridge:
 
     async def _stream(self, id: Id, parsed: ParsedRequest, loading: Loading | None) -> Line:
         _check_one(parsed)
+        asked = time.monotonic()
         engine = await self._slot.engine(loading, parsed.model)
-        pump = EventPump(engine.generate(parsed.generate))
+        pump = EventPump(engine.generate(replace(parsed.generate, asked=asked)))
         try:
             async for event in pump.events():
                 if isinstance(event, Finished):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
@@ -29,23 +30,28 @@ _OF_THE_PROMPT = ("invalid_request", "prompt_too_long")
 """Codes of errors that say nothing of the other prompts."""
 
 
-def events_of(engine: ModelEngine, parsed: ParsedRequest, name: str) -> AsyncGenerator[Event, None]:
+def events_of(
+    engine: ModelEngine, parsed: ParsedRequest, name: str, asked: float
+) -> AsyncGenerator[Event, None]:
     """The events of a request; of several choices each in a `ChoiceEvent`, and one Finished for all.
 
-    name  its id in the log
+    name   its id in the log
+    asked  when it came, of `time.monotonic`
     """
-    first = replace(parsed.generate, collected=not parsed.stream, name=name)
+    first = replace(parsed.generate, collected=not parsed.stream, name=name, asked=asked)
     if parsed.labels:
-        return scores_of(engine, parsed, name)
+        return scores_of(engine, parsed, name, asked)
     if parsed.answers == 1:
         return engine.generate(first)
     asked = _asked(first, parsed)
     return _choices(engine, [_choice(request, at) for request in asked for at in range(parsed.n)], parsed.n)
 
 
-def scores_of(engine: ModelEngine, parsed: ParsedRequest, name: str = "") -> AsyncGenerator[Event, None]:
+def scores_of(
+    engine: ModelEngine, parsed: ParsedRequest, name: str = "", asked: float = 0.0
+) -> AsyncGenerator[Event, None]:
     """The events of a request's prompts, each a choice that scores its labels."""
-    first = replace(parsed.generate, collected=True, name=name)
+    first = replace(parsed.generate, collected=True, name=name, asked=asked or time.monotonic())
     pairs = zip(_asked(first, parsed), parsed.labels, strict=True)
     requests = [replace(request, labels=labels) for request, labels in pairs]
     return _choices(engine, requests, 1, SCORED_AT_ONCE, parsed.fields)
@@ -145,7 +151,7 @@ async def _choices(
                 yield event
         for index, failure in failed.items():
             yield ChoiceEvent(index, failure)
-        usages = [finished[index].usage if index in finished else Usage() for index in range(len(requests))]
+        usages = {index: each.usage for index, each in finished.items()}
         yield Finished(min(finished.items())[1].reason, _sum(usages, n))
     finally:
         for task in tasks:
@@ -153,15 +159,23 @@ async def _choices(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_OF_PROMPTS = ("prompt_tokens", "cached_hot", "cached_cold", "recomputed")
+_OF_PROMPTS = ("prompt_tokens", "cached_hot", "cached_cold", "recomputed", "restore_s", "prefill_s")
 _OF_CHOICES = (
     *("completion_tokens", "reasoning_tokens"),
     *("drafted", "accepted", "model_drafted", "model_accepted"),
 )
 
 
-def _sum(usages: list[Usage], n: int) -> Usage:
-    """A prompt counts once, with its first choice's figures."""
-    sums = {name: sum(getattr(usage, name) for usage in usages[::n]) for name in _OF_PROMPTS}
-    sums |= {name: sum(getattr(usage, name) for usage in usages) for name in _OF_CHOICES}
-    return replace(usages[0], **sums)
+def _sum(usages: dict[int, Usage], n: int) -> Usage:
+    """`usages`: by choice. A prompt counts once, with its first choice's figures.
+
+    Choices decode at the same time: from the first token of any to the end of the last.
+    """
+    prompts = [usage for index, usage in usages.items() if index % n == 0]
+    sums = {name: sum(getattr(usage, name) for usage in prompts) for name in _OF_PROMPTS}
+    sums |= {name: sum(getattr(usage, name) for usage in usages.values()) for name in _OF_CHOICES}
+    first = min(usages.values(), key=lambda usage: usage.ttft_s)
+    last = max(usage.ttft_s + usage.decode_s for usage in usages.values())
+    decode_s = last - first.ttft_s if sums["completion_tokens"] else 0.0
+    peak_bytes = max(usage.peak_bytes for usage in usages.values())
+    return replace(first, **sums, decode_s=decode_s, peak_bytes=peak_bytes)

@@ -189,7 +189,7 @@ class GenerationResponse:
             self.metrics.watch(self.engine.model_id, trace.started) as watch,
             self.dialect.held(self.parsed),
         ):
-            pump = EventPump(events_of(self.engine, self.parsed, trace.id), watch.event)
+            pump = EventPump(events_of(self.engine, self.parsed, trace.id, trace.started), watch.event)
             try:
                 work = self._stream if self.parsed.stream else self._collect
                 if not await unless_disconnected(receive, work(pump, send, trace)):

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 from app_client import body, client, message_of
 from fake_engine import USAGE, FakeEngine, app_of, served
+from msgspec.structs import replace
 from sdk_clients import gpt
 
 from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta, ToolCall, Usage
@@ -106,6 +108,22 @@ async def test_streamed(path):
     assert engine.log[:2] == [("asked", 0), ("said", 0)]
     first_word = [entry for entry in engine.log if entry == ("said", 0)][1:2]
     assert engine.log.index(("asked", 1)) > engine.log.index(first_word[0])
+
+
+async def test_choices_decode_at_the_same_time():
+    """Each has its own clock from the request's arrival: tokens of all, in the seconds of all."""
+    one = Usage(prompt_tokens=9, completion_tokens=6, queue_s=0.5, prefill_s=0.5, ttft_s=1.0, decode_s=2.0)
+    other = replace(one, queue_s=1.9, prefill_s=0.1, ttft_s=2.0, decode_s=4.0, peak_bytes=7)
+    began = time.monotonic()
+    engine = Choosing([TextDelta("a"), Finished("stop", one)], [TextDelta("b"), Finished("stop", other)])
+    async with client(app_of(engine)) as http:
+        answer = (await http.post(PATHS[0], json=body(PATHS[0], n=2))).json()
+    asked = {request.asked for request in engine.requests}
+    assert len(asked) == 1 and began <= asked.pop() <= time.monotonic()
+    omlxd, timings = answer["usage"]["omlxd"], answer["timings"]
+    assert (omlxd["ttft_s"], omlxd["queue_s"], omlxd["prefill_s"]) == (1.0, 0.5, 0.5)
+    assert (omlxd["decode_s"], omlxd["tokens_per_s"], omlxd["peak_bytes"]) == (5.0, 2.2, 7)
+    assert (timings["predicted_n"], timings["predicted_per_second"]) == (12, 2.2)
 
 
 async def test_calls_of_each_choice_are_numbered_by_themselves():
