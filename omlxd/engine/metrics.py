@@ -29,7 +29,7 @@ from .prompt.pipeline import RenderedPrompt
 from .prompt.sessions import Standing
 from .schedule.draft_model import DraftModel
 from .schedule.scheduler import Scheduler
-from .schedule.speculation import GuessCounts
+from .schedule.speculation import WIDTHS, GuessCounts
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,9 @@ def _computed(scheduler: Scheduler, adapter: Adapter | None) -> dict[str, float]
         ):
             values[f"spec_decode_num_{name}_total"] = count
             values[f"spec_decode_num_{name}_of_draft_model_total"] = of_model
+        for position in range(WIDTHS[-1]):
+            name = f"spec_decode_num_accepted_tokens_per_pos_{position}_total"
+            values[name] = counts.accepted_at(position)
     return values
 
 

@@ -262,12 +262,14 @@ class GuessCounts:
     """What passes checked of the model, or of one adapter.
 
     drafts      guesses of a row in a pass; drafted, accepted: guesses made, guesses that held
+    by_held     passes of a row, by how many of its guesses held
     of_model    likewise, of the draft model alone
     """
 
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    by_held: list[int] = field(default_factory=lambda: [0] * (WIDTHS[-1] + 1))
     of_model: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def record(self, guesses: int, held: int, *, of_model: bool = False) -> None:
@@ -275,8 +277,13 @@ class GuessCounts:
         self.drafts += guesses > 0
         self.drafted += guesses
         self.accepted += held
+        self.by_held[min(held, WIDTHS[-1])] += 1
         if of_model and guesses:
             self.of_model = [n + more for n, more in zip(self.of_model, (1, guesses, held), strict=True)]
+
+    def accepted_at(self, position: int) -> int:
+        """How many guesses held that were the `position`th of their pass, counted from 0."""
+        return sum(self.by_held[position + 1 :])
 
 
 @dataclass(slots=True)

@@ -31,6 +31,8 @@ from ..http.request_metrics import Requests
 from .engine_metrics import COUNTER, EngineMetrics, MetricsOf
 
 MODEL = "model_name"
+_PER_POS = re.compile(r"spec_decode_num_accepted_tokens_per_pos_(\d+)_total")
+"""Engine values that vLLM has as one counter with the label `position`."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 RENAMED = {
@@ -163,6 +165,7 @@ class _Polled(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._daemon()
         yield from self._of_vllm()
+        yield self._accepted_per_position()
         yield from self._own()
         if self._ledger is not None:
             yield from _of_ledger(self._ledger)
@@ -230,12 +233,24 @@ class _Polled(Collector):
             cold_hits.add_metric(name, cold)
         yield from (running, waiting, usage, prompt, cached, source, queries, hits, cold_queries, cold_hits)
 
+    def _accepted_per_position(self) -> Metric:
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "Guessed tokens that held, by their position among the guesses of a pass, from 0.",
+            labels=[MODEL, "position"],
+        )
+        for each in self._engines_metrics:
+            for name, value in each.totals.items():
+                if per_position := _PER_POS.fullmatch(name):
+                    family.add_metric([each.model_id, per_position[1]], value)
+        return family
+
     def _own(self) -> Iterator[Metric]:
         """Every other engine value, under the same name."""
         families: dict[str, Metric] = {}
         for each in self._engines_metrics:
             for name, value in {**each.totals, **each.gauges}.items():
-                if name in DERIVED or not _NAME.fullmatch(name):
+                if name in DERIVED or _PER_POS.fullmatch(name) or not _NAME.fullmatch(name):
                     continue
                 family = families.get(name)
                 if family is None:

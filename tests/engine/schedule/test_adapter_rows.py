@@ -10,6 +10,7 @@ from guesses import guess_by
 from rig import Rig
 
 from omlxd.engine.metrics import adapter_metrics, metrics_of
+from omlxd.engine.schedule.speculation import WIDTHS
 from omlxd.models import demo
 
 PROMPT = list(range(20, 120))
@@ -70,3 +71,6 @@ def test_guesses_and_tokens_are_counted_by_whose_they_are(
         drafted = values["spec_decode_num_draft_tokens_total"]
         assert drafted == output.sequence.drafted > 0
         assert values["spec_decode_num_accepted_tokens_total"] == output.sequence.accepted
+        held = [count for name, count in values.items() if "accepted_tokens_per_pos_" in name]
+        assert len(held) == WIDTHS[-1] and sum(held) == output.sequence.accepted
+        assert held == sorted(held, reverse=True) and held[0] <= values["spec_decode_num_drafts_total"]

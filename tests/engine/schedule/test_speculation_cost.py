@@ -10,7 +10,14 @@ from fast_or_slow import counts, rest_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlxd.engine.schedule.speculation import FIRST_CREDIT, LOST_SHARE, WIDTHS, RowSpeculator, Speculation
+from omlxd.engine.schedule.speculation import (
+    FIRST_CREDIT,
+    LOST_SHARE,
+    WIDTHS,
+    GuessCounts,
+    RowSpeculator,
+    Speculation,
+)
 
 Table = Callable[[int], float]
 """Tokens of a pass, of all its rows → seconds."""
@@ -175,3 +182,11 @@ def test_whatever_passes_cost_and_prompts_promise_the_loss_is_bounded(count: int
             assert engine.lost < FIRST_CREDIT + sum(firsts) + max(firsts, default=0.0)
 
     check()
+
+
+def test_guesses_that_hold_are_counted_by_their_position():
+    made = GuessCounts()
+    for guesses, held in ((4, 2), (1, 0), (15, 15), (0, 0)):
+        made.record(guesses, held)
+    held = [made.accepted_at(position) for position in range(WIDTHS[-1])]
+    assert held == [2, 2, *[1] * 13] and sum(held) == made.accepted == 17 and made.drafts == 3

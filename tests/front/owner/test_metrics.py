@@ -184,6 +184,8 @@ VALUES = {
     "kv_hot_bytes": 25.0,
     "kv_hot_budget_bytes": 100.0,
     "kv_corrupt_files_total": 1.0,
+    "spec_decode_num_accepted_tokens_per_pos_0_total": 9.0,
+    "spec_decode_num_accepted_tokens_per_pos_14_total": 2.0,
     "something_new": 7.0,
     "something_counted_total": 8.0,
     "no metric's name!": 1.0,
@@ -206,6 +208,12 @@ async def test_engine_values_get_vllms_names_and_the_rest_ours():
     assert got("vllm:external_prefix_cache_hits_total") == 100
     assert got("vllm:kv_cache_usage_perc") == 0.25
     assert got("omlxd_kv_corrupt_files_total") == 1
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    assert (
+        got(f"{per_position}_total", position="0") == 9 and got(f"{per_position}_total", position="14") == 2
+    )
+    assert got.families[per_position].type == "counter"
+    assert not any(name.startswith("omlxd_spec_decode") for name in got.families)
     assert got("omlxd_something_new") == 7 and got("omlxd_something_counted_total") == 8
     assert got.families["omlxd_something_new"].type == "gauge"
     assert got.families["omlxd_something_counted"].type == "counter"
