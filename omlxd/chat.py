@@ -304,8 +304,8 @@ class Usage(Struct, frozen=True):
     completion_tokens  generated, without the end-of-turn token
     reasoning_tokens   of these, inside the thinking block
     ttft_s             seconds from `GenerateRequest.asked` to the first token
-    queue_s, restore_s, prefill_s  of these: until it got a slot (a load is part of that), on the cached
-                       prefix, on the rest (and on what others computed meanwhile)
+    queue_s, restore_s, prefill_s  of these: waiting (for a load, a slot, its turn, a prefix that another
+                       request computes), on the cached prefix, in the passes over the rest
     decode_s           seconds from the first token to the end; of several choices, from the first token of
                        any to the end of the last
     peak_bytes         most that MLX held in its passes, all that was in memory beside it included

@@ -123,6 +123,9 @@ class Sequence:
     told           the log says that it waits behind others
     received       on the monotonic clock, when it was made; `asked`: when its client asked
     restore_s, first_token_s  seconds spent on its cached prefix; from `asked` to its first token
+    prefill_s      seconds of passes over its prompt, those it shared with others included
+    pass_since     on the monotonic clock, when the pass under way began, later by what others' steps in it
+                   took; 0: none is under way
     peak_bytes     most that MLX held in its passes
     drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py)
     model_drafted, model_accepted  of these, the draft model's
@@ -184,6 +187,8 @@ class Sequence:
     told: bool = False
     restore_s: float = 0.0
     first_token_s: float = 0.0
+    prefill_s: float = 0.0
+    pass_since: float = 0.0
     peak_bytes: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -206,6 +211,15 @@ class Sequence:
     @property
     def remaining_prefill(self) -> int:
         return max(0, self.prompt_length - self.kv_length)
+
+    def begin_pass(self) -> None:
+        self.pass_since = time.monotonic()
+
+    def end_pass(self) -> None:
+        """Book the pass under way, if one is."""
+        if self.pass_since:
+            self.prefill_s += time.monotonic() - self.pass_since
+            self.pass_since = 0.0
 
     def may_end(self, position: int) -> bool:
         """Whether a pass, and with it a cached prefix, may end at token `position`."""

@@ -218,7 +218,6 @@ def usage_of(sequence: Sequence) -> chat.Usage:
     """Counts of a sequence as it stands."""
     now = time.monotonic()
     ttft_s = sequence.first_token_s or now - sequence.asked
-    queue_s = (sequence.admitted or now) - sequence.asked
     generated = sequence.generated
     if generated and sequence.tokens[-1] in sequence.eos:
         generated -= 1
@@ -228,9 +227,9 @@ def usage_of(sequence: Sequence) -> chat.Usage:
         cached_cold=sequence.restored_cold,
         completion_tokens=generated,
         ttft_s=ttft_s,
-        queue_s=queue_s,
+        queue_s=max(0.0, ttft_s - sequence.restore_s - sequence.prefill_s),
         restore_s=sequence.restore_s,
-        prefill_s=max(0.0, ttft_s - queue_s - sequence.restore_s),
+        prefill_s=sequence.prefill_s,
         decode_s=max(0.0, now - sequence.asked - ttft_s),
         peak_bytes=sequence.peak_bytes,
         drafted=sequence.drafted,

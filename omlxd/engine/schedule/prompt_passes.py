@@ -81,6 +81,8 @@ class PromptPasses:
                 self._compute_ends(together)
             else:
                 self.compute(together[0])
+        for sequence in together:
+            sequence.end_pass()
         return True
 
     @contextmanager
@@ -99,7 +101,8 @@ class PromptPasses:
                 self._scheduler.fail(sequence, error)
 
     def _prepare(self, sequence: Sequence) -> None:
-        """Before a pass of a sequence that has been matched again."""
+        """Before a pass of a sequence that has been matched again: its time runs from here."""
+        sequence.begin_pass()
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._loaded.model, sequence.capacity)
         if not sequence.begun:  # Report what was restored.
@@ -168,6 +171,7 @@ class PromptPasses:
         if sequence.checked is None:
             sequence.checked = mlx_adapter.checked_kv(self._loaded, file, sequence.tokens, self._block)
         self._scheduler.steps += 1
+        sequence.begin_pass()
         with mlx_adapter.row_adapters([sequence.adapter]):
             cache = next(sequence.checked)
         if cache is not None:
@@ -214,6 +218,8 @@ class PromptPasses:
         if waits:
             return  # As in `compute`; the others' turn comes again.
         if any(sequence.kv_length < sequence.last_boundary(self._block) for sequence in sequences):
+            for sequence in sequences:
+                sequence.end_pass()
             self.compute(sequences[0])  # Blocks have gone meanwhile.
             return
         tokens = Counter[Adapter | None]()

@@ -265,14 +265,21 @@ class Scheduler:
     def decode(self, *, beside_prefill: bool) -> None:
         """Run a step of every batch; wait for its end beside a prefill, so that each is timed by itself."""
         began = time.perf_counter()
+        prompts = [row for batch in self._batches for row in batch.rows if not row.first_token_s]
+        for sequence in prompts:  # Their ends were computed together, but for the last tokens.
+            sequence.begin_pass()
         for batch in list(self._batches):
             self._step(batch)
         if beside_prefill:
             for batch in self._batches:
                 batch.wait()
+        for sequence in prompts:
+            sequence.end_pass()
         self._stepped_at = time.perf_counter()
         took = self._stepped_at - began
         self.decode_s += took
+        for sequence in self.passes.computing:
+            sequence.pass_since += took
         if beside_prefill:  # One slow step is no reason to keep decoders waiting as long again.
             usual = self._step_s or took
             self._step_s = min(took, (1 - SMOOTHING) * usual + SMOOTHING * took)
@@ -346,6 +353,7 @@ class Scheduler:
     @staticmethod
     def note_good(sequence: Sequence) -> None:
         """Its KV so far gave finite logits."""
+        sequence.end_pass()
         sequence.first_token_s = sequence.first_token_s or time.monotonic() - sequence.asked
         sequence.stored.clear()
         sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())

@@ -43,8 +43,8 @@ def events_of(
         return scores_of(engine, parsed, name, asked)
     if parsed.answers == 1:
         return engine.generate(first)
-    asked = _asked(first, parsed)
-    return _choices(engine, [_choice(request, at) for request in asked for at in range(parsed.n)], parsed.n)
+    requests = [_choice(request, at) for request in _asked(first, parsed) for at in range(parsed.n)]
+    return _choices(engine, requests, parsed.n)
 
 
 def scores_of(

@@ -16,6 +16,7 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.common.units import PREFILL_CHUNK
+from omlxd.engine.output.sink import usage_of
 from omlxd.engine.schedule.prefill import PrefillBudget, slice_seconds
 
 LAYERS = 16
@@ -217,3 +218,45 @@ def test_the_rate_follows_a_slower_machine_and_leaps_with_a_faster_one():
     assert budget.rate == pytest.approx(1000)
     budget.record_pass(500, 1.0)
     assert 500 < budget.rate < 1000
+
+
+def of_its_own(output: Output) -> tuple[float, float, float]:
+    """(TTFT, its own passes, its wait) of a request that has ended."""
+    output.tokens()
+    usage = usage_of(output.sequence)
+    assert usage.queue_s + usage.restore_s + usage.prefill_s == pytest.approx(usage.ttft_s, abs=1e-6)
+    return usage.ttft_s, usage.prefill_s, usage.queue_s
+
+
+def test_waiting_for_whoever_computes_the_shared_prefix_is_no_prefill(model: Path):
+    with Rig(model) as rig:
+        slow_layers(rig, 0.0, 0.004)
+        prefix = prompt(4 * BLOCK)
+        asked = [prefix + prompt(10, seed=seed) for seed in (1, 2)]
+        computing, waiting = rig.on_engine(lambda: [rig.start(tokens, 2) for tokens in asked])
+        ttft_s, own_s, _ = of_its_own(computing)
+        assert own_s > 0.8 * ttft_s > 0.8 * 266 * 0.004
+        ttft_s, own_s, queue_s = of_its_own(waiting)
+        assert queue_s > 0.8 and 10 * 0.004 <= own_s < 0.3 * ttft_s
+
+
+def test_the_steps_of_others_in_a_pass_are_no_prefill(model: Path):
+    with Rig(model) as rig:
+        slow_layers(rig, 0.1, 0.001)
+        _, alone_s, _ = of_its_own(rig.start(prompt(4 * BLOCK + 10, seed=1), 1))
+        decoding = rig.start(prompt(20, seed=2), 500)
+        assert decoding.first.wait(60)
+        ttft_s, own_s, queue_s = of_its_own(rig.start(prompt(4 * BLOCK + 10, seed=3), 1))
+        rig.scheduler.cancel(decoding.sequence)
+        assert 0.5 < own_s < 1.5 * alone_s and queue_s > 0.3 * ttft_s
+
+
+def test_ends_that_are_computed_together_take_as_long_for_each(model: Path):
+    with Rig(model) as rig:
+        prefix = prompt(2 * BLOCK)
+        rig.run([*prefix, 300], 1)
+        slow_layers(rig, 0.1, 0.001)
+        asked = [prefix + prompt(10, seed=seed) for seed in (1, 2)]
+        for output in rig.on_engine(lambda: [rig.start(tokens, 2) for tokens in asked]):
+            ttft_s, own_s, _ = of_its_own(output)
+            assert own_s > 0.8 * ttft_s > 0.16
