@@ -53,7 +53,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         raise bad_field("suffix", "inserting text is not supported")
     if request.echo and request.logprobs is not None:
         raise bad_field("logprobs", "log-probabilities of the prompt are not supported")
-    max_tokens = limit_of(request.max_tokens, "max_tokens")
+    max_tokens = request.max_tokens and limit_of(request.max_tokens, "max_tokens")  # 0: the prompt alone.
     usual = DEFAULT_MAX_TOKENS if request.max_tokens is None else None
     prompt, *more = _prompts(request.prompt, bool(request.echo), request.n or 1)
     return ParsedRequest(

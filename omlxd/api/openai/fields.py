@@ -146,7 +146,7 @@ def generate_request(
 def limit_of(limit: int | None, param: str) -> int | None:
     """None: no limit. Raises InvalidRequest for 0."""
     if limit == 0:
-        raise bad_field(param, "Expected int >= 1")
+        raise bad_field(param, "Expected int >= 1, or -1 for no limit")
     return None if limit == -1 else limit
 
 

@@ -358,7 +358,6 @@ def test_completion_options():
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
     ],
 )

@@ -111,12 +111,25 @@ def test_wrong_fields(serving: Daemon, path: str, field: str, value: Any):
 
 
 @BOTH
-def test_no_tokens_is_a_wrong_field_but_of_messages_where_it_computes_the_prompt(serving: Daemon, path: str):
+def test_no_tokens_is_a_wrong_field_of_chats_and_in_messages_the_prompt_alone(serving: Daemon, path: str):
     answer = ask(serving, path, max_tokens=0)
     if path == MESSAGES:
         assert answer.status_code == 200 and answer.json()["usage"]["output_tokens"] == 0
     else:
         refused(answer, 400, "max_tokens")
+        assert "Expected int >= 1, or -1 for no limit" in answer.text
+
+
+def test_no_tokens_of_a_completion_are_the_prompt_alone(serving: Daemon):
+    asked = {"model": serving.model, "prompt": ["Once upon", "a time"], "max_tokens": 0}
+    for echo, texts in ((True, ["Once upon", "a time"]), (False, ["", ""])):
+        answer = serving.post(COMPLETIONS, asked | {"echo": echo, "n": 1})
+        assert answer.status_code == 200, answer.text
+        assert [choice["text"] for choice in answer.json()["choices"]] == texts
+        assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"length"}
+        assert answer.json()["usage"]["completion_tokens"] == 0
+    streamed = serving.post(COMPLETIONS, asked | {"echo": True, "prompt": "Once upon", "stream": True}).text
+    assert '"text":"Once upon"' in streamed and '"finish_reason":"length"' in streamed
 
 
 @pytest.mark.parametrize("prompt", ["", [], {}, None, [1.5], [-1], [10**9], [10**30], ["a", 1], [[[1]]]])
