@@ -16,7 +16,8 @@ import msgspec
 from ..chat import ErrorCode
 from ..errors import OmlxdError, ThreadError
 
-Protocol = Literal["anthropic", "openai", "ollama"]
+Protocol = Literal["anthropic", "openai", "completions", "ollama"]
+"""`completions` is OpenAI's too; its prompts are no messages."""
 
 MAX_RETRY_AFTER = 60
 """Seconds. Claude Code gives up at once if it has to wait longer."""
@@ -91,6 +92,8 @@ def protocol_of(path: str, versioned: bool = False) -> Protocol:
         return "anthropic"
     if _under(path, ("/api",)) and not _under(path, _LM_STUDIO):
         return "ollama"
+    if _under(path, ("/v1/completions",)):
+        return "completions"
     return "anthropic" if versioned and not _under(path, _OPENAI) else "openai"
 
 
@@ -103,19 +106,25 @@ def message_of(error: OmlxdError, protocol: Protocol) -> str:
     if error.code == "authentication":
         return f"{_WRONG_KEY[protocol]}. {error.message}"
     numbers = _TOO_LONG.match(error.message) if error.code == "prompt_too_long" else None
-    if protocol != "openai" or not numbers:
+    if protocol in ("anthropic", "ollama") or not numbers:
         return error.message
     limit = int(numbers[2])
+    too_long = (
+        f"prompt is too long: it resulted in {numbers[1]} tokens and exceeds the context window"
+        if protocol == "completions"
+        else f"messages resulted in {numbers[1]} tokens: the prompt is too long, and your input exceeds the "
+        "context window of this model"
+    )
     return (
-        f"This model's maximum context length is {limit + 1} tokens. However, your messages resulted in "
-        f"{numbers[1]} tokens: the prompt is too long, and your input exceeds the context window of this "
-        f"model, which leaves {limit} for it.{numbers[3]}"
+        f"This model's maximum context length is {limit + 1} tokens. However, your {too_long}, which leaves "
+        f"{limit} for it.{numbers[3]}"
     )
 
 
 _WRONG_KEY: dict[Protocol, str] = {
     "anthropic": "invalid x-api-key",
     "openai": "Incorrect API key provided",
+    "completions": "Incorrect API key provided",
     "ollama": "unauthorized",
 }
 _TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (\d+) maximum\.?(.*)")
@@ -125,8 +134,8 @@ def error_body(
     error: OmlxdError, protocol: Protocol, request_id: str
 ) -> AnthropicError | OpenAIError | OllamaError:
     """The JSON object that tells of `error`; also what a stream sends after it has begun."""
-    if protocol == "openai":
-        return OpenAIError(openai_detail(error))
+    if protocol in ("openai", "completions"):
+        return OpenAIError(openai_detail(error, protocol))
     if protocol == "ollama":
         return OllamaError(message_of(error, protocol))
     details = _Details(error.detail) if isinstance(error, ThreadError) else None
@@ -135,12 +144,12 @@ def error_body(
     )
 
 
-def openai_detail(error: OmlxdError) -> OpenAIDetail:
+def openai_detail(error: OmlxdError, protocol: Protocol = "openai") -> OpenAIDetail:
     """What OpenAI's error objects hold."""
     _, _, kind, code = _TABLE[error.code]
     if error.code == "not_found":
         code = _MISSING.get(error.param or "")
-    return OpenAIDetail(message_of(error, "openai"), kind, error.param, code)
+    return OpenAIDetail(message_of(error, protocol), kind, error.param, code)
 
 
 def http_error(

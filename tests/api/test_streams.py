@@ -202,6 +202,12 @@ def test_openai_pings_and_errors_are_data():
         b'of this model, which leaves 8 for it.",'
         b'"type":"invalid_request_error","param":null,"code":"context_length_exceeded"}}\n\n'
     )
+    (chunk,) = datas(OpenAICompletionStream("c1", "m", 5, "req_1").error(PromptTooLong(9, 8)))
+    assert chunk["error"]["code"] == "context_length_exceeded"
+    assert chunk["error"]["message"] == (
+        "This model's maximum context length is 9 tokens. However, your prompt is too long: it resulted in 9 "
+        "tokens and exceeds the context window, which leaves 8 for it."
+    )
 
 
 def test_logprobs():
@@ -357,3 +363,4 @@ def test_retry_after_is_there_and_never_above_a_minute():
 def test_protocol_of():
     assert protocol_of("/v1/messages") == protocol_of("/v1/messages/count_tokens") == "anthropic"
     assert protocol_of("/v1/messagesx") == protocol_of("/") == "openai"
+    assert protocol_of("/v1/completions", versioned=True) == "completions"

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...errors import OmlxdError
-from ..errors import error_body
+from ..errors import Protocol, error_body
 from ..sse import DONE, data_event
 from .fields import Timings, UsageBody, timings_of, usage_body
 
@@ -31,6 +31,7 @@ class ChoicesStream(ABC):
 
     _chunk_type: Callable[..., Any]
     """The struct of one chunk: (id, created, model, choices, usage)."""
+    _protocol: Protocol = "openai"
 
     def __init__(
         self, id: str, model: str, created: int, request_id: str, include_usage: bool = False, n: int = 1
@@ -51,7 +52,7 @@ class ChoicesStream(ABC):
 
     def error(self, error: OmlxdError) -> bytes:
         # No [DONE] after it: a client that skips the error must not take the answer for whole.
-        return data_event(error_body(error, "openai", self._request_id))
+        return data_event(error_body(error, self._protocol, self._request_id))
 
     def _take_ids(self, index: int) -> dict[str, Any]:
         """`ids_of` what came since the choice's last chunk: they go with their text, as vLLM's."""

@@ -133,7 +133,7 @@ class _Choice(msgspec.Struct):
 
 
 def _failed(failed: chat.Failed, index: int) -> _Choice:
-    detail = openai_detail(OmlxdError.from_event(failed))
+    detail = openai_detail(OmlxdError.from_event(failed), "completions")
     return _Choice("", finish_reason="error", index=index, error=detail)
 
 
@@ -151,6 +151,7 @@ class OpenAICompletionStream(ChoicesStream):
     """`sse.StreamEncoder` of one completion. `created`: Unix seconds."""
 
     _chunk_type = Completion
+    _protocol = "completions"
 
     def start(self) -> bytes:
         return b"".join(self._chunk(_Choice("", index=index)) for index in range(self._n))

@@ -24,14 +24,19 @@ _PROBLEMS = {
     "413": "The body is larger than the limit.",
     "503": "Loading, restarting or full; `retry-after` says when to try again.",
 }
-_ERRORS = {"anthropic": AnthropicError, "openai": OpenAIError, "ollama": OllamaError}
+_ERRORS = {
+    "anthropic": AnthropicError,
+    "openai": OpenAIError,
+    "completions": OpenAIError,
+    "ollama": OllamaError,
+}
 
 
 def document(routes: Sequence[BaseRoute]) -> bytes:
     """The document on these routes, as JSON."""
     operations = [route for route in routes if isinstance(route, Operation)]
     types = [t for each in operations for t in (each.body, each.answer, each.unready) if t is not None]
-    types += list(_ERRORS.values())
+    types += list(dict.fromkeys(_ERRORS.values()))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFS)
     schema_of = dict(zip(map(id, types), schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}

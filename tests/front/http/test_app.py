@@ -384,10 +384,10 @@ async def test_failures_before_the_first_event(path, stream, error, status, text
         # What Claude Code parses; what LiteLLM and LangChain look for.
         expected = "prompt is too long: 5000 tokens > 4096 maximum"
         if path != "/v1/messages":
-            expected = (
-                "This model's maximum context length is 4097 tokens. However, your messages resulted in "
-            )
+            expected = "This model's maximum context length is 4097 tokens. However, your "
         assert message.startswith(expected)
+        assert ("messages resulted in 5000 tokens" in message) == (path == "/v1/chat/completions")
+        assert message.count("too long") == 1
         assert "prompt is too long" in message
         assert ("exceeds the context window" in message) == (path != "/v1/messages")
     if status in (503, 529):
