@@ -301,7 +301,7 @@ class Usage(Struct, frozen=True):
 
     cached_hot/_cold   of the prompt, restored from RAM / from SSD; the rest was computed
     recomputed         of that rest, what lay on SSD: computing it was faster, or a file was damaged
-    completion_tokens  generated, without the end-of-turn token
+    completion_tokens  generated, the end-of-turn token among them, as vLLM counts
     reasoning_tokens   of these, inside the thinking block
     ttft_s             seconds from `GenerateRequest.asked` to the first token
     queue_s, restore_s, prefill_s  of these: waiting (for a load, a slot, its turn, a prefix that another
@@ -309,7 +309,7 @@ class Usage(Struct, frozen=True):
     decode_s           seconds from the first token to the end; of several choices, from the first token of
                        any to the end of the last
     peak_bytes         most that MLX held in its passes, all that was in memory beside it included
-    drafted, accepted  tokens that were guessed, and guesses that held
+    drafted, accepted  tokens that were guessed, and guesses that held, all of a last pass
     model_drafted, model_accepted  of these, the draft model's
     """
 

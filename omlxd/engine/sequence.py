@@ -127,7 +127,8 @@ class Sequence:
     pass_since     on the monotonic clock, when the pass under way began, later by what others' steps in it
                    took; 0: none is under way
     peak_bytes     most that MLX held in its passes
-    drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py)
+    drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py), as
+                   far as its answer goes (`RequestSink.count`)
     model_drafted, model_accepted  of these, the draft model's
     sink           where output goes (engine/output/sink.py); opaque to the scheduler
     """

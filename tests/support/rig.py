@@ -83,6 +83,9 @@ class Output:
         self.likelihoods.append(likelihood)
         self.first.set()
 
+    def count(self, work: Any) -> None:
+        work()
+
     def scored(self, scores: LabelScores) -> None:
         self.scores = scores
 

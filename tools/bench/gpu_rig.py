@@ -213,6 +213,8 @@ class Collector:
 
     def token(self, token: int, likelihood: Any = None) -> None: ...
 
+    def count(self, work: Any) -> None: ...
+
     def finished(self, sequence: Sequence, reason: str) -> None:
         self.ended = True
 

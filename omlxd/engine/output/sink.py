@@ -45,6 +45,7 @@ class OutputThread:
         closing = False
         while not closing:
             events: list[tuple[int, chat.Event]] = []
+            work = None  # It may hold a request, and would as long as nothing comes.
             work = self._queue.get()
             while True:
                 if work is None:
@@ -117,12 +118,19 @@ class RequestSink:
     def token(self, token: int, likelihood: Likelihood | None) -> None:
         self._output.put(lambda: self._guarded(lambda: self._token(token, likelihood)))
 
+    def count(self, work: Callable[[], None]) -> None:
+        """Have the output thread count something in order, unless the answer has ended before it.
+
+        The engine is ahead of a stop string, by as much as the output thread happens to be behind.
+        """
+        self._output.put(lambda: self._counted(work))
+
     def scored(self, scores: LabelScores) -> None:
         self._output.put(lambda: self._guarded(lambda: self._scored(scores)))
 
     def finished(self, sequence: Sequence, reason: chat.FinishReason) -> None:
-        usage = usage_of(sequence)
-        self._output.put(lambda: self._guarded(lambda: self._finish(reason, usage)))
+        now = time.monotonic()
+        self._output.put(lambda: self._guarded(lambda: self._finish(reason, usage_of(sequence, now))))
 
     def failed(self, sequence: Sequence, error: OmlxdError) -> None:
         self._output.put(lambda: self._fail(error.as_event()))
@@ -156,6 +164,11 @@ class RequestSink:
             self.stop()
             return self._fail(OmlxdError(f"can't parse the output: {error}").as_event())
 
+    def _counted(self, work: Callable[[], None]) -> list[tuple[int, chat.Event]]:
+        if not self._ended and not self.is_silent:
+            work()
+        return []
+
     def _token(self, token: int, likelihood: Likelihood | None) -> list[tuple[int, chat.Event]]:
         self._taken += 1
         events: list[tuple[int, chat.Event]] = []
@@ -167,7 +180,6 @@ class RequestSink:
         events += self._emit(self._parser.add_token(token, likelihood))
         if self._parser.ended:
             self.stop()
-            # The engine is ahead by now, by as much as this thread happens to be behind.
             events += self._finish("stop", replace(self.usage(), completion_tokens=self._taken))
         return events
 
@@ -214,18 +226,15 @@ def _nothing() -> None:
     pass
 
 
-def usage_of(sequence: Sequence) -> chat.Usage:
-    """Counts of a sequence as it stands."""
-    now = time.monotonic()
+def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
+    """Counts of a sequence as it stands. `now`: on the monotonic clock; None: the time."""
+    now = now or time.monotonic()
     ttft_s = sequence.first_token_s or now - sequence.asked
-    generated = sequence.generated
-    if generated and sequence.tokens[-1] in sequence.eos:
-        generated -= 1
     return chat.Usage(
         prompt_tokens=sequence.prompt_length,
         cached_hot=sequence.restored_hot,
         cached_cold=sequence.restored_cold,
-        completion_tokens=generated,
+        completion_tokens=sequence.generated,
         ttft_s=ttft_s,
         queue_s=max(0.0, ttft_s - sequence.restore_s - sequence.prefill_s),
         restore_s=sequence.restore_s,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -286,8 +287,6 @@ class DecodeBatch:
             self._record(hidden[:, :count] if hidden is not None else None, row.kv_length)
             row.kv_length += count
             row.sampler.step, row.sampler.penalties = own[count - 1].step, own[count - 1].penalties
-            row.drafted += len(guess)
-            row.accepted += count - 1
         if recurrent and len(kept[0]) <= width:  # Of one row: what held is computed again.
             mlx_adapter.put_back(recurrent, self.rows[0].kv_length - len(kept[0]))
             mlx_adapter.trim(self._cache, [width + 1])
@@ -299,11 +298,8 @@ class DecodeBatch:
             for token in tokens:
                 _advance(row, token)
             speculator = self._speculators[row]
-            if speculator.of_model:
-                row.model_drafted += len(guess)
-                row.model_accepted += len(tokens) - 1
-            counts = self._speculation.counts[row.adapter]
-            counts.record(len(guess), len(tokens) - 1, of_model=speculator.of_model)
+            held, of_model = len(tokens) - 1, speculator.of_model
+            row.sink.count(partial(self._speculation.count, row, len(guess), held, of_model=of_model))
             speculator.add_tokens(tokens, len(guess))
         self._spared += self._speculation.times.record_check(len(self.rows), width, clock() - began)
         return draws

@@ -195,7 +195,6 @@ class PromptPasses:
         if sequence.write_kv is not None:
             sequence.write_kv(sequence.cache)
         token, likelihood = sample_one(sequence.sampler, logits)
-        self._scheduler.decoded[sequence.adapter] += 1
         mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
         if self._scheduler.accept(sequence, token, likelihood):
             # The token is out; now there is time to store the last blocks.

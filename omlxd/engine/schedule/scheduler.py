@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
@@ -75,7 +76,7 @@ class Scheduler:
         self._stepped_at = 0.0  # When the last step ended.
         self.speculation = speculation
         self.prefilled: Counter[Adapter | None] = Counter()  # Tokens, by whose they are.
-        self.decoded: Counter[Adapter | None] = Counter()  # Likewise.
+        self.decoded: Counter[Adapter | None] = Counter()  # Likewise, as far as answers have them.
         self.steps = 0
 
     # ----------------------------------------------------------------- from other threads
@@ -291,11 +292,9 @@ class Scheduler:
             tokens = batch.step()
             ended: list[Sequence] = []
             for sequence, token, likelihood in tokens:
-                if sequence not in ended:
-                    self.decoded[sequence.adapter] += 1
-                    if not self.accept(sequence, token, likelihood):
-                        sequence.kv_length = min(sequence.kv_length, len(sequence.tokens))
-                        ended.append(sequence)
+                if sequence not in ended and not self.accept(sequence, token, likelihood):
+                    sequence.kv_length = min(sequence.kv_length, len(sequence.tokens))
+                    ended.append(sequence)
             self.leave(batch, ended)
             for sequence in batch.rows:
                 self.offer(sequence, batch)
@@ -340,6 +339,7 @@ class Scheduler:
         sequence.tokens.append(token)
         if sequence.cancelled:
             return False
+        sequence.sink.count(partial(self._count_token, sequence.adapter))
         if token in sequence.eos:
             sequence.sink.finished(sequence, "stop")
             return False
@@ -349,6 +349,9 @@ class Scheduler:
             sequence.sink.finished(sequence, "length")
             return False
         return True
+
+    def _count_token(self, adapter: Adapter | None) -> None:
+        self.decoded[adapter] += 1
 
     @staticmethod
     def note_good(sequence: Sequence) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..constrain.constraint import Constraint
+from ..sequence import Sequence
 from .draft_model import DraftModel
 from .mtp import MtpModel
 
@@ -314,6 +315,15 @@ class Speculation:
     draft_model: DraftModel | MtpModel | None = None
     draft_seconds: dict[int, float] = field(default_factory=dict)
     counts: defaultdict[Hashable, GuessCounts] = field(default_factory=lambda: defaultdict(GuessCounts))
+
+    def count(self, row: Sequence, guesses: int, held: int, *, of_model: bool) -> None:
+        """Count what a pass checked of `row`."""
+        self.counts[row.adapter].record(guesses, held, of_model=of_model)
+        row.drafted += guesses
+        row.accepted += held
+        if of_model:
+            row.model_drafted += guesses
+            row.model_accepted += held
 
     def record_step(self, rows: int, seconds: float) -> None:
         """A plain step took `seconds`."""

@@ -55,10 +55,10 @@ DERIVED = {
 """Engine values that are exported only as part of something else."""
 
 HELP = {
-    "generation_tokens_total": "Generated tokens.",
-    "spec_decode_num_drafts_total": "How often a pass checked guesses of a request.",
-    "spec_decode_num_draft_tokens_total": "Guessed tokens that were checked.",
-    "spec_decode_num_accepted_tokens_total": "Guessed tokens that held.",
+    "generation_tokens_total": "Tokens of answers as usage has them, the end-of-turn token among them.",
+    "spec_decode_num_drafts_total": "How often a pass checked guesses of a request, up to its end.",
+    "spec_decode_num_draft_tokens_total": "Guessed tokens that were checked, as usage has them.",
+    "spec_decode_num_accepted_tokens_total": "Guessed tokens that held, as usage has them.",
     "spec_decode_draft_model": "1 where a draft model is loaded, else 0.",
     "spec_decode_num_drafts_of_draft_model_total": "Of the checks, those of the draft model's guesses.",
     "spec_decode_num_draft_tokens_of_draft_model_total": "Of the guesses, the draft model's.",

@@ -37,7 +37,7 @@ def test_an_answer_ends_at_a_stop_token_and_its_ids_are_those_of_its_text(host: 
         replace(request, sampling=replace(request.sampling, stop_token_ids=(stop,)), return_token_ids=False)
     )
     assert finished(stopped).reason == "stop"
-    assert finished(stopped).usage.completion_tokens == ids.index(stop)
+    assert finished(stopped).usage.completion_tokens == ids.index(stop) + 1
     assert text_of(stopped) == tokenizer.decode(ids[: ids.index(stop)])
     assert not any(isinstance(event, TokenIds) for event in stopped)
 

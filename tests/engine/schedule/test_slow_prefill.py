@@ -243,12 +243,11 @@ def test_waiting_for_whoever_computes_the_shared_prefix_is_no_prefill(model: Pat
 def test_the_steps_of_others_in_a_pass_are_no_prefill(model: Path):
     with Rig(model) as rig:
         slow_layers(rig, 0.1, 0.001)
-        _, alone_s, _ = of_its_own(rig.start(prompt(4 * BLOCK + 10, seed=1), 1))
         decoding = rig.start(prompt(20, seed=2), 500)
         assert decoding.first.wait(60)
         ttft_s, own_s, queue_s = of_its_own(rig.start(prompt(4 * BLOCK + 10, seed=3), 1))
         rig.scheduler.cancel(decoding.sequence)
-        assert 0.5 < own_s < 1.5 * alone_s and queue_s > 0.3 * ttft_s
+        assert 0.5 < own_s < 0.85 * ttft_s and queue_s > 0.15 * ttft_s
 
 
 def test_ends_that_are_computed_together_take_as_long_for_each(model: Path):
