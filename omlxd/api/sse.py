@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ..chat import Event, Struct, ToolCall, ToolCallCut, ToolCallDelta, Usage
 from ..errors import OmlxdError
@@ -59,7 +60,10 @@ class OpenCall:
 
 
 class UsageExtension(Struct, frozen=True):
-    """What no protocol has a field for, as `chat.Usage` has it; stands as `omlxd` in usage."""
+    """What no protocol has a field for, as `chat.Usage` has it; stands as `omlxd` in usage.
+
+    drafted, accepted  both or neither; so are model_drafted and model_accepted
+    """
 
     cached_hot: int
     cached_cold: int
@@ -71,14 +75,19 @@ class UsageExtension(Struct, frozen=True):
     decode_s: float
     tokens_per_s: float
     peak_bytes: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    model_drafted: int = 0
-    model_accepted: int = 0
+    drafted: int | UnsetType = UNSET
+    accepted: int | UnsetType = UNSET
+    model_drafted: int | UnsetType = UNSET
+    model_accepted: int | UnsetType = UNSET
     recomputed: int = 0
 
 
 def usage_extension(usage: Usage) -> UsageExtension:
     computed = usage.prompt_tokens - usage.cached_tokens
-    names = [name for name in UsageExtension.__struct_fields__ if name != "computed"]
+    left_out = {"computed"}
+    if not usage.drafted:
+        left_out |= {"drafted", "accepted"}
+    if not usage.model_drafted:
+        left_out |= {"model_drafted", "model_accepted"}
+    names = [name for name in UsageExtension.__struct_fields__ if name not in left_out]
     return UsageExtension(computed=computed, **{name: round(getattr(usage, name), 6) for name in names})
