@@ -91,6 +91,7 @@ def event(kind: type) -> Callable[[object], bool]:
     )
 
 
+@pytest.mark.slow
 def test_while_it_imports(engine: Engine):
     engine.hang_up()
 

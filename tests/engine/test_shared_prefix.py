@@ -170,13 +170,10 @@ def test_a_rows_logits_do_not_depend_on_who_shares(model: Path):
 # --------------------------------------------------------------------------- once in live memory
 
 
+@pytest.mark.slow  # Of the fast ones test_segment_attention.py's requests share by the scheduler too.
 @pytest.mark.parametrize(
     ("origin", "speculate"),
-    [
-        ("ssd", True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("cold", True), ("ram", True))),
-        *(pytest.param(o, False, marks=pytest.mark.slow) for o in ("cold", "ram", "ssd")),
-    ],
+    [(origin, speculate) for speculate in (True, False) for origin in ("cold", "ram", "ssd")],
 )
 def test_four_requests_hold_their_prefix_once(
     model: Path, uncached: Reference, tmp_path: Path, origin: str, speculate: bool, monkeypatch

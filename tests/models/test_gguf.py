@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from daemon import Daemon
 from families import build_family
+from fast_or_slow import rest_slow
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from gguf_files import write_gguf
@@ -53,7 +54,9 @@ def small(family: str, folder: Path, changes: dict[str, object]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "arch", "kind", "changes"), CASES, ids=lambda v: str(getattr(v, "name", v))
+    ("family", "arch", "kind", "changes"),
+    rest_slow(CASES, *CASES[::3]),
+    ids=lambda v: str(getattr(v, "name", v)),
 )
 def test_logits_are_those_of_the_dequantised_weights(family, arch, kind, changes, tmp_path, capsys):
     source = small(family, tmp_path / "source", changes)

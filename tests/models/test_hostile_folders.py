@@ -14,6 +14,7 @@ import psutil
 import pytest
 from daemon import Daemon, demo_model, demo_model_with
 from engine_processes import collect, engine, package_on_the_path, until, up  # noqa: F401
+from fast_or_slow import rest_slow
 from templates import DEEPSEEK, GLM, HARMONY, QWEN3, QWEN3_THINKING
 from transformers.utils import chat_template_utils
 
@@ -194,7 +195,7 @@ def test_a_child_ends_with_its_parent(processes):
         "{% if %}",
     ],
 )
-@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("thinking", rest_slow([True, False], True))
 def test_the_child_renders_as_transformers_does(processes, template, thinking):
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"b": [1, 2.5, None, "é"]}}}
     messages = [

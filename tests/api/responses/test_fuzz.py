@@ -53,7 +53,7 @@ def test_the_whole_body_is_fine():
     assert answer.status_code == 200 and "response.completed" in answer.text
 
 
-@counts(60, 250)
+@counts(30, 250)
 def test_no_body_makes_a_500(count):
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=st.data())

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import pytest
+from fast_or_slow import rest_slow
 from grammar_walk import CLOSERS, Walker
 from host import chat
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,7 +20,7 @@ from omlxd.chat import Conversation, Tool, ToolCall, ToolCallDelta
 from omlxd.engine.constrain.call_grammar import INPUT
 from omlxd.engine.output.parser import OutputParser
 from omlxd.errors import InvalidRequest
-from tests.engine.constrain.test_forced_calls import CASES, allows, compiled, compiler_of, spelled
+from tests.engine.constrain.test_forced_calls import CASES, SOME, allows, compiled, compiler_of, spelled
 from tests.engine.output.test_harmony import tokenizer as harmony  # noqa: F401 -- a fixture
 
 LINES = r"""
@@ -75,7 +76,7 @@ QUOTED = ("json_tools", "pythonic", "kimi_k2", "mistral")
 BARE = [case for case in CASES if case[0] not in QUOTED]
 
 
-@pytest.mark.parametrize(("name", "special"), BARE)
+@pytest.mark.parametrize(("name", "special"), rest_slow(BARE, *SOME))
 def test_noise_writes_what_the_grammar_says(tokenizer, name, special):
     model = spelled(tokenizer, name, special)
     compiler, walker, tool = compiler_of(model), walker_of(model), custom(LINES)

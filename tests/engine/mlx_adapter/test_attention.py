@@ -47,7 +47,11 @@ def decode(
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (33, 33), (33,)], ids=["unequal", "equal", "one row"])
+@pytest.mark.parametrize(
+    "lengths",
+    [LENGTHS, *(pytest.param(equal, marks=pytest.mark.slow) for equal in ((33, 33), (33,)))],
+    ids=["unequal", "equal", "one row"],
+)
 @pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_it_computes_what_mlx_does(family: str, lengths: tuple[int, ...], tmp_path, reference):
     loaded = mlx_adapter.load(build_family(family, tmp_path / family))

@@ -56,7 +56,11 @@ class Steps:
         return out
 
 
-@pytest.mark.parametrize("lengths", [(5, 40, 17), (33, 33), (33,)], ids=["unequal", "equal", "one row"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(5, 40, 17), *(pytest.param(equal, marks=pytest.mark.slow) for equal in ((33, 33), (33,)))],
+    ids=["unequal", "equal", "one row"],
+)
 @pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_it_computes_what_the_model_does(family: str, lengths: tuple[int, ...], tmp_path, reference):
     loaded = mlx_adapter.load(build_family(family, tmp_path / family))

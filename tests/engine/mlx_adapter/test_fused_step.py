@@ -145,7 +145,11 @@ def test_packed_kv_in_a_fused_step(bits: int, tmp_path, reference, fused):
         np.testing.assert_allclose(got, want, atol=2e-4)
 
 
-@pytest.mark.parametrize("lengths", [(5, 40, 17), (33, 33), (33,)], ids=["unequal", "equal", "one row"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(5, 40, 17), *(pytest.param(equal, marks=pytest.mark.slow) for equal in ((33, 33), (33,)))],
+    ids=["unequal", "equal", "one row"],
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pass_of_several_tokens_is_that_of_steps(variant: str, lengths, tmp_path, reference, fused):
     """Also where rows have taken different numbers of guesses, and where there was no room."""

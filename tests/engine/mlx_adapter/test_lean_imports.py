@@ -130,6 +130,7 @@ def test_whoever_asks_for_more_gets_what_transformers_gives(learnt):
         assert lean[name] == plain[name] == [False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["transformers", "transformers.models"])
 @pytest.mark.parametrize("what", ["all", "places", "modules", "missing", "structure", "dir"])
 def test_the_lists_are_whole_then(learnt, module, what):

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fast_or_slow import rest_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
@@ -53,7 +54,7 @@ def _zoo():
     return zoo()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_slow(NAMES, "demo", "bytes-nfc", "unigram-always"))
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3))
 @settings(max_examples=120, deadline=None)
 def test_segments_give_the_ids_of_the_whole(name, texts):

@@ -111,7 +111,7 @@ def wait_for_tokens(output: Output, count: int) -> None:
 @pytest.mark.parametrize(
     ("family", "kv_bits", "seeds"),
     [
-        *(("qwen3", 8, 1), ("gemma3_text", 0, 1)),
+        ("qwen3", 8, 1),
         pytest.param("qwen3", 8, 2, marks=pytest.mark.slow),
         *(pytest.param(name, 0, 2, marks=pytest.mark.slow) for name in NOT_RECURRENT),
     ],

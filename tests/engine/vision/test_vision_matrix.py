@@ -116,6 +116,7 @@ def test_text_before_an_image_is_kept_for_another_image(rig: VisionRig, uncached
         assert sequence.before_images == ()
 
 
+@pytest.mark.slow
 def test_the_image_at_another_place_is_computed_there(rig: VisionRig, uncached: VisionRig):
     check(rig, uncached, TALK)
     towers = rig.images.towers
@@ -139,6 +140,7 @@ def test_an_answer_is_a_prefix_too(rig: VisionRig, uncached: VisionRig):
     assert restored >= output.sequence.prompt_length + 80 - 2 * BLOCK
 
 
+@pytest.mark.slow
 def test_a_prompt_that_was_broken_off_is_gone_on_with(rig: VisionRig, uncached: VisionRig):
     long = [(150, 1), image(1), (300, 2), image(2), (100, 3)]
     broken = rig.begin(long)

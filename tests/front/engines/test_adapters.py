@@ -183,6 +183,7 @@ def test_a_broken_adapter_is_an_error_for_it_alone_until_it_is_mended(daemon: Da
         shutil.rmtree(unsound)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_was_trained_on_is_served_at_once(daemon: Daemon, model: Path, tmp_path: Path):
     before = text(daemon, "tiny:style")
     kept = shutil.copytree(model / "style", tmp_path / "kept")

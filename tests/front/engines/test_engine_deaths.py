@@ -80,7 +80,8 @@ UNSTREAMED = {
 }
 
 
-@pytest.mark.parametrize("path", rest_slow(UNSTREAMED, "/v1/messages"))
+@pytest.mark.slow
+@pytest.mark.parametrize("path", UNSTREAMED)
 def test_an_answer_that_nobody_has_read_of_is_made_again(dying: Dying, path: str):
     fields, answers = UNSTREAMED[path]
     content = {"model": dying.daemon.model, "temperature": 0, **fields}

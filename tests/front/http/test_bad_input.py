@@ -387,6 +387,7 @@ def test_cache_dir_is_full_from_the_start(tmp_path: Path):
         serves_without_cold_tier(tmp_path / "home", disk)
 
 
+@pytest.mark.slow
 def test_disk_fills_up_while_serving(tmp_path: Path):
     with (
         small_disk(tmp_path / "disk", "3m") as disk,

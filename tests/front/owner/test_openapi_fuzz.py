@@ -116,7 +116,7 @@ class AppClient(httpx.Client):
         return asyncio.run(send())
 
 
-@counts(4, 20)
+@counts(2, 20)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_the_app_keeps_its_document(method, path, count):
     @examples(count)

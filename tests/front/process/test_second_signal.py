@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from daemon import PATIENCE_S
+from fast_or_slow import rest_slow
 
 from tests.front.process.test_serve import REPO, STUB, Daemon
 from tests.models.test_resolve import make
@@ -72,7 +73,7 @@ def start(tmp_path: Path) -> Iterator:
         one.process.communicate()
 
 
-@pytest.mark.parametrize("moment", ["drain", "flush", "cache closes"])
+@pytest.mark.parametrize("moment", rest_slow(["drain", "flush", "cache closes"], "flush"))
 def test_a_second_signal_while_something_ends_is_its_end(start, moment):
     daemon = start(moment)
     daemon.wait_for("listening")
@@ -82,7 +83,7 @@ def test_a_second_signal_while_something_ends_is_its_end(start, moment):
     assert daemon.process.wait(PATIENCE_S) == 1
 
 
-@pytest.mark.parametrize("moment", ["all has ended", "log closes"])
+@pytest.mark.parametrize("moment", rest_slow(["all has ended", "log closes"], "log closes"))
 def test_once_all_has_ended_a_second_signal_changes_nothing(start, moment):
     daemon = start(moment)
     daemon.wait_for("listening")
