@@ -221,6 +221,7 @@ class GenerateRequest(Struct, frozen=True):
                 are the prompt; "": none
     kv_into     one that the prompt's KV is written to; "": none
     name        the request's id in the access log, for the engine's lines; "": it has none
+    again       another answer to a prompt of the same client's request: counters of prompts have it already
     asked       when its client asked, of `time.monotonic`, which is the same in all processes; 0: when the
                 engine has its tokens
     """
@@ -242,6 +243,7 @@ class GenerateRequest(Struct, frozen=True):
     kv_from: str = ""
     kv_into: str = ""
     name: str = ""
+    again: bool = False
     asked: float = 0.0
 
 

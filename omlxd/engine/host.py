@@ -252,6 +252,7 @@ class EngineHost:
             sink=sink,
             session=request.session,
             name=request.name,
+            again=request.again,
             asked=request.asked,
         )
         if images is not None:

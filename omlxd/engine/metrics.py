@@ -70,6 +70,8 @@ def _computed(scheduler: Scheduler, adapter: Adapter | None) -> dict[str, float]
     """Tokens and guesses of an adapter; None: of the model itself."""
     values: dict[str, float] = {
         "prompt_tokens_total": scheduler.prefilled[adapter],
+        "prompt_tokens_hot_total": scheduler.restored_hot[adapter],
+        "prompt_tokens_cold_total": scheduler.restored_cold[adapter],
         "generation_tokens_total": scheduler.decoded[adapter],
     }
     if scheduler.speculation is not None:

@@ -89,6 +89,7 @@ class Sequence:
     """tokens: prompt and output. Compared by identity.
 
     name           in log lines: its id in the access log
+    again          as the request has it (chat.py): its prompt is not counted
     prompt_length  tokens of the prompt
     hashes         chain hashes of the prompt's full blocks, then of the output's as they fill up
     root           parent of the first block
@@ -155,6 +156,7 @@ class Sequence:
     extra_keys: Mapping[int, Seq[ExtraKey]] = field(default_factory=dict)
     session: str = ""
     name: str = ""
+    again: bool = False
     state: State = State.WAITING
     cache: Cache | None = None
     table: BlockTable | None = None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ import mlx.core as mx
 from ...chat import Progress
 from ...errors import OmlxdError
 from .. import mlx_adapter
-from ..mlx_adapter import Adapter, LoadedModel, PromptCacheFile
+from ..mlx_adapter import LoadedModel, PromptCacheFile
 from ..sequence import Sequence, State
 from .draft_model import clock
 from .prefill import TOGETHER
@@ -154,7 +153,7 @@ class PromptPasses:
             if memory is not None and decoded == self._scheduler.decode_s:
                 memory.end_chunk(start, stop)
         self._scheduler.steps += 1
-        self._scheduler.prefilled[sequence.adapter] += stop - start
+        self._scheduler.count_prompt(sequence, stop - start)
         sequence.kv_length = stop
         sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
         if stop < length:
@@ -221,10 +220,8 @@ class PromptPasses:
                 sequence.end_pass()
             self.compute(sequences[0])  # Blocks have gone meanwhile.
             return
-        tokens = Counter[Adapter | None]()
-        for sequence in sequences:
-            tokens[sequence.adapter] += sequence.remaining_prefill
-        with self._looking_up(sequences, self._is_long(tokens.total())):
+        tokens = [sequence.remaining_prefill for sequence in sequences]
+        with self._looking_up(sequences, self._is_long(sum(tokens))):
             cache = compute_ends(self._loaded.model, sequences)
         batch = self._scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
         try:
@@ -233,8 +230,8 @@ class PromptPasses:
             self._scheduler.drop_batch(batch, batch.rows, error)
             raise
         self._scheduler.steps += 1
-        self._scheduler.prefilled += tokens
-        for sequence in sequences:
+        for sequence, computed in zip(sequences, tokens, strict=True):
+            self._scheduler.count_prompt(sequence, computed)
             sequence.state = State.DECODING
         self._scheduler.leave(batch, [sequence for sequence in sequences if sequence.cancelled])
 
@@ -257,7 +254,7 @@ class PromptPasses:
                 scores = [*score(self._loaded, together)]
             self._scheduler.steps += 1
             for sequence, its_scores in scores:
-                self._scheduler.prefilled[sequence.adapter] += sequence.remaining_prefill
+                self._scheduler.count_prompt(sequence, sequence.remaining_prefill)
                 if its_scores is None:
                     self._scheduler.spoiled(sequence)
                 elif not sequence.cancelled:

@@ -75,7 +75,9 @@ class Scheduler:
         self.decode_s = self._step_s = 0.0  # All steps; one beside a prefill.
         self._stepped_at = 0.0  # When the last step ended.
         self.speculation = speculation
-        self.prefilled: Counter[Adapter | None] = Counter()  # Tokens, by whose they are.
+        self.prefilled: Counter[Adapter | None] = Counter()  # Tokens of prompts, by whose they are.
+        self.restored_hot: Counter[Adapter | None] = Counter()  # Likewise, once the first token is there.
+        self.restored_cold: Counter[Adapter | None] = Counter()
         self.decoded: Counter[Adapter | None] = Counter()  # Likewise, as far as answers have them.
         self.steps = 0
 
@@ -353,10 +355,17 @@ class Scheduler:
     def _count_token(self, adapter: Adapter | None) -> None:
         self.decoded[adapter] += 1
 
-    @staticmethod
-    def note_good(sequence: Sequence) -> None:
+    def count_prompt(self, sequence: Sequence, computed: int) -> None:
+        """Count tokens of a prompt that were `computed`."""
+        if not sequence.again:
+            self.prefilled[sequence.adapter] += computed
+
+    def note_good(self, sequence: Sequence) -> None:
         """Its KV so far gave finite logits."""
         sequence.end_pass()
+        if not sequence.first_token_s and not sequence.again:
+            self.restored_hot[sequence.adapter] += sequence.restored_hot
+            self.restored_cold[sequence.adapter] += sequence.restored_cold
         sequence.first_token_s = sequence.first_token_s or time.monotonic() - sequence.asked
         sequence.stored.clear()
         sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())

@@ -63,10 +63,11 @@ def _asked(first: GenerateRequest, parsed: ParsedRequest) -> list[GenerateReques
 
 def _choice(request: GenerateRequest, at: int) -> GenerateRequest:
     seed = request.sampling.seed
-    if seed is None or not at:
+    if not at:
         return request
-    wrapped = (seed + at + 2**63) % 2**64 - 2**63
-    return replace(request, sampling=replace(request.sampling, seed=wrapped))
+    if seed is not None:
+        seed = (seed + at + 2**63) % 2**64 - 2**63
+    return replace(request, sampling=replace(request.sampling, seed=seed), again=True)
 
 
 class _Line:

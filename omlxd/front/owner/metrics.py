@@ -50,9 +50,14 @@ DERIVED = {
     "num_requests_running": "",
     "num_requests_waiting": "",
     "prompt_tokens_total": "",
+    "prompt_tokens_hot_total": "",
+    "prompt_tokens_cold_total": "",
     "prefix_cache_queries_total": "",
 }
 """Engine values that are exported only as part of something else."""
+
+ONCE = "once where a request has several answers"
+EACH = "for each answer anew, as vLLM counts"
 
 HELP = {
     "generation_tokens_total": "Tokens of answers as usage has them, the end-of-turn token among them.",
@@ -67,8 +72,8 @@ HELP = {
     "mlx_active_bytes": "Memory that MLX's arrays take, weights and live KV among it.",
     "mlx_peak_bytes": "The most that MLX's arrays took.",
     "mlx_cache_bytes": "Freed memory that MLX keeps for reuse.",
-    "prefix_cache_hits_hot_total": "Prompt tokens restored from RAM.",
-    "prefix_cache_hits_cold_total": "Prompt tokens restored from SSD.",
+    "prefix_cache_hits_hot_total": f"Prompt tokens restored from RAM, {EACH}.",
+    "prefix_cache_hits_cold_total": f"Prompt tokens restored from SSD, {EACH}.",
     "attention_reads_own_rows": "1 where a row reads its own KV alone, by omlxd's kernel or row by row.",
     "kv_shared_segment_tokens": "Tokens of a segment of live KV that requests share; 0: they share none.",
     "kv_blocks_cached": "Blocks that the engine knows by name.",
@@ -198,24 +203,28 @@ class _Polled(Collector):
         running = self._gauge("vllm:num_requests_running", "Requests that prefill or decode.")
         waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for a slot or for a load.")
         usage = self._gauge("vllm:kv_cache_usage_perc", "Part of the hot tier's budget in use; 1 is all.")
-        prompt = self._counter("vllm:prompt_tokens_total", "Prompt tokens, computed or restored.")
-        cached = self._counter("vllm:prompt_tokens_cached_total", "Prompt tokens restored, from RAM or SSD.")
+        prompt = self._counter("vllm:prompt_tokens_total", f"Prompt tokens, computed or restored; {ONCE}.")
+        cached = self._counter(
+            "vllm:prompt_tokens_cached_total", f"Prompt tokens restored, from RAM or SSD; {ONCE}."
+        )
         source = CounterMetricFamily(
             "vllm:prompt_tokens_by_source_total",
-            "Prompt tokens computed, restored from RAM, restored from SSD.",
+            f"Prompt tokens computed, restored from RAM, restored from SSD; {ONCE}.",
             labels=[MODEL, "source"],
         )
-        queries = self._counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in RAM.")
-        hits = self._counter("vllm:prefix_cache_hits_total", "Prompt tokens restored from RAM.")
+        queries = self._counter("vllm:prefix_cache_queries_total", f"Prompt tokens looked up in RAM, {EACH}.")
+        hits = self._counter("vllm:prefix_cache_hits_total", f"Prompt tokens restored from RAM, {EACH}.")
         cold_queries = self._counter(
-            "vllm:external_prefix_cache_queries_total", "Prompt tokens not found in RAM, looked up on SSD."
+            "vllm:external_prefix_cache_queries_total",
+            f"Prompt tokens not found in RAM, looked up on SSD, {EACH}.",
         )
-        cold_hits = self._counter("vllm:external_prefix_cache_hits_total", "Prompt tokens restored from SSD.")
+        cold_hits = self._counter(
+            "vllm:external_prefix_cache_hits_total", f"Prompt tokens restored from SSD, {EACH}."
+        )
         for each in self._engines_metrics:
             name = [each.model_id]
-            computed, hot = each.total("prompt_tokens_total"), each.total("prefix_cache_hits_hot_total")
-            cold = each.total("prefix_cache_hits_cold_total")
-            asked = each.total("prefix_cache_queries_total")
+            counters = "prompt_tokens_total", "prompt_tokens_hot_total", "prompt_tokens_cold_total"
+            computed, hot, cold = map(each.total, counters)
             running.add_metric(name, each.running)
             waiting.add_metric(name, each.waiting)
             if budget := each.gauges.get("kv_hot_budget_bytes"):
@@ -227,6 +236,8 @@ class _Polled(Collector):
             by = (("local_compute", computed), ("local_cache_hit", hot), ("external_kv_transfer", cold))
             for label, value in by:
                 source.add_metric([each.model_id, label], value)
+            asked = each.total("prefix_cache_queries_total")
+            hot, cold = map(each.total, ("prefix_cache_hits_hot_total", "prefix_cache_hits_cold_total"))
             queries.add_metric(name, asked)
             hits.add_metric(name, hot)
             cold_queries.add_metric(name, max(0.0, asked - hot))

@@ -63,3 +63,19 @@ def test_usage_and_counters_agree_however_an_answer_ends(
         time.sleep(0.01)
     assert {name: before[name] + getattr(usage, name) for name in COUNTED} == counted(host)
     assert usage.drafted or end == "prompt alone"
+
+
+def test_a_prompt_counts_once_whatever_its_answers(host: Host):
+    """Its prefix is looked up for each."""
+    request = raw(demo.PROSE, temperature=0.0, max_tokens=2)
+    one = finished(host.ask(request)).usage
+    assert finished(host.ask(replace(request, again=True))).usage.cached_hot > 0
+    values = host.engine.engine_stats()
+    assert values["prompt_tokens_total"] == one.prompt_tokens and not values["prompt_tokens_hot_total"]
+    looked_up = values["prefix_cache_queries_total"], values["prefix_cache_hits_hot_total"]
+    other = finished(host.ask(request)).usage
+    values = host.engine.engine_stats()
+    assert values["prompt_tokens_hot_total"] == other.cached_hot
+    assert values["prompt_tokens_total"] == 2 * one.prompt_tokens - other.cached_hot
+    assert values["prefix_cache_queries_total"] == 1.5 * looked_up[0]
+    assert values["prefix_cache_hits_hot_total"] == 2 * looked_up[1] > 0

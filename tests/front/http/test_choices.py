@@ -86,6 +86,7 @@ async def test_whole(path):
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert guesses(answer["usage"]) == [15, 3, 6, 3]
     assert [request.sampling.seed for request in engine.requests] == [7, 8, 9]
+    assert [request.again for request in engine.requests] == [False, True, True]
     assert all(request.prompt == engine.requests[0].prompt for request in engine.requests)
 
 

@@ -178,6 +178,8 @@ VALUES = {
     "num_requests_waiting": 3.0,
     "prompt_tokens_total": 100.0,
     "generation_tokens_total": 50.0,
+    "prompt_tokens_hot_total": 60.0,
+    "prompt_tokens_cold_total": 40.0,
     "prefix_cache_queries_total": 400.0,
     "prefix_cache_hits_hot_total": 200.0,
     "prefix_cache_hits_cold_total": 100.0,
@@ -198,10 +200,10 @@ async def test_engine_values_get_vllms_names_and_the_rest_ours():
     async with client(app_of(engine)) as http:
         got = await scrape(http)
     assert got("vllm:num_requests_running") == 2 and got("vllm:num_requests_waiting") == 3
-    assert got("vllm:prompt_tokens_total") == 400 and got("vllm:prompt_tokens_cached_total") == 300
+    assert got("vllm:prompt_tokens_total") == 200 and got("vllm:prompt_tokens_cached_total") == 100
     assert got("vllm:prompt_tokens_by_source_total", source="local_compute") == 100
-    assert got("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 200
-    assert got("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 100
+    assert got("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 60
+    assert got("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 40
     assert got("vllm:generation_tokens_total") == 50
     assert got("vllm:prefix_cache_queries_total") == 400 and got("vllm:prefix_cache_hits_total") == 200
     assert got("vllm:external_prefix_cache_queries_total") == 200
