@@ -370,10 +370,15 @@ class TokenIds(Struct, frozen=True, tag="token_ids"):
 
 
 class Progress(Struct, frozen=True, tag="progress"):
-    """Prefill has reached `done` of `total` prompt tokens. The first one carries the restored prefix."""
+    """Prefill has reached `done` of `total` prompt tokens. The first one carries the restored prefix.
+
+    restore_s, prefill_s  as Usage has them, so far
+    """
 
     done: int
     total: int
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 class ReasoningDelta(Struct, frozen=True, tag="reasoning"):

@@ -109,6 +109,8 @@ class RequestSink:
     # ----------------------------------------------------------------- engine thread
 
     def progress(self, event: chat.Progress) -> None:
+        spent = self.usage()
+        event = replace(event, restore_s=spent.restore_s, prefill_s=spent.prefill_s)
         self._output.put(lambda: self._emit([event]))
 
     def echo(self, text: str) -> None:
@@ -230,15 +232,16 @@ def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
     """Counts of a sequence as it stands. `now`: on the monotonic clock; None: the time."""
     now = now or time.monotonic()
     ttft_s = sequence.first_token_s or now - sequence.asked
+    prefill_s = sequence.prefill_s + (now - sequence.pass_since if sequence.pass_since else 0.0)
     return chat.Usage(
         prompt_tokens=sequence.prompt_length,
         cached_hot=sequence.restored_hot,
         cached_cold=sequence.restored_cold,
         completion_tokens=sequence.generated,
         ttft_s=ttft_s,
-        queue_s=max(0.0, ttft_s - sequence.restore_s - sequence.prefill_s),
+        queue_s=max(0.0, ttft_s - sequence.restore_s - prefill_s),
         restore_s=sequence.restore_s,
-        prefill_s=sequence.prefill_s,
+        prefill_s=prefill_s,
         decode_s=max(0.0, now - sequence.asked - ttft_s),
         peak_bytes=sequence.peak_bytes,
         drafted=sequence.drafted,

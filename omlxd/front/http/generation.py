@@ -36,7 +36,7 @@ from ...api.responses.items import new_response_id
 from ...api.responses.objects import Response as OpenAIResponse
 from ...api.responses.request import ResponsesRequest
 from ...api.sse import Collector, StreamEncoder
-from ...chat import Event, Failed, Finished, Progress, Restarted
+from ...chat import Event, Failed, Finished, Restarted
 from ..engines.model import ModelEngine
 from .choices import events_of
 from .event_pump import EventPump
@@ -185,6 +185,7 @@ class GenerationResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = trace_of(scope)
+        trace.handed_on = True
         with (
             self.metrics.watch(self.engine.model_id, trace.started) as watch,
             self.dialect.held(self.parsed),
@@ -235,10 +236,10 @@ class GenerationResponse:
 def _note(event: Event, trace: RequestTrace, pump: EventPump) -> None:
     if isinstance(event, Finished):
         trace.usage = event.usage
-    elif isinstance(event, Progress):
-        trace.progressed(event.done, event.total)
     elif isinstance(event, Failed):
         trace.fail(pump.error(event))
+    else:
+        trace.follow(event)
 
 
 async def _send_json(send: Send, body: bytes) -> None:

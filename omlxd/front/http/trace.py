@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ...chat import Usage
+from ...chat import Event, Progress, Restarted, Usage
 from ...common.units import human
 from ...errors import OmlxdError
 
@@ -32,6 +32,7 @@ class Request(msgspec.Struct, frozen=True):
     """One line of the access log.
 
     prompt_tokens, cached_tokens  of its prompt; None: its client left before they were known, or it has none
+    computed_tokens  of its prompt, so far if it was not finished; its times are then those until it ended
     client   the User-Agent
     param    the field at fault
     problem  the error's sentence; texts of the client's in it are left out
@@ -46,6 +47,7 @@ class Request(msgspec.Struct, frozen=True):
     outcome: str
     prompt_tokens: int | None
     cached_tokens: int | None
+    computed_tokens: int
     completion_tokens: int
     ttft_s: float
     queue_s: float
@@ -67,7 +69,8 @@ class Request(msgspec.Struct, frozen=True):
         return (
             f"{self.id} {self.method} {self.path} key={self.key} model={self.model} status={self.status} "
             f"outcome={self.outcome} prompt={prompt} cached={cached} "
-            f"completion={self.completion_tokens} ttft={self.ttft_s:.3f}s queue={self.queue_s:.3f}s "
+            f"computed={self.computed_tokens} completion={self.completion_tokens} "
+            f"ttft={self.ttft_s:.3f}s queue={self.queue_s:.3f}s "
             f"restore={self.restore_s:.3f}s prefill={self.prefill_s:.3f}s decode={self.decode_s:.3f}s "
             f"tokens_per_s={self.tokens_per_s:.1f} peak={human(self.peak_bytes)} wall={self.duration_s:.3f}s "
             f"client={self.client}{problem}"
@@ -84,7 +87,11 @@ class RequestTrace:
     model    as the client writes it
     model_id the model that this means; "" until it is found
     body     the beginning of the request's body; empty unless the log is at debug
+    handed_on  a model has got it, or will once it is loaded
     prompt_tokens, restored  of its prompt, once its prefill began; -1: not known
+    computed   of its prompt, so far
+    progress   the newest; `progress_s`: seconds until it came
+    first_s    seconds until its answer began; 0: it has not
     """
 
     method: str
@@ -99,6 +106,11 @@ class RequestTrace:
     usage: Usage | None = None
     prompt_tokens: int = -1
     restored: int = -1
+    handed_on: bool = False
+    computed: int = 0
+    progress: Progress | None = None
+    progress_s: float = 0.0
+    first_s: float = 0.0
     client: str = ""
     problem: OmlxdError | None = None
     body: bytearray = field(default_factory=bytearray)
@@ -107,10 +119,35 @@ class RequestTrace:
     def wants_body(self) -> bool:
         return log.isEnabledFor(logging.DEBUG) and len(self.body) < BODY_BYTES
 
-    def progressed(self, done: int, total: int) -> None:
-        """The first of these has what was restored."""
-        if self.restored < 0:
-            self.restored, self.prompt_tokens = done, total
+    def follow(self, event: Event) -> None:
+        """An event before the last one. The first Progress of an engine's life has what was restored."""
+        passed_s = time.monotonic() - self.started
+        if isinstance(event, Progress):
+            if self.progress is None or event.done < self.progress.done:
+                self.restored, self.prompt_tokens = event.done, event.total
+            self.computed = event.done - self.restored
+            self.progress, self.progress_s = event, passed_s
+        elif isinstance(event, Restarted):
+            self.first_s = 0.0
+        elif not self.first_s:
+            self.first_s, self.computed = passed_s, self.prompt_tokens - self.restored
+
+    def usage_so_far(self) -> Usage:
+        """Times of a request that was not finished.
+
+        Behind the newest progress it prefills until its answer begins: nothing else is known here.
+        """
+        passed_s, progress = time.monotonic() - self.started, self.progress
+        if progress is None:
+            return Usage(queue_s=passed_s if self.handed_on else 0.0)
+        prefilled_s = max(self.first_s, self.progress_s) if self.first_s else passed_s
+        return Usage(
+            ttft_s=self.first_s,
+            queue_s=max(0.0, self.progress_s - progress.restore_s - progress.prefill_s),
+            restore_s=progress.restore_s,
+            prefill_s=progress.prefill_s + prefilled_s - self.progress_s,
+            decode_s=passed_s - prefilled_s,
+        )
 
     def fail(self, problem: OmlxdError) -> None:
         self.outcome, self.problem = problem.code, problem
@@ -120,11 +157,11 @@ class RequestTrace:
         level = logging.DEBUG if self.path in POLLED else logging.INFO
         if not log.isEnabledFor(level):
             return
-        usage, problem = self.usage or Usage(), self.problem
-        known = (
-            (usage.prompt_tokens, usage.cached_tokens) if self.usage else (self.prompt_tokens, self.restored)
-        )
-        prompt_tokens, cached_tokens = (None if tokens < 0 else tokens for tokens in known)
+        usage, problem = self.usage or self.usage_so_far(), self.problem
+        known = self.prompt_tokens, self.restored, self.computed
+        if self.usage:
+            known = usage.prompt_tokens, usage.cached_tokens, usage.prompt_tokens - usage.cached_tokens
+        prompt_tokens, cached_tokens = (None if tokens < 0 else tokens for tokens in known[:2])
         line = Request(
             id=self.id,
             method=self.method,
@@ -135,6 +172,7 @@ class RequestTrace:
             outcome=self.outcome,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
+            computed_tokens=known[2],
             completion_tokens=usage.completion_tokens,
             ttft_s=round(usage.ttft_s, 4),
             queue_s=round(usage.queue_s, 4),

@@ -479,9 +479,31 @@ async def test_the_access_log_counts_no_prompt_that_nobody_counted(caplog):
         record.getMessage() for record in caplog.records if "outcome=disconnected" in record.getMessage()
     ]
     assert [line.split(" completion=")[0].split(" prompt=")[1] for line in lines] == [
-        "- cached=-",
-        "100 cached=64",
+        "- cached=- computed=0",
+        "100 cached=64 computed=36",
     ]
+
+
+@pytest.mark.parametrize("sends", [0, 1, 2, 3])
+async def test_the_access_log_tells_what_was_spent_on_a_request_whose_client_left(sends: int, caplog):
+    caplog.set_level(logging.INFO, "omlxd.access")
+    steps = (0.05, Progress(64, 1000)), (0.1, Progress(448, 1000, 0.01, 0.1)), (0.05, TextDelta("x"))
+    script = [step for pair in steps[:sends] for step in pair]
+    engine = FakeEngine([*script, 300.0])
+    async with served(app_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post(PATHS[0], json=body(PATHS[0])))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.8)
+        asking.cancel()
+        await asyncio.wait_for(engine.closed.wait(), 60)
+    (line,) = (vars(record)["fields"] for record in caplog.records)
+    assert line.outcome == "disconnected" and line.computed_tokens == (0, 0, 384, 936)[sends]
+    spent_s = line.queue_s + line.restore_s + line.prefill_s + line.decode_s
+    assert spent_s == pytest.approx(line.duration_s, abs=0.05) and spent_s >= 0.8
+    assert line.queue_s >= 0.03 and (line.prefill_s >= 0.1) == (sends > 0)
+    assert (line.decode_s > 0) == (line.ttft_s > 0) == (sends == 3)
+    assert line.restore_s == (0.01 if sends > 1 else 0)
 
 
 async def test_many_requests_at_once():
