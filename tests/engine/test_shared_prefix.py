@@ -91,11 +91,10 @@ def held_bytes(caches: Iterable[Any]) -> tuple[int, int]:
     """(bytes of segments, each counted once; bytes of tails)."""
     found: dict[int, Segment] = {}
     tails = 0
-    for leaf in [leaf for cache in caches for leaf in cache]:
+    layers = [layer for cache in caches for layer in cache]
+    for leaf in [row for layer in layers for row in getattr(layer, "rows", [layer])]:
         tails += sum(array.nbytes for array in (leaf.keys, leaf.values) if array is not None)
-        lists = getattr(leaf, "segments", [])
-        lists = [lists] if isinstance(leaf, segments.SegmentedKVCache) else lists
-        found |= {id(segment): segment for each in lists for segment in each}
+        found |= {id(segment): segment for segment in leaf.segments}
     return sum(array.nbytes for segment in found.values() for array in segment.tensors.values()), tails
 
 

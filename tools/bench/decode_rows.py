@@ -62,6 +62,7 @@ def held(model: Any, length: int, seed: int) -> mlx_adapter.Cache:
 def ours(bench: Bench, lengths: list[int]) -> Callable[[], object]:
     attention.install()
     row_attention.install()
+    mlx_adapter.use_own_rows(bench.model)
     batches: list[DecodeBatch] = []
     for seed, length in enumerate(lengths):
         sequence = bench._decoding(1)

@@ -59,6 +59,7 @@ from .inspection import attention_from, write_keys
 from .loading import (
     LayerHook,
     LoadedModel,
+    has_own_rows,
     keeps_hidden,
     last_position_only,
     last_positions,
@@ -68,6 +69,7 @@ from .loading import (
     share_prefixes,
     take_hidden,
     tree_bytes,
+    use_own_rows,
 )
 from .mtp import MtpHeads, MtpState, load_mtp
 from .multi_lora import Adapter, may_share_pass, row_adapters

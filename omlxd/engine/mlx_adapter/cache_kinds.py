@@ -27,6 +27,7 @@ from ...kv.layout import Group, KVLayout
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache, next_step, round_up
 from .cuda_driver import give_spare_back
 from .device import SAFETENSORS_DTYPE
+from .own_rows import OwnRowsKVCache
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segments import Segment, SegmentedBatchKVCache, SegmentedKVCache
 
@@ -472,11 +473,14 @@ def copied(cache: Cache) -> Cache:
 
 
 def merge(caches: Sequence[Cache]) -> Cache:
-    """One batch cache of several single ones, layer by layer. Copies all of them."""
+    """One batch cache of several single ones, layer by layer. Copies them, but for rows that keep arrays of
+    their own: the batch takes those."""
     return [map_leaves(_merge_leaves, *layers) for layers in zip(*caches, strict=True)]
 
 
 def _merge_leaves(*rows: Any) -> Any:
+    if getattr(rows[0], "own_rows", False):
+        return OwnRowsKVCache(rows)
     kind = KINDS.get(type(rows[0]))
     return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
 
@@ -507,7 +511,8 @@ def _extend(batch: Cache, other: Cache, as_batch: Callable[[Any], Any]) -> None:
 
 def _copier(batch: Cache) -> Callable[[Any], None]:
     """What to call with each layer of `batch` that has a lazy copy: of a large batch it is made at once."""
-    if sum(array.nbytes for array in state_arrays(batch)) < LARGE:
+    joint = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, OwnRowsKVCache)]
+    if sum(array.nbytes for array in state_arrays(joint)) < LARGE:
         return lambda layer: None
 
     def copied(layer: Any) -> None:
@@ -527,12 +532,17 @@ def keep_rows(batch: Cache, rows: Sequence[int]) -> None:
 
 def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.array]:
     """Per-token KV of tokens `start` to `stop` of one row of a batch; lazy slices, evaluate them soon."""
-    return {
-        tensor: _span(tensor, array[row : row + 1], leaf.starts[row], _row_segments(leaf, row), start, stop)
-        for name, leaf in leaves(batch)
-        if (kind := _BATCHED.get(type(leaf))) is not None and kind.per_token
-        for tensor, array in _named(name, kind.state_of(leaf)).items()
-    }
+    found: dict[str, mx.array] = {}
+    for name, leaf in leaves(batch):
+        if isinstance(leaf, OwnRowsKVCache):
+            own = leaf.rows[row]
+            for tensor, array in _named(name, _pair(own)).items():
+                found[tensor] = _span(tensor, array, 0, getattr(own, "segments", ()), start, stop)
+        elif (kind := _BATCHED.get(type(leaf))) is not None and kind.per_token:
+            for tensor, array in _named(name, kind.state_of(leaf)).items():
+                of_row, held = array[row : row + 1], _row_segments(leaf, row)
+                found[tensor] = _span(tensor, of_row, leaf.starts[row], held, start, stop)
+    return found
 
 
 def _row_segments(leaf: Any, row: int) -> Sequence[Segment]:

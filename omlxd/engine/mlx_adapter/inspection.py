@@ -16,6 +16,8 @@ from .segments import SegmentedKVCache
 class _ReadByMlx(KVCache):
     """Attention of it is MLX's own: what it gives out are not the arrays that it notes."""
 
+    by_mlx = True
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         held = super().update_and_fetch(keys, values)
         return cast(Any, held[0])[...], cast(Any, held[1])[...]

@@ -33,6 +33,7 @@ from .cache_kinds import (
     is_batchable,
     keep_rows,
     layout_of,
+    leaves,
     merge,
     quantise_obstacle,
     quantised,
@@ -46,8 +47,9 @@ from .compiled_step import AFTER, CompiledStep, steps_share
 from .device import backend
 from .mapped import MappedWeights
 from .multi_lora import Adapters, read_adapter
+from .own_rows import OwnRowsKVCache
 from .quantised import Quantisation
-from .segments import LiveSegments
+from .segments import LiveSegments, SegmentedKVCache
 
 
 class LayerHook:
@@ -177,6 +179,8 @@ def load(
     layout = None if obstacle else layout_of(cache)
     exact = layout is not None and (backend() != "cpu" or all(g.dtype == "F32" for g in layout.groups))
     shares = batchable and exact and blind is None
+    if batchable and not attention.installed() and row_attention.pays():
+        use_own_rows(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -311,9 +315,9 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     """From now on `model`'s caches can hold segments of so many tokens.
 
     Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut. `by_kernel`: nor where
-    steps that read them are not fused.
+    steps that read them are not fused. Rows of a batch keep arrays of their own then, but for our kernels'.
     """
-    fresh = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
+    fresh = _make_cache(model)
     if not tokens or not segmented(fresh()):
         return LiveSegments()
     segments.install()
@@ -323,7 +327,49 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     if by_kernel and not (share and vars(model).get("omlxd_fused")):
         return LiveSegments()
     model.make_cache = lambda: segmented(fresh())
+    if not share and not use_own_rows(model):
+        model.make_cache = fresh
+        return LiveSegments()
     return LiveSegments(tokens)
+
+
+def use_own_rows(model: Any) -> bool:
+    """Whether rows of `model`'s batches keep arrays of their own from now on (own_rows.py).
+
+    Passes of a batch are put together, and none is computed.
+    """
+    fresh = _make_cache(model)
+    try:
+        for new in (1, 2, row_attention.MOST_NEW + 1):
+            rows = [_with_own_rows(fresh()) for _ in range(2)]
+            for row in rows:
+                model(mx.zeros((1, 2), mx.int32), cache=row)
+            batch = merge(rows)
+            own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, OwnRowsKVCache)]
+            model(mx.zeros((2, new), mx.int32), cache=batch)
+            if not own or any(leaf.pending for leaf in own):
+                return False
+    except Exception:
+        return False
+    model.make_cache = lambda: _with_own_rows(fresh())
+    object.__setattr__(model, "omlxd_own_rows", True)
+    return True
+
+
+def has_own_rows(model: Any) -> bool:
+    """Whether `use_own_rows` did so."""
+    return bool(vars(model).get("omlxd_own_rows"))
+
+
+def _make_cache(model: Any) -> Callable[[], Cache]:
+    return getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
+
+
+def _with_own_rows(cache: Cache) -> Cache:
+    for _, leaf in leaves(cache):
+        if type(leaf) in (KVCache, SegmentedKVCache):
+            leaf.own_rows = True
+    return cache
 
 
 def _quantise(model: Any, plain: Cache, kv: Quantisation, model_type: str) -> Cache:
@@ -333,7 +379,7 @@ def _quantise(model: Any, plain: Cache, kv: Quantisation, model_type: str) -> Ca
     """
     if reason := quantise_obstacle(plain, kv):
         raise _refusal(model_type, kv, reason)
-    fresh = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in plain])
+    fresh = _make_cache(model)
     model.make_cache = lambda: quantised(fresh(), kv)
     try:
         # Attention is asked for one token and for several, since it reads packed KV only for one.

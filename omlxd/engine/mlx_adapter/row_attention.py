@@ -5,8 +5,9 @@ CPU it is two products for each query head, so that a KV head is read as often a
 the query heads of a KV head are the rows of one product. On Metal a row is a call of MLX's own kernel.
 
 `install` puts `attend` in place of mlx-lm's `scaled_dot_product_attention`. At the first pass of a model,
-which is at its load, both ways are timed on this machine (`Costs`); `omlxd doctor` says what came out. It has
-not run on a Mac. On CUDA attention.py has kernels of its own.
+which is at its load, both ways are timed on this machine (`Costs`); `omlxd doctor` says what came out. Where
+rows by themselves pay, they keep their KV in arrays of their own, too (own_rows.py). It has not run on a Mac.
+On CUDA attention.py has kernels of its own.
 
 SmolLM2's heads (9 on 3 of 64, float32), processor milliseconds a layer on two CPUs beside other work, the
 least of seven:
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import base
+from mlx_lm.models.cache import KVCache
 
 from . import attention
 from .device import backend
@@ -75,7 +77,6 @@ def install() -> None:
     if backend() == "cuda" or _next is not None:
         return
     _next = base.scaled_dot_product_attention
-    attention.note_caches()
     attention.attend_by(attend)
 
 
@@ -94,42 +95,27 @@ def attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's `scaled_dot_product_attention`: each row by itself where it can and pays, else MLX's own."""
-    new, found = queries.shape[2], None
-    if new <= MOST_NEW and sinks is None:
-        found = attention.own_rows(cache, keys, values, mask, new)
-    if found is not None and not found[2]:
-        held, places, _ = found
-        lengths = [end - start for start, end in zip(*places, strict=True)]
-        costs = costs_for(queries, held.keys)
-        if costs is not None and costs.pays(lengths, max(places[1])):
-            return by_rows(queries, held.keys, held.values, places, scale)
+    rows = cache if cache is not None else attention.giver_of(keys, values)
+    if hasattr(rows, "rows"):  # own_rows.py
+        return rows.attend(queries, keys, values, scale, mask, sinks)
+    new = queries.shape[2]
+    plain = sinks is None and not hasattr(cache, "by_mlx")
+    plain = plain and (mask == "causal" if isinstance(mask, str) else mask is None and new == 1)
+    if plain and new <= MOST_NEW and len(queries) == 1 and isinstance(cache, KVCache):
+        costs, length = costs_for(queries, keys) if keys.shape == values.shape else None, keys.shape[2]
+        if costs is not None and costs.pays([length], length):
+            return one_row(queries, keys, values, scale)
     return _next(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
-def by_rows(
-    queries: mx.array, keys: mx.array, values: mx.array, places: tuple[list[int], list[int]], scale: float
+def one_row(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
-    """(rows, heads, new, width). `keys`, `values`: (rows, KV heads, capacity, width); a row's KV lies between
-    its two `places`, its newest tokens last. What lies before its first is 0."""
-    one = _folded if backend() == "cpu" else _fused
-    new, out = queries.shape[2], []
-    for row, (start, end) in enumerate(zip(*places, strict=True)):
-        own = min(new, end - start)
-        pair = keys[row : row + 1, :, start:end], values[row : row + 1, :, start:end]
-        got = one(queries[row : row + 1, :, new - own :], *pair, scale)
-        if own < new:  # Padding before the row's first token.
-            got = mx.pad(got, [(0, 0), (0, 0), (new - own, 0), (0, 0)])
-        out.append(got)
-    return _joined(out, 0)
-
-
-def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """(1, heads, n, width) of a row whose newest n tokens of KV are the last."""
+    if backend() == "cpu" and queries.shape[2] <= MOST_NEW and sinks is None:
+        return fold(queries, [], [[(keys, values)]], scale)
     causal = "causal" if queries.shape[2] > 1 else None
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=causal)
-
-
-def _folded(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    return fold(queries, [], [[(keys, values)]], scale)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=causal, sinks=sinks)
 
 
 Pair = tuple[mx.array, mx.array]
@@ -148,8 +134,10 @@ def fold(queries: mx.array, shared: Sequence[Pair], own: Sequence[Sequence[Pair]
     groups = own[0][-1][0].shape[1]
     each = heads // groups * new
     folded = (queries * scale).reshape(rows, groups, each, width)
-    joint = folded.swapaxes(0, 1).reshape(1, groups, rows * each, width)
-    ahead = [_of_rows(joint @ keys.swapaxes(-1, -2), rows) for keys, _ in shared]
+    ahead: list[mx.array] = []
+    if shared:
+        joint = folded.swapaxes(0, 1).reshape(1, groups, rows * each, width)
+        ahead = [_of_rows(joint @ keys.swapaxes(-1, -2), rows) for keys, _ in shared]
     weights: list[mx.array] = []
     for row, parts in enumerate(own):
         scores = [part[row : row + 1] for part in ahead]
@@ -228,7 +216,6 @@ def _measured(heads: int, kv_heads: int, width: int, dtype: Any, kv_dtype: Any) 
         )
         mask = mx.broadcast_to(mx.arange(length) >= 1, (ROWS, 1, 1, length))
         mx.eval(queries, keys, values, mask)
-        places = [0] * ROWS, [length] * ROWS
         own.append(
             seconds(
                 lambda k=keys, v=values, m=mask: mx.fast.scaled_dot_product_attention(
@@ -236,7 +223,16 @@ def _measured(heads: int, kv_heads: int, width: int, dtype: Any, kv_dtype: Any) 
                 )
             )
         )
-        alone.append(seconds(lambda k=keys, v=values, p=places: by_rows(queries, k, v, p, 1.0)))
+        pairs = [*zip(mx.split(keys, ROWS), mx.split(values, ROWS), strict=True)]
+        each = mx.split(queries, ROWS)
+        mx.eval(pairs, each)
+        alone.append(
+            seconds(
+                lambda q=each, p=pairs: mx.concatenate(
+                    [one_row(query, *pair, 1.0) for query, pair in zip(q, p, strict=True)]
+                )
+            )
+        )
     tokens = ROWS * (LENGTHS[1] - LENGTHS[0])
     column, token = (max(0.0, (b - a) / tokens) for a, b in (own, alone))
     call = max(0.0, own[0] - column * ROWS * LENGTHS[0])

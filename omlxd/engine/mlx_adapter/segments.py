@@ -310,24 +310,30 @@ def attend(
         return _next(queries, *cache.whole(), cache=cache, scale=scale, mask=mask, sinks=sinks)
     if sinks is not None or mask is not OWN_MASK:
         raise RuntimeError("rows of this model can't share a prefix: serve it with --share-prefix off")
-    out: dict[int, mx.array] = {}
-    for rows, shared in _sharing(cache.segments):
-        own = [
-            [
-                *(segment.pair(cache.layer) for segment in cache.segments[row][len(shared) :]),
-                (cache.keys[row : row + 1, :, start:end], cache.values[row : row + 1, :, start:end]),
-            ]
-            for row, start, end in ((row, cache.starts[row], cache.ends[row]) for row in rows)
-        ]
-        before = [segment.pair(cache.layer) for segment in shared]
-        got = fold(
-            queries[mx.array(rows)] if len(rows) < len(cache.segments) else queries, before, own, scale
-        )
-        out |= {row: got[index : index + 1] for index, row in enumerate(rows)}
-    return mx.concatenate([out[row] for row in sorted(out)])
+    tails = zip(cache.starts, cache.ends, strict=True)
+    own = [
+        (cache.keys[row : row + 1, :, start:end], cache.values[row : row + 1, :, start:end])
+        for row, (start, end) in enumerate(tails)
+    ]
+    return by_rows(queries, cache.layer, cache.segments, own, scale)
 
 
-def _sharing(segments: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[Segment]]]:
+def by_rows(
+    queries: mx.array, layer: str, held: Sequence[Sequence[Segment]], tails: Sequence[Pair], scale: float
+) -> mx.array:
+    """(rows, heads, n, width): each row attends to the segments that it has, `held`, and to its tail. Rows
+    that begin with the same segments read those once, together."""
+    out: list[mx.array] = [queries] * len(tails)
+    for rows, shared in sharing(held):
+        own = [[*(segment.pair(layer) for segment in held[row][len(shared) :]), tails[row]] for row in rows]
+        before = [segment.pair(layer) for segment in shared]
+        got = fold(queries[mx.array(rows)] if len(rows) < len(held) else queries, before, own, scale)
+        for index, row in enumerate(rows):
+            out[row] = got[index : index + 1]
+    return mx.concatenate(out)
+
+
+def sharing(segments: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[Segment]]]:
     """(rows, the segments that all of them begin with), each row once."""
     found: dict[int, tuple[list[int], list[Segment]]] = {}
     for row, own in enumerate(segments):
@@ -356,9 +362,13 @@ def can_share(model: Any, make_cache: Any) -> bool:
         for new in (1, 2, FEW + 1):
             single = _behind_a_segment(model, make_cache())
             model(mx.zeros((1, new), mx.int32), cache=single)
+            if any(leaf.unread is not None for leaf in single):
+                return False
+            if not segment_attention.in_use():  # own_rows.py
+                continue
             batch: Any = [SegmentedBatchKVCache.merge([leaf, leaf]) for leaf in single]
             model(mx.zeros((2, new), mx.int32), cache=batch)
-            if any(leaf.unread is not None for leaf in (*single, *batch)):
+            if any(leaf.unread is not None for leaf in batch):
                 return False
     except Exception:
         return False

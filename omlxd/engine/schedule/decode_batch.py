@@ -4,8 +4,9 @@ A step is started before the one before it has been read, so the device never wa
 `step` starts step n + 1 from tokens that are still on the device, then hands out those of step n.
 A row that ends is noticed one step late; its extra token is thrown away.
 
-One row keeps the cache that it was prefilled into: no merge, no padding, no mask. Joining copies
-every row's KV (stock attention wants one array), which is why `best_batch` weighs it.
+One row keeps the cache that it was prefilled into: no merge, no padding, no mask. So do the rows of a batch
+where attention goes row by row (own_rows.py of mlx_adapter/); elsewhere joining copies every row's KV (stock
+attention wants one array), which is why `best_batch` weighs it.
 
 A step may also check guesses (speculation.py); such a pass is read before the next one starts.
 """
@@ -402,15 +403,19 @@ tokens decode at 79 tok/s in two passes and at 62 in one (tools/bench/gpu.py --o
 def best_batch(batches: Seq[DecodeBatch], sequence: Sequence, loaded: LoadedModel) -> DecodeBatch | None:
     """The batch whose step grows least in bytes read by taking the sequence in; None: a new one grows less.
 
-    A step reads the weights once and every row padded to the longest. Joining a batch of much
-    longer or shorter rows can cost more than a pass of its own (facts: 219 ms against 115).
+    A step reads the weights once and every row padded to the longest, but for rows that keep arrays of their
+    own. Joining a batch of much longer or shorter rows can cost more than a pass of its own (facts: 219 ms
+    against 115).
     """
     if not loaded.batchable:
         return None
     per_token = loaded.layout.nbytes(1) if loaded.layout else 0
+    own_rows = mlx_adapter.has_own_rows(loaded.model)
     masked = MASKED_COST if mlx_adapter.backend() == "cuda" and not mlx_adapter.reads_own_rows() else 1.0
 
     def kv_cost(lengths: list[int]) -> float:
+        if own_rows:
+            return sum(lengths) * per_token
         longest = max(lengths)
         uneven = min(lengths) < longest
         return len(lengths) * longest * per_token * (masked if uneven else 1.0)

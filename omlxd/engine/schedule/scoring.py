@@ -133,7 +133,8 @@ def _cache_of(loaded: LoadedModel, group: Seq[_Row]) -> mlx_adapter.Cache:
     if len(group) == 1 and len(_rows(group[0].sequence)) == 1:
         return group[0].sequence.take_cache()
     if loaded.batchable and group[0].sequence.images is None:
-        return mlx_adapter.merge([cast(mlx_adapter.Cache, row.sequence.cache) for row in group])
+        held = (cast(mlx_adapter.Cache, row.sequence.cache) for row in group)
+        return mlx_adapter.merge([*map(mlx_adapter.copied, held)])
     return mlx_adapter.copied(cast(mlx_adapter.Cache, group[0].sequence.cache))
 
 

@@ -81,7 +81,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def want(folder: Path):
+def want(folder: Path, reference):
     """Logits of MLX's own over KV that is not cut."""
     loaded = load(folder)
     return lambda *lengths: Steps(loaded, batch(loaded, lengths), None).run(len(lengths))
@@ -228,14 +228,14 @@ def test_nobody_gets_a_view_of_a_segment(folder: Path):
         (batch(loaded, LENGTHS[1:2]), mlx_adapter.token_range),
         (batch(loaded, LENGTHS), None),
     ):
-        segment = cache[0].segments[0] if read else cache[0].segments[1][0]
+        segment = (cache[0] if read else cache[0].rows[1]).segments[0]
         for start, stop in ((0, SEGMENT), (3, 9), (SEGMENT - 4, SEGMENT + 4)):
             held = read(cache, start, stop) if read else mlx_adapter.row_tensors(cache, 1, start, stop)
             mx.eval(held)
             for name, array in held.items():
                 own = np.asarray(memoryview(segment.tensors[name]))
                 assert not np.shares_memory(np.asarray(memoryview(array)), own)
-    assert copy.deepcopy(cache)[0].segments[1][0] is segment
+    assert copy.deepcopy(cache)[0].rows[1].segments[0] is segment
 
 
 def test_a_segment_that_goes_waits_for_what_reads_it(folder: Path, reference, monkeypatch):

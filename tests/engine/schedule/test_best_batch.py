@@ -28,8 +28,11 @@ def batch(*lengths: int) -> DecodeBatch:
     return made
 
 
-def chosen(length: int, *batches: DecodeBatch, batchable: bool = True) -> DecodeBatch | None:
-    loaded = SimpleNamespace(batchable=batchable, layout=LAYOUT, weight_bytes=WEIGHTS)
+def chosen(
+    length: int, *batches: DecodeBatch, batchable: bool = True, own_rows: bool = False
+) -> DecodeBatch | None:
+    model = SimpleNamespace(omlxd_own_rows=own_rows)
+    loaded = SimpleNamespace(model=model, batchable=batchable, layout=LAYOUT, weight_bytes=WEIGHTS)
     return best_batch(batches, cast(Any, SimpleNamespace(kv_length=length, adapter=None)), cast(Any, loaded))
 
 
@@ -47,6 +50,11 @@ def test_padding_that_costs_more_than_the_weights_is_worth_a_pass_of_its_own():
     assert chosen(1001, batch(10)) is not None, "10 padded to 1,001: less than weights and 1,001"
     assert chosen(3000, batch(10, 10)) is None, "6,000 more by padding two rows, 4,000 in a pass of its own"
     assert chosen(10, batch(3000)) is None, "3,000 more, against 1,010"
+
+
+def test_rows_with_arrays_of_their_own_pad_nothing():
+    assert chosen(3000, batch(10, 10), own_rows=True) is not None
+    assert chosen(10, batch(3000), own_rows=True) is not None
 
 
 def test_on_cuda_unequal_rows_cost_more(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,163 @@
+"""Batches whose rows keep arrays of their own: the answers of joint arrays, and no row is ever copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import build_family
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import loading, row_attention
+from omlxd.engine.mlx_adapter import segments as segments_module
+from omlxd.engine.mlx_adapter.own_rows import OwnRowsKVCache
+from omlxd.engine.mlx_adapter.segments import Segment, SegmentedKVCache
+
+OWN = ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1")
+JOINT = ("deepseek_v3", "gemma3n", "mamba2", "recurrent_gemma")
+"""MLA's latents and what layers derive from another's KV are read otherwise; the others keep no such KV."""
+
+
+@pytest.fixture(params=[True, False], ids=["pays", "does not pay"])
+def pays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(row_attention, "pays", lambda: request.param)
+    return request.param
+
+
+def rows_of(cache: Any) -> Iterator[OwnRowsKVCache]:
+    return (leaf for _, leaf in loading.leaves(cache) if isinstance(leaf, OwnRowsKVCache))
+
+
+def prefilled(loaded: mlx_adapter.LoadedModel, length: int, seed: int) -> mlx_adapter.Cache:
+    cache = mlx_adapter.new_cache(loaded.model, 128)
+    mx.eval(loaded.model(mx.random.randint(5, 200, (1, length), key=mx.random.key(seed)), cache=cache))
+    mlx_adapter.after_prefill(cache, length)
+    return cache
+
+
+@pytest.mark.parametrize("family", [*OWN, *JOINT])
+def test_which_models_use_them(family: str, pays: bool, tmp_path):
+    loaded = mlx_adapter.load(build_family(family, tmp_path / family))
+    batch = mlx_adapter.merge([prefilled(loaded, 9, 0), prefilled(loaded, 9, 1)])
+    assert bool(list(rows_of(batch))) == (pays and family in OWN)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    folder, out = build_family(family, tmp_path / family), list[list[np.ndarray]]()
+    for own in (True, False):
+        monkeypatch.setattr(row_attention, "pays", lambda own=own: own)
+        loaded = mlx_adapter.load(folder)
+        rows = [prefilled(loaded, length, seed) for seed, length in enumerate((70, 9, 33))]
+        batch = mlx_adapter.merge([rows[0]])
+        for cache in rows[1:]:
+            mlx_adapter.extend(batch, cache)
+        assert bool(list(rows_of(batch))) == own
+        found: list[mx.array] = []
+        lengths = [70, 9, 33]
+        if mlx_adapter.can_take_back(batch, 3):
+            tokens = mx.array([[step + row for row in range(3)] for step in range(1, 6)]).T
+            found.append(loaded.model(tokens, cache=batch)[:, -1])
+            mlx_adapter.trim(batch, [2, 0, 3])
+            lengths = [73, 14, 35]
+        for step in range(3):
+            found.append(loaded.model(mx.array([[step + 7]] * 3), cache=batch)[:, -1])
+        kept = [*mlx_adapter.row_tensors(batch, 2, 5, lengths[2] + 3).values()]
+        mlx_adapter.keep_rows(batch, [0, 2])
+        found.append(loaded.model(mx.array([[11], [12]]), cache=batch)[:, -1])
+        joined = prefilled(loaded, 20, 9)
+        mlx_adapter.extend_batch(batch, mlx_adapter.merge([joined]))
+        found.append(loaded.model(mx.array([[11], [12], [13]]), cache=batch)[:, -1])
+        out.append([np.array(array.astype(mx.float32)) for array in (*found, *kept)])
+    for got, want in zip(*out, strict=True):
+        np.testing.assert_allclose(got, want, atol=3e-4)
+
+
+def test_joins_and_leaves_copy_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_attention, "pays", lambda: True)
+    loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "qwen3"))
+
+    def held(length: int) -> mlx_adapter.Cache:
+        cache = mlx_adapter.new_cache(loaded.model, length)
+        assert loaded.layout is not None
+        arrays = {
+            name: mx.zeros((1, group.heads, length - 100, group.dim))
+            for group in loaded.layout.groups
+            for name in group.names
+        }
+        mlx_adapter.append_tokens(cache, arrays, 0, length - 100, length)
+        mx.eval(mlx_adapter.state_arrays(cache))
+        return cache
+
+    tokens = 1 << 15
+    size = sum(array.nbytes for array in mlx_adapter.state_arrays(held(tokens)))
+    batch = mlx_adapter.merge([held(tokens)])
+    for _ in range(3):
+        mlx_adapter.extend(batch, held(tokens))
+    before = mx.get_active_memory()
+    assert before >= 4 * size
+
+    def peak(tokens: list[int]) -> int:
+        mx.reset_peak_memory()
+        mx.eval(loaded.model(mx.array(tokens)[:, None], cache=batch), mlx_adapter.state_arrays(batch))
+        return mx.get_peak_memory() - before
+
+    assert peak([1, 2, 3, 4]) < size // 4, "a step after joining"
+    mlx_adapter.extend(batch, held(1024))
+    assert peak([1, 2, 3, 4, 5]) < size // 2
+    mlx_adapter.keep_rows(batch, [0, 3, 4])
+    assert mx.get_active_memory() < before - 2 * size + size // 2
+    assert peak([1, 2, 3]) < 0
+    (leaf, *_) = rows_of(batch)
+    assert [row.keys.shape[2] for row in leaf.rows] == [tokens, tokens, 1024], "none has grown"
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_what_rows_share_is_read_once_for_all_of_them(new: int):
+    """Two rows behind two segments, one behind the first of them, one behind its own, one behind none."""
+    segments = [
+        Segment(
+            {f"l.{name}": normal(2 * at + kv, (1, 2, 32, 16)) for kv, name in enumerate(("keys", "values"))}
+        )
+        for at in range(3)
+    ]
+    held, lengths = [[0, 1], [0, 1], [0], [2], []], [17, 20, 11, 19, 20]
+    rows: list[SegmentedKVCache] = []
+    for seed, (own, length) in enumerate(zip(held, lengths, strict=True)):
+        rows.append(row := SegmentedKVCache("l"))
+        for index in own:
+            row.add_segment(segments[index], 32)
+        row.update_and_fetch(*(normal(50 + 2 * seed + kv, (1, 2, length, 16)) for kv in (0, 1)))
+        row.unread = None
+    cache = OwnRowsKVCache(rows)
+    fresh = [normal(90 + kv, (5, 2, new, 16)) for kv in (0, 1)]
+    keys, values = cache.update_and_fetch(*fresh)
+    with pytest.raises(RuntimeError, match="does not read the rows"):
+        cache.update_and_fetch(*fresh)
+    queries = normal(92, (5, 6, new, 16))
+    got = cache.attend(queries, keys, values, 0.25, cache.make_mask(new), None)
+    assert cache.offset.tolist() == [64 + 17 + new, 64 + 20 + new, 32 + 11 + new, 32 + 19 + new, 20 + new]
+    for at, row in enumerate(rows):
+        pair = row.whole() if row.segments else row.keys_and_values()
+        want = mx.fast.scaled_dot_product_attention(queries[at : at + 1], *pair, scale=0.25, mask="causal")
+        np.testing.assert_allclose(got[at : at + 1], want, atol=1e-5)
+    groups = segments_module.sharing([row.segments for row in rows])
+    assert [(rows, len(shared)) for rows, shared in groups] == [([0, 1, 2], 1), ([3], 1), ([4], 0)]
+
+
+def test_a_layer_that_masks_otherwise_is_an_error():
+    cache = OwnRowsKVCache([SegmentedKVCache("l")])
+    with pytest.raises(RuntimeError, match="mask of its own"):
+        cache.make_mask(1, window_size=8)
+    with pytest.raises(RuntimeError, match="mask of its own"):
+        cache.make_mask(1, return_array=True)
+    new = normal(0, (1, 2, 1, 16))
+    with pytest.raises(RuntimeError, match="masks more"):
+        cache.attend(new, *cache.update_and_fetch(new, new), 1.0, mx.zeros((1, 1)), None)
+
+
+def normal(seed: int, shape: tuple[int, ...]) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
