@@ -263,6 +263,17 @@ class KVBridge:
         sequence.cache, sequence.kv_length = cache, tokens
         self.offer(sequence)
 
+    def take_copy(self, sequence: Sequence, cache: mlx_adapter.Cache) -> None:
+        """Go on behind `cache`, which holds all of its prompt, as another sequence computed it.
+
+        For models without states at a position.
+        """
+        sequence.cache, sequence.kv_length = cache, sequence.prompt_length
+        if (table := sequence.table) is not None:
+            self.store.extend_match(table, sequence.hashes, self._limit(sequence))
+            sequence.offered = len(table.blocks)
+            sequence.restored_hot = len(table.blocks) * self._block - sequence.restored_cold
+
     def _pin(self, sequence: Sequence) -> None:
         """Take references to the blocks of `sequence.pins` that are cached."""
         blocks = (self.store.pool.get_cached_block(name) for name in sequence.pins)

@@ -4,6 +4,8 @@ Between the layers of a pass that may take long, or beside which others decode, 
 whose step is due get it, a request that was cancelled or whose time is up ends the pass, and a layer counts
 as progress.
 
+Requests with one and the same prompt, as the choices of n > 1, compute its end once.
+
 Passes end on block boundaries, and the last one begins at the last boundary before the prompt's
 end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
 the same shape.
@@ -73,7 +75,7 @@ class PromptPasses:
         if not sequences:
             return False
         together = [self._budget.pick_sequence(sequences)]
-        if self._merges:
+        if self._merges and not self._twins(together[0]):
             together = self._budget.ends_together(together[0], sequences)
         with self._over_if_broken(together):
             if len(together) > 1:
@@ -104,14 +106,17 @@ class PromptPasses:
         sequence.begin_pass()
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._loaded.model, sequence.capacity)
-        if not sequence.begun:  # Report what was restored.
-            sequence.begun = True
-            sequence.sink.progress(Progress(sequence.kv_length, sequence.prompt_length))
+        self._tell_begin(sequence)
         if sequence.kv_length >= sequence.last_boundary(self._block):
             # Whatever was restored and whoever shares: bits follow the cuts.
             self._loaded.segments.cut(
                 sequence.cache, sequence.hashes, self._block, sequence.capacity, last=True
             )
+
+    def _tell_begin(self, sequence: Sequence) -> None:
+        if not sequence.begun:  # Report what was restored.
+            sequence.begun = True
+            sequence.sink.progress(Progress(sequence.kv_length, sequence.prompt_length))
 
     # ----------------------------------------------------------------- one sequence
 
@@ -161,7 +166,40 @@ class PromptPasses:
             self._scheduler.offer(sequence)
             sequence.sink.progress(Progress(stop, length))
             return
-        self.first_token(sequence, logits[:, -1, :])
+        last, twins = logits[:, -1, :], self._twins(sequence)
+        held = [(twin, mlx_adapter.copied(sequence.cache or []), sequence.hidden) for twin in twins]
+        self.first_token(sequence, last)
+        for twin, cache, hidden in held:
+            with self._over_if_broken([twin]):
+                if (bridge := self._scheduler.bridge_of(twin)) is None:
+                    twin.cache, twin.kv_length = cache, twin.prompt_length
+                else:
+                    bridge.take_copy(twin, cache)
+                twin.hidden = hidden
+                self._tell_begin(twin)
+                self.first_token(twin, last)
+
+    def _twins(self, sequence: Sequence) -> list[Sequence]:
+        """Others that wait for a pass over the same prompt, and nothing else; where there is no state at a
+        position."""
+        states = self._loaded.states
+        if (
+            states is None
+            or states.tensors
+            or not self._loaded.batchable
+            or (key := self._key(sequence)) is None
+        ):
+            return []
+        waiting = (other for other in self._scheduler.running if other.state is State.PREFILLING)
+        return [other for other in waiting if other is not sequence and self._key(other) == key]
+
+    def _key(self, sequence: Sequence) -> tuple[Any, ...] | None:
+        """Equal for sequences whose prompts have the same KV and logits; None: more is done with it."""
+        more = sequence.images, sequence.labels, sequence.keys_file, sequence.write_kv, sequence.kv_from
+        if any(more) or sequence.compute_to or sequence.cancelled:
+            return None
+        rest = sequence.tokens[len(sequence.hashes) * self._block :]
+        return sequence.root, sequence.adapter, sequence.prompt_length, sequence.hashes[-1:], rest
 
     def _take_file(self, sequence: Sequence, file: PromptCacheFile) -> None:
         """Verify some of the KV in `file`; once all is done, go on behind it as behind a cached prefix."""

@@ -173,3 +173,83 @@ def test_a_pass_over_several_ends_that_fails_fails_those(tmp_path: Path):
         rig.settle()
         assert [rig.run(tokens, 20).got for tokens in prompts] == alone
         rig.on_engine(lambda: check_pool(rig.pool))
+
+
+# --------------------------------------------------------------------------- one prompt, several times
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["hit", "cold"])
+@pytest.mark.parametrize("reuse", [True, False], ids=["cached", "no cache"])
+def test_one_prompt_asked_for_several_times_is_computed_once(tmp_path: Path, known: bool, reuse: bool):
+    folder, tokens = build_family("qwen3", tmp_path / "qwen3"), prompt(3 * BLOCK + 21, seed=5)
+    samplings = [Sampling(temperature=0.0), *(Sampling(temperature=1.5, seed=seed) for seed in range(3))]
+
+    def start(rig: Rig) -> list[Output]:
+        return rig.on_engine(lambda: [rig.start(tokens, 20, sampling=sampling) for sampling in samplings])
+
+    with Rig(folder, reuse=reuse) as rig:
+        alone = [rig.run(tokens, 20, sampling=sampling).got for sampling in samplings]
+    assert len(set(map(tuple, alone))) > 2
+    with Rig(folder, reuse=reuse) as rig:
+        if known:
+            rig.run(tokens, 2)
+        rig.loaded.model = passes = Passes(rig.loaded.model)
+        rig.scheduler.prefilled.clear()
+        running = start(rig)
+        assert [output.tokens() for output in running] == alone
+        computed = 21 if known and reuse else len(tokens)
+        assert rig.scheduler.prefilled.total() == computed
+        assert sum(shape[1] for shape in passes.shapes if shape[0] == 1 and shape[1] > 1) <= computed
+        hit = 3 * BLOCK if reuse else 0
+        assert [output.hot for output in running[1:]] == [hit] * 3
+        assert all(output.progressed for output in running)
+        rig.settle()
+        assert [output.tokens() for output in start(rig)] == alone
+        rig.settle()
+        if reuse:
+            rig.on_engine(lambda: check_pool(rig.pool))
+
+
+def test_twins_of_a_prompt_that_is_cancelled_or_fails_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, tokens = build_family("qwen3", tmp_path / "qwen3"), prompt(BLOCK + 9, seed=5)
+    with Rig(folder) as rig:
+        alone = rig.run(tokens, 20).got
+    with Rig(folder) as rig:
+        rig.run(tokens, 2)
+        compute, broken = prompt_passes.compute_chunk, [True]
+
+        def once_broken(model: Any, sequence: Sequence, stop: int, **how: Any) -> Any:
+            if broken.pop():
+                raise RuntimeError("no memory")
+            broken.append(False)
+            rig.scheduler.cancel(started[2].sequence)
+            rig.scheduler.look_up()
+            return compute(model, sequence, stop, **how)
+
+        monkeypatch.setattr(prompt_passes, "compute_chunk", once_broken)
+        broken.insert(0, False)
+        started: list[Output] = []
+        rig.on_engine(lambda: started.extend(rig.start(tokens, 20) for _ in range(4)))
+        with pytest.raises(OmlxdError, match="no memory"):
+            started[0].tokens()
+        assert [started[1].tokens(), started[3].tokens()] == [alone, alone]
+        rig.settle()
+        assert not started[2].got and not rig.scheduler._batches
+        rig.on_engine(lambda: check_pool(rig.pool))
+
+
+def test_prompts_that_differ_are_no_twins(tmp_path: Path):
+    with Rig(build_family("qwen3", tmp_path / "qwen3")) as rig:
+        passes = rig.scheduler.passes
+        one, two, shorter = waiting(BLOCK + 9), waiting(BLOCK + 9), waiting(BLOCK + 8)
+        assert passes._key(one) == passes._key(two) != passes._key(shorter)
+        two.root = bytes([1] * 32)
+        assert passes._key(one) != passes._key(two), "another client's salt"
+        two = waiting(BLOCK + 9)
+        two.tokens[-1] = 2
+        assert passes._key(one) != passes._key(two)
+        two = waiting(BLOCK + 9)
+        two.hashes, one.hashes = [bytes([1] * 32)], [bytes([2] * 32)]
+        assert passes._key(one) != passes._key(two)
+        one.keys_file = "keys.safetensors"
+        assert passes._key(one) is None
