@@ -19,7 +19,7 @@ from .mlx_adapter import LoadedModel, Quantisation
 from .prompt.pipeline import PromptPipeline
 from .schedule.draft_model import DraftModel, check_tokenizer
 from .schedule.mtp import MtpModel
-from .schedule.speculation import Speculation
+from .schedule.speculation import PassTimes, Speculation
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None
     """With a draft model, or the model's own heads; their weights count as the model's. Raises ModelError."""
     if not load.speculate:
         return None
-    speculation = Speculation(repeatable=load.seed is not None)
+    times = PassTimes(first_tells=mlx_adapter.backend() == "cpu")
+    speculation = Speculation(repeatable=load.seed is not None, times=times)
     if load.draft_path:
         folder, float32 = Path(load.draft_path), load.budget.float32 and mlx_adapter.backend() == "cpu"
         draft = DraftModel(mlx_adapter.load(folder, None, float32), folder.name, loaded, load.model_id)

@@ -94,7 +94,7 @@ def held_bytes(caches: Iterable[Any]) -> tuple[int, int]:
     layers = [layer for cache in caches for layer in cache]
     for leaf in [row for layer in layers for row in getattr(layer, "rows", [layer])]:
         tails += sum(array.nbytes for array in (leaf.keys, leaf.values) if array is not None)
-        found |= {id(segment): segment for segment in leaf.segments}
+        found |= {id(segment): segment for segment in getattr(leaf, "segments", ())}
     return sum(array.nbytes for segment in found.values() for array in segment.tensors.values()), tails
 
 

@@ -75,7 +75,7 @@ class PromptPasses:
         if not sequences:
             return False
         together = [self._budget.pick_sequence(sequences)]
-        if self._merges and not self._twins(together[0]):
+        if self._merges and not self._same_prompt(together[0]):
             together = self._budget.ends_together(together[0], sequences)
         with self._over_if_broken(together):
             if len(together) > 1:
@@ -166,20 +166,20 @@ class PromptPasses:
             self._scheduler.offer(sequence)
             sequence.sink.progress(Progress(stop, length))
             return
-        last, twins = logits[:, -1, :], self._twins(sequence)
-        held = [(twin, mlx_adapter.copied(sequence.cache or []), sequence.hidden) for twin in twins]
+        last, others = logits[:, -1, :], self._same_prompt(sequence)
+        held = [(other, mlx_adapter.copied(sequence.cache or []), sequence.hidden) for other in others]
         self.first_token(sequence, last)
-        for twin, cache, hidden in held:
-            with self._over_if_broken([twin]):
-                if (bridge := self._scheduler.bridge_of(twin)) is None:
-                    twin.cache, twin.kv_length = cache, twin.prompt_length
+        for other, cache, hidden in held:
+            with self._over_if_broken([other]):
+                if (bridge := self._scheduler.bridge_of(other)) is None:
+                    other.cache, other.kv_length = cache, other.prompt_length
                 else:
-                    bridge.take_copy(twin, cache)
-                twin.hidden = hidden
-                self._tell_begin(twin)
-                self.first_token(twin, last)
+                    bridge.take_copy(other, cache)
+                other.hidden = hidden
+                self._tell_begin(other)
+                self.first_token(other, last)
 
-    def _twins(self, sequence: Sequence) -> list[Sequence]:
+    def _same_prompt(self, sequence: Sequence) -> list[Sequence]:
         """Others that wait for a pass over the same prompt, and nothing else; where there is no state at a
         position."""
         states = self._loaded.states

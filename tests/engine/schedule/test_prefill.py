@@ -210,7 +210,7 @@ def test_one_prompt_asked_for_several_times_is_computed_once(tmp_path: Path, kno
             rig.on_engine(lambda: check_pool(rig.pool))
 
 
-def test_twins_of_a_prompt_that_is_cancelled_or_fails_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_others_go_on_if_one_is_cancelled_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder, tokens = build_family("qwen3", tmp_path / "qwen3"), prompt(BLOCK + 9, seed=5)
     with Rig(folder) as rig:
         alone = rig.run(tokens, 20).got
@@ -238,7 +238,7 @@ def test_twins_of_a_prompt_that_is_cancelled_or_fails_go_on(tmp_path: Path, monk
         rig.on_engine(lambda: check_pool(rig.pool))
 
 
-def test_prompts_that_differ_are_no_twins(tmp_path: Path):
+def test_which_prompts_are_the_same(tmp_path: Path):
     with Rig(build_family("qwen3", tmp_path / "qwen3")) as rig:
         passes = rig.scheduler.passes
         one, two, shorter = waiting(BLOCK + 9), waiting(BLOCK + 9), waiting(BLOCK + 8)

@@ -273,6 +273,18 @@ def test_passes_that_cost_as_much_as_their_tokens_are_not_made():
     assert shared.times.cost(1, 15) == pytest.approx(3.7), "and wider ones take no less"
 
 
+def test_on_a_gpu_the_second_pass_of_a_kind_tells():
+    times = PassTimes(first_tells=False)
+    times.record_step(1, 1.0)
+    times.record_prompt(64, 7.3)
+    assert times.record_check(1, 2, 9.0) == pytest.approx(9.0 - 2.4)
+    assert times.cost(1, 2) == pytest.approx(1.2), "the first may have loaded kernels"
+    assert times.record_check(1, 2, 9.0) == 0.0
+    assert times.cost(1, 2) == pytest.approx(1.2 + 0.3 * 1.2)
+    assert times.record_check(1, 4, 2.0) == 0.0
+    assert times.cost(1, 4) == pytest.approx(2.0), "it was not twice what was expected"
+
+
 def test_a_pass_is_made_where_the_credit_covers_its_loss():
     shared, offer = measured({0: 1.0, 2: 1.2, 4: 1.4, 7: 2.8, 15: 3.0}), sure_row().offer()
     widths: list[int] = []
