@@ -11,7 +11,16 @@ from typing import Any
 
 import msgspec
 
-from ...chat import Event, Progress, Restarted, Usage
+from ...chat import (
+    ChoiceEvent,
+    Event,
+    Progress,
+    ReasoningDelta,
+    Restarted,
+    TextDelta,
+    ToolCallDelta,
+    Usage,
+)
 from ...common.units import human
 from ...errors import OmlxdError
 
@@ -33,6 +42,7 @@ class Request(msgspec.Struct, frozen=True):
 
     prompt_tokens, cached_tokens  of its prompt; None: its client left before they were known, or it has none
     computed_tokens  of its prompt, so far if it was not finished; its times are then those until it ended
+    completion_tokens  if it was not finished, pieces that came: a token each, but for text that was held back
     client   the User-Agent
     param    the field at fault
     problem  the error's sentence; texts of the client's in it are left out
@@ -91,7 +101,7 @@ class RequestTrace:
     prompt_tokens, restored  of its prompt, once its prefill began; -1: not known
     computed   of its prompt, so far
     progress   the newest; `progress_s`: seconds until it came
-    first_s    seconds until its answer began; 0: it has not
+    first_s    seconds until its answer began; 0: it has not; `pieces`: of text that have come
     """
 
     method: str
@@ -111,6 +121,7 @@ class RequestTrace:
     progress: Progress | None = None
     progress_s: float = 0.0
     first_s: float = 0.0
+    pieces: int = 0
     client: str = ""
     problem: OmlxdError | None = None
     body: bytearray = field(default_factory=bytearray)
@@ -128,9 +139,12 @@ class RequestTrace:
             self.computed = event.done - self.restored
             self.progress, self.progress_s = event, passed_s
         elif isinstance(event, Restarted):
-            self.first_s = 0.0
-        elif not self.first_s:
-            self.first_s, self.computed = passed_s, self.prompt_tokens - self.restored
+            self.first_s, self.pieces = 0.0, 0
+        else:
+            if not self.first_s:
+                self.first_s, self.computed = passed_s, self.prompt_tokens - self.restored
+            said = event.event if isinstance(event, ChoiceEvent) else event
+            self.pieces += isinstance(said, TextDelta | ReasoningDelta | ToolCallDelta)
 
     def usage_so_far(self) -> Usage:
         """Times of a request that was not finished.
@@ -142,6 +156,7 @@ class RequestTrace:
             return Usage(queue_s=passed_s if self.handed_on else 0.0)
         prefilled_s = max(self.first_s, self.progress_s) if self.first_s else passed_s
         return Usage(
+            completion_tokens=self.pieces,
             ttft_s=self.first_s,
             queue_s=max(0.0, self.progress_s - progress.restore_s - progress.prefill_s),
             restore_s=progress.restore_s,

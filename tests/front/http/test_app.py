@@ -429,6 +429,20 @@ async def test_a_bug_is_a_500_with_no_traceback(caplog):
 # --------------------------------------------------------------------------- the rest
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_access_log_counts_the_pieces_of_an_answer_that_broke_off(stream: bool, caplog):
+    caplog.set_level(logging.INFO, "omlxd.access")
+    died = Failed("unavailable", "The engine died.")
+    script = (Progress(64, 100), 0.1, TextDelta("a"), TextDelta("b"), 0.3, TextDelta("c"), died)
+    async with client(app_of(FakeEngine(script))) as http:
+        await http.post(PATHS[0], json=body(PATHS[0], stream=stream))
+    line = caplog.records[-1].fields
+    assert (line.outcome, line.prompt_tokens, line.cached_tokens) == ("unavailable", 100, 64)
+    assert line.completion_tokens == 3
+    assert 0.09 < line.ttft_s < line.duration_s - 0.25 and line.decode_s > 0.25
+    assert line.tokens_per_s == pytest.approx(2 / line.decode_s, rel=0.1)
+
+
 async def test_access_log_tells_counts_and_no_text(caplog):
     caplog.set_level(logging.INFO, "omlxd.access")
     secret = "the prompt itself"
