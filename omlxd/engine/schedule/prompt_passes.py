@@ -168,14 +168,18 @@ class PromptPasses:
             return
         last, others = logits[:, -1, :], self._same_prompt(sequence)
         held = [(other, mlx_adapter.copied(sequence.cache or []), sequence.hidden) for other in others]
+        before_s = sequence.prefill_s
         self.first_token(sequence, last)
-        for other, cache, hidden in held:
+        for other, cache, hidden in held:  # As if each had computed it: the pass counts for all.
             with self._over_if_broken([other]):
                 if (bridge := self._scheduler.bridge_of(other)) is None:
                     other.cache, other.kv_length = cache, other.prompt_length
                 else:
                     bridge.take_copy(other, cache)
                 other.hidden = hidden
+                other.prefill_s += sequence.prefill_s - before_s
+                cached = other.restored_hot + other.restored_cold
+                self._scheduler.count_prompt(other, other.prompt_length - cached)
                 self._tell_begin(other)
                 self.first_token(other, last)
 

@@ -198,7 +198,9 @@ def test_one_prompt_asked_for_several_times_is_computed_once(tmp_path: Path, kno
         running = start(rig)
         assert [output.tokens() for output in running] == alone
         computed = 21 if known and reuse else len(tokens)
-        assert rig.scheduler.prefilled.total() == computed
+        ends = sum(len(tokens) - output.hot for output in running[1:])
+        assert rig.scheduler.prefilled.total() == computed + ends
+        assert all(output.sequence.prefill_s > 0 for output in running)
         assert sum(shape[1] for shape in passes.shapes if shape[0] == 1 and shape[1] > 1) <= computed
         hit = 3 * BLOCK if reuse else 0
         assert [output.hot for output in running[1:]] == [hit] * 3
