@@ -56,6 +56,7 @@ DERIVED = {
 }
 """Engine values that are exported only as part of something else."""
 
+NOT_HEALED = "Earlier answers not put back as generated"
 ONCE = "once where a request has several answers"
 EACH = "for each answer anew, as vLLM counts"
 
@@ -112,6 +113,24 @@ HELP = {
     "images_restored_total": "Images whose features were read from disk.",
     "images_written_total": "Images whose features were written beside the KV.",
     "requests_timed_out_total": "Requests that took longer than their time limit.",
+    "mlx_load_peak_bytes": "The most that MLX's arrays took until the model was loaded.",
+    "mlx_cache_limit_bytes": "The most that MLX keeps of freed memory.",
+    "mlx_memory_limit_bytes": "Memory above which MLX waits for passes under way before it begins others.",
+    "mlx_wired_limit_bytes": "Memory that macOS may not page out; 0: not on Metal.",
+    "device_available_bytes": "Memory free where arrays live.",
+    "adapter_bytes": "Memory of the adapters' weights.",
+    "sessions": "Conversations whose place is known.",
+    "session_branches": "Branches of these: sub-agents, and what was edited.",
+    "requests_sheltering_parent_total": "Requests of sub-agents that kept their parent's blocks in RAM.",
+    "kv_checkpoint_missing_total": "Requests with blocks cached further than the deepest checkpoint.",
+    "prompt_canonical_rejected_total": "Conversations that went on as before, and whose tokens did not.",
+    "prompt_control_tokens_exposed_total": "Control tokens in somebody's text that were read as such.",
+    "prompt_turns_not_healed_edited_total": f"{NOT_HEALED}: the client changed their text or calls.",
+    "prompt_turns_not_healed_thinking_edited_total": f"{NOT_HEALED}: the client changed their thinking.",
+    "prompt_turns_not_healed_ambiguous_total": f"{NOT_HEALED}: two conversations without a name look alike.",
+    "prompt_turns_not_healed_prefix_total": f"{NOT_HEALED}: the tokens before them differ.",
+    "prompt_turns_not_healed_template_total": f"{NOT_HEALED}: the template's text around them is not found.",
+    "prompt_turns_not_healed_too_long_total": f"{NOT_HEALED}: the prompt would no longer fit.",
 }
 
 LEDGER = {

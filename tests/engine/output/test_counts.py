@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from guesses import guess_by, half_right
-from host import Host, finished, raw, text_of
+from host import Host, chat, finished, raw, text_of
 from msgspec.structs import replace
 
 from omlxd.chat import TokenIds
 from omlxd.engine.output.parser import OutputParser
+from omlxd.front.owner.metrics import DERIVED, HELP
 from omlxd.models import demo
 
 COUNTED = {
@@ -79,3 +80,9 @@ def test_a_prompt_counts_once_whatever_its_answers(host: Host):
     assert values["prompt_tokens_total"] == 2 * one.prompt_tokens - other.cached_hot
     assert values["prefix_cache_queries_total"] == 1.5 * looked_up[0]
     assert values["prefix_cache_hits_hot_total"] == 2 * looked_up[1] > 0
+
+
+def test_each_value_of_an_engine_has_a_line_of_help(host: Host):
+    host.ask(chat())
+    values = {name for name in host.engine.engine_stats() if "_per_pos_" not in name}
+    assert len(values) > 50 and not values - HELP.keys() - DERIVED.keys()
