@@ -148,6 +148,23 @@ def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path):
         assert network.check_port(settings(tmp_path, port=port, api_key="k")).verdict == "ok"
 
 
+def test_the_cache_of_the_daemon_that_answers_is_looked_at(tmp_path: Path, quick, capsys):
+    """A shell with other settings looks at a daemon by its address."""
+    with Daemon(tmp_path) as daemon:
+        asked = ["doctor", "--base-path", str(tmp_path / "other"), "--url", daemon.url, "--no-disk-test"]
+        main.main([*asked, "--json"])
+        told = msgspec.json.decode(capsys.readouterr().out, type=command.Report)
+        texts = {finding.check: finding.text for finding in told.findings}
+        dir = daemon.http.get("/omlxd/status").json()["cold"]["dir"]
+        assert texts["cache folder"] == f"{dir}, private"
+        assert str(tmp_path / "other") in texts["base folder"] and command.SHELLS in texts["base folder"]
+        assert command.SHELLS not in texts["space"] + texts["cache folder"]
+        own = settings(tmp_path, port=daemon.url.rpartition(":")[2])
+        assert own.paged_ssd_cache_dir == Path(dir)
+        assert network.with_daemons_cache(own)[1] == frozenset()
+    assert network.with_daemons_cache(own) == (own, frozenset())
+
+
 def test_draft_models_and_models_that_failed(tmp_path: Path):
     home = tmp_path / "omlxd"
     text = '[models.a]\ndraft-model = "{}"\n[models.b]\ndraft-model = "org/on-a-hub"\n'

@@ -16,6 +16,7 @@ from . import disk, machine, models, network
 from .finding import Finding, bad
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
+SHELLS = "by this shell's settings; the daemon that answers has others, or does not tell"
 _OPTIONS = ("model_dir", "base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size", "host", "port")
 
 
@@ -54,6 +55,7 @@ def _host_and_port(url: str | None) -> dict[str, str]:
 
 def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:
     """Every check in turn. One that fails itself is a finding too."""
+    kept, unsure = network.with_daemons_cache(settings)
     checks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [
         ("platform", machine.check_platform),
         ("python", machine.check_python),
@@ -61,8 +63,8 @@ def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:
         ("memory", machine.check_memory),
         ("files", machine.check_files),
         ("base folder", lambda: disk.check_folder("base folder", settings.base_path)),
-        ("cache folder", lambda: disk.check_folder("cache folder", settings.paged_ssd_cache_dir)),
-        ("space", lambda: disk.check_space(settings)),
+        ("cache folder", lambda: disk.check_folder("cache folder", kept.paged_ssd_cache_dir)),
+        ("space", lambda: disk.check_space(kept)),
         ("address", lambda: network.check_exposure(settings)),
         ("port", lambda: network.check_port(settings)),
         ("draft model", lambda: models.check_drafts(settings)),
@@ -70,13 +72,16 @@ def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:
         ("clients", lambda: network.check_clients(settings)),
     ]
     if disk_test:
-        checks.insert(-5, ("disk", lambda: disk.check_speed(settings)))
+        checks.insert(-5, ("disk", lambda: disk.check_speed(kept)))
     for name, check in checks:
         try:
             result = check()
         except Exception as error:  # A doctor that dies of what it looks for helps nobody.
             result = bad(name, f"can't be checked: {type(error).__name__}: {error}", "Please report this.")
-        yield from result if isinstance(result, list) else [result]
+        for finding in result if isinstance(result, list) else [result]:
+            if finding.check in unsure:
+                finding = msgspec.structs.replace(finding, text=f"{finding.text} ({SHELLS})")
+            yield finding
 
 
 def as_text(finding: Finding) -> str:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
 from ...config import Settings, is_loopback
+from ...errors import ConfigError
 from ...kv.files.paths import LOCK_NAME
 from ..daemon_client import DaemonError, daemon_of
 from .finding import Finding, bad, ok, warn
@@ -48,6 +50,22 @@ def check_port(settings: Settings) -> Finding:
         facts = f"{who} has no SSD cache: its folder {cold.dir} is away"
         return bad("port", facts, "Put the folder back, or restart omlxd.")
     return ok("port", f"{who} listens on {daemon.url}")
+
+
+def with_daemons_cache(settings: Settings) -> tuple[Settings, frozenset[str]]:
+    """`settings` with the SSD cache of the daemon at their address, if that answers and lies on this machine.
+
+    Also returns the checks of folders that the daemon does not tell.
+    """
+    try:
+        cold = daemon_of(settings).status(_SECONDS).cold
+    except (ConfigError, DaemonError):
+        return settings, frozenset()
+    if cold is None or not (Path(cold.dir) / LOCK_NAME).exists():
+        return settings, frozenset(("base folder", "cache folder", "space", "disk"))
+    same = Path(cold.dir) == settings.paged_ssd_cache_dir
+    kept = replace(settings, paged_ssd_cache_dir=Path(cold.dir), cold_cache_bytes=cold.cap, no_cache=False)
+    return kept, frozenset(() if same else ("base folder",))
 
 
 def _is_free(host: str, port: int) -> bool:
