@@ -4,8 +4,9 @@
 |---------|-------------------------------------------|----------------------------------------------|
 | CPU     | one block                                 | whatever was restored and whoever else runs, |
 |         |                                           | also where sums depend on a pass's shape     |
-| GPU     | a power of two: what takes half a second, | for runs that begin at the same place, at    |
-|         | at most `PREFILL_CHUNK`                      | rates that give the same pass                |
+| CUDA    | `PREFILL_CHUNK`                           | for runs that begin at the same place        |
+| Metal   | a power of two: what takes half a second, | likewise, at rates that give the same pass   |
+|         | at most `PREFILL_CHUNK`                   |                                              |
 
 Passes end on an absolute grid. They do not shrink for decoding rows, which step between the layers of
 a pass (prompt_passes.py), so bits don't depend on them.
@@ -20,7 +21,9 @@ from .. import mlx_adapter
 from ..sequence import Sequence
 
 SLICE_S = 0.5
-"""Seconds that a pass may take, as far as the measured rate foretells."""
+"""Seconds that a pass may take on Metal, as far as the measured rate foretells. CUDA devices are never so
+slow as to need it. Sizes by a rate, which first passes pull down, since they load kernels, would give the
+same prompt other bits in another daemon."""
 
 SMOOTHING = 0.3
 """Weight of the newest pass in the rate, if it was slower."""
@@ -124,9 +127,9 @@ class PrefillBudget:
     def chunk_end(self, start: int) -> int:
         """Where a pass that begins at token `start` ends: the next multiple of its size."""
         size = self.largest
-        if self._backend != "cpu" and self.rate:
+        if self._backend == "metal" and self.rate:
             size = 1 << max(1, min(size, int(self.rate * SLICE_S))).bit_length() - 1
-        elif self._backend == "metal":  # CUDA devices are never so slow that the first pass must be short.
+        elif self._backend == "metal":
             size = self._block
         size = max(size, self._block)
         return (start // size + 1) * size
