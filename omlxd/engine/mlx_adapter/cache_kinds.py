@@ -87,7 +87,8 @@ class CacheKind:
     state_of   a cache's arrays by name: per token as allocated, state in canonical form (lazy); None where
                it has none yet
     restore    (cache, arrays as `state_of` gives them, tokens that they hold)
-    batch      the class whose `merge` makes a batch of such caches; `state_of` reads it where per_token
+    batch      the class whose `merge` makes a batch of such caches, but for rows with arrays of their own
+               (own_rows.py); `state_of` reads it where per_token
     trim       forgets the last tokens of a pass of several, of one sequence; None: only by going back to what
                was there before (`before_pass`)
     quantise   makes an empty cache that keeps the same in fewer bits; None: it stays as it is
