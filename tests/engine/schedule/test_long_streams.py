@@ -24,7 +24,7 @@ from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.hot_budget import HotTiers
 from omlxd.engine.kvio.open_store import WRITE_QUEUE_FRACTION
 from omlxd.engine.kvio.transport import StagedTransport
-from omlxd.engine.mlx_adapter import batch_kv, cuda_driver
+from omlxd.engine.mlx_adapter import batch_kv, cuda_driver, row_attention
 from omlxd.engine.schedule import memory_admission
 from omlxd.engine.schedule.decode_batch import DecodeBatch, Draw
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
@@ -76,6 +76,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_budget, "RESERVE_BYTES", 0)
     monkeypatch.setattr(hot_budget, "REFRESH_S", 0.0)
     monkeypatch.setattr(batch_kv, "MOST_ROOM", 64)
+    monkeypatch.setattr(row_attention, "pays", lambda: False)  # Rows of a batch are one array, as on CUDA.
     monkeypatch.setattr(memory_admission, "RESERVE_FRACTION", memory_admission.CUDA_RESERVE_FRACTION)
 
 
