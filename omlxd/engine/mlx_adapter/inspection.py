@@ -14,7 +14,8 @@ from .segments import SegmentedKVCache
 
 
 class _ReadByMlx(KVCache):
-    """Attention of it is MLX's own: what it gives out are not the arrays that it notes."""
+    """Attention of it is MLX's own: what it gives out are not the arrays that it notes (attention.py), and
+    `by_mlx` says so to row_attention.py."""
 
     by_mlx = True
 

@@ -179,7 +179,9 @@ def load(
     layout = None if obstacle else layout_of(cache)
     exact = layout is not None and (backend() != "cpu" or all(g.dtype == "F32" for g in layout.groups))
     shares = batchable and exact and blind is None
-    if batchable and not attention.installed() and row_attention.pays():
+    hook = LayerHook(model)
+    live = share_prefixes(model, segment if shares else 0, segments_pay and backend() != "cpu")
+    if batchable and not attention.installed() and row_attention.pays() and not has_own_rows(model):
         use_own_rows(model)
     return LoadedModel(
         model=model,
@@ -192,11 +194,11 @@ def load(
         states=None if obstacle else states_of(cache),
         kv_reuse=obstacle,
         batchable=batchable,
-        hook=LayerHook(model),
+        hook=hook,
         float32=converted,
         blind=blind,
         mapped=mapped,
-        segments=share_prefixes(model, segment if shares else 0, segments_pay and backend() != "cpu"),
+        segments=live,
     )
 
 
@@ -315,7 +317,8 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     """From now on `model`'s caches can hold segments of so many tokens.
 
     Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut. `by_kernel`: nor where
-    steps that read them are not fused. Rows of a batch keep arrays of their own then, but for our kernels'.
+    steps that read them are not fused. Where segments are shared and no kernel of ours reads them, rows of a
+    batch keep arrays of their own.
     """
     fresh = _make_cache(model)
     if not tokens or not segmented(fresh()):

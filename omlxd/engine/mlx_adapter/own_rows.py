@@ -4,8 +4,8 @@ In place of one array with all rows, padded to the longest, which is copied when
 outgrows it (batch_kv.py). Attention goes row by row, as it does where that pays (row_attention.py); rows that
 begin with the same segments read those once, together (segments.py).
 
-`loading.use_own_rows` says whether all of a model's attention over such a batch goes through `attend`. Not
-on CUDA, whose kernels read one array.
+`loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. CUDA's
+kernels read one array, so their batches are no such ones.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from .segments import OWN_MASK
 
 
 class OwnRowsKVCache:
-    """`rows`: a cache of one sequence each. `update_and_fetch` gives the new tokens alone: `attend` must get
-    them, and reads the rest from the rows. `make_mask` gives no array. Raises RuntimeError where the model
-    attends otherwise."""
+    """A layer of a batch.
+
+    rows     a cache of one sequence each
+    pending  `update_and_fetch` gave out the new tokens, and `attend` has not got them yet
+
+    `update_and_fetch` gives the new tokens alone; `attend` reads the others from `rows`. `make_mask` gives no
+    array. Raises RuntimeError where the model attends otherwise.
+    """
 
     def __init__(self, rows: Iterable[KVCache]):
         self.rows = list(rows)
         self.pending = False
-
-    @classmethod
-    def merge(cls, caches: Sequence[KVCache]) -> OwnRowsKVCache:
-        return cls(caches)
 
     @property
     def offset(self) -> mx.array:

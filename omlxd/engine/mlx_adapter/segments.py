@@ -324,7 +324,7 @@ def by_rows(
     """(rows, heads, n, width): each row attends to the segments that it has, `held`, and to its tail. Rows
     that begin with the same segments read those once, together."""
     out: list[mx.array] = [queries] * len(tails)
-    for rows, shared in sharing(held):
+    for rows, shared in _sharing(held):
         own = [[*(segment.pair(layer) for segment in held[row][len(shared) :]), tails[row]] for row in rows]
         before = [segment.pair(layer) for segment in shared]
         got = fold(queries[mx.array(rows)] if len(rows) < len(held) else queries, before, own, scale)
@@ -333,7 +333,7 @@ def by_rows(
     return mx.concatenate(out)
 
 
-def sharing(segments: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[Segment]]]:
+def _sharing(segments: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[Segment]]]:
     """(rows, the segments that all of them begin with), each row once."""
     found: dict[int, tuple[list[int], list[Segment]]] = {}
     for row, own in enumerate(segments):

@@ -103,7 +103,7 @@ class PrefillBudget:
         return sequence.prompt_length - behind if last and sequence.prompt_length % self._block else 0
 
     def _to_compute(self, sequence: Sequence) -> int:
-        """Tokens of its prompt."""
+        """Tokens of its prompt that are left to compute."""
         return sequence.prompt_length - self._behind(sequence)
 
     def _behind(self, sequence: Sequence) -> int:
@@ -127,10 +127,8 @@ class PrefillBudget:
     def chunk_end(self, start: int) -> int:
         """Where a pass that begins at token `start` ends: the next multiple of its size."""
         size = self.largest
-        if self._backend == "metal" and self.rate:
+        if self._backend == "metal":  # A first pass of one block.
             size = 1 << max(1, min(size, int(self.rate * SLICE_S))).bit_length() - 1
-        elif self._backend == "metal":
-            size = self._block
         size = max(size, self._block)
         return (start // size + 1) * size
 

@@ -184,7 +184,7 @@ class PromptPasses:
                 self.first_token(other, last)
 
     def _same_prompt(self, sequence: Sequence) -> list[Sequence]:
-        """Others that wait for a pass over the same prompt, and nothing else; where there is no state at a
+        """Other sequences that wait for a pass over the same prompt; none where the model keeps state at a
         position."""
         states = self._loaded.states
         if (

@@ -144,7 +144,7 @@ def test_what_rows_share_is_read_once_for_all_of_them(new: int):
         pair = row.whole() if row.segments else row.keys_and_values()
         want = mx.fast.scaled_dot_product_attention(queries[at : at + 1], *pair, scale=0.25, mask="causal")
         np.testing.assert_allclose(got[at : at + 1], want, atol=1e-5)
-    groups = segments_module.sharing([row.segments for row in rows])
+    groups = segments_module._sharing([row.segments for row in rows])
     assert [(rows, len(shared)) for rows, shared in groups] == [([0, 1, 2], 1), ([3], 1), ([4], 0)]
 
 
