@@ -190,9 +190,9 @@ def costs_for(queries: mx.array, keys: mx.array) -> Costs | None:
             _costs[key] = None
             return None
         log.info(
-            "attention of %d heads on %d of %d in %s: 4 rows of half a batch's length %s, measured in %.2f s",
+            "a batch attends %s (%d query heads, %d KV heads, %d wide, %s; both ways measured in %.2f s)",
+            "row by row" if costs.pays([512] * ROWS, 1024) else "in one call of MLX's own",
             *key[:4],
-            "by themselves" if costs.pays([512] * ROWS, 1024) else "together, by MLX's own",
             time.perf_counter() - began,
         )
     return _costs[key]
