@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +205,21 @@ def row(servers: list[ChatServer], work: str, questions: list[str], options: arg
     print(
         f"| {work} | {len(questions)} | {off:.1f} | {auto:.1f} | {auto / off:.2f} | {less / plain:.2f} |"
         f" {accepted} of {drafted} | {accepted / max(drafts, 1):.1f} |"
-        f" {'yes' if servers[0].texts == servers[1].texts else 'no'} |",
+        f" {alike(*(server.texts for server in servers))} |",
         flush=True,
     )
+
+
+def alike(off: list[list[str]], auto: list[list[str]]) -> str:
+    """Whether all rounds' answers are the same; else where the first two part, and who repeats its own."""
+    if off == auto:
+        return "yes"
+    pairs = zip(chain(*off), chain(*auto), strict=True)
+    at = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) for a, b in pairs if a != b
+    ]
+    own = [name for name, texts in (("off", off), ("auto", auto)) if texts == texts[:1] * len(texts)]
+    return f"no: {len(at)}, from character {min(at)} on; every round the same: {', '.join(own) or 'none'}"
 
 
 if __name__ == "__main__":
