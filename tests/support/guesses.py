@@ -28,7 +28,9 @@ def guess_by(monkeypatch: pytest.MonkeyPatch, guesser: Guesser, *, forced: bool 
             self.guess, self._kind = guesser(tokens.tolist()), "short"
 
     monkeypatch.setattr(RowSpeculator, "_propose", instead)
-    monkeypatch.setattr(Speculation, "best_width", lambda self, offers: max(count for _, count in offers))
+    monkeypatch.setattr(
+        Speculation, "best_width", lambda self, offers, own=0.0: max(count for _, count in offers)
+    )
 
 
 def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
@@ -46,8 +48,10 @@ def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
 
 def draft_always(monkeypatch: pytest.MonkeyPatch, width: int = 4) -> None:
     """The draft model guesses `width` tokens for every row that has no other guess."""
-    monkeypatch.setattr(Speculation, "draft_width", lambda self, offers, rates, most=15: min(width, most))
-    monkeypatch.setattr(Speculation, "best_width", lambda self, offers: max(count for _, count in offers))
+    monkeypatch.setattr(Speculation, "draft_width", lambda self, offers, rates, most=15, own=0.0: min(width, most))
+    monkeypatch.setattr(
+        Speculation, "best_width", lambda self, offers, own=0.0: max(count for _, count in offers)
+    )
     monkeypatch.setattr(RowSpeculator, "draft_rate", 0.01)
 
 

@@ -30,7 +30,8 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
-from . import attention_packed
+from ...common.units import PREFILL_CHUNK
+from . import attention_packed, prompt_attention
 from .attention_kernel import MOST_NEW, SPAN, Kernel
 from .device import backend
 
@@ -140,7 +141,42 @@ def attend(
         kernel = kernel_for(queries, held.keys, window > 0, sinks)
         if kernel is not None and new <= kernel.most_new:
             return kernel(queries, held.keys, held.values, places, scale, window=window, sinks=sinks)
+    if new > MOST_NEW and backend() == "cuda":
+        if (out := _attend_prompt(queries, keys, values, cache, scale, mask, sinks)) is not None:
+            return out
+        keys, values = (
+            mx.contiguous(keys),
+            mx.contiguous(values),
+        )  # What arrays have room for is planned, too.
     return mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _attend_prompt(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """By the kernel for a prompt's pass; None where that is not for it."""
+    new, tokens, dtype = queries.shape[2], keys.shape[2], queries.dtype
+    if len(queries) > 1 or not prompt_attention.fits(new, tokens, PREFILL_CHUNK) or keys.dtype != dtype:
+        return None
+    window, places = 0, (0, tokens)
+    if (found := own_rows(cache, keys, values, mask, new)) is not None:
+        held, (starts, ends), window = found
+        if ends[0] > held.keys.shape[2]:
+            return None
+        keys, values, places = held.keys, held.values, (starts[0], ends[0])
+    elif not isinstance(mask, str) or keys.shape != values.shape:
+        return None
+    width, group = queries.shape[3], queries.shape[1] // keys.shape[1]
+    if sinks is not None and sinks.dtype != dtype:
+        return None
+    kernel = prompt_attention.checked(width, group, dtype, sinks is not None)
+    return kernel and kernel(queries, keys, values, places, scale, window=window, sinks=sinks)
 
 
 def own_rows(

@@ -27,7 +27,7 @@ from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import DRAFT, WIDTHS, RowSpeculator, Speculation
+from .speculation import DRAFT, OWN_SHARE, WIDTHS, RowSpeculator, Speculation
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -175,7 +175,7 @@ class DecodeBatch:
         began, waited, self._waited = clock(), self._waited, False
         read: list[Draw] = []
         offers = [self._speculators[row].offer(self._most_guesses) for row in self.rows]
-        if self._speculation.best_width(offers) or self._draft_width(offers):
+        if self._speculation.best_width(offers, self._own) or self._draft_width(offers):
             read = self._read(self._inputs, self._unread)
             self._unread = [False] * len(self.rows)
         rooms = {row: row.max_new - row.generated - 1 for row in self.rows}
@@ -188,7 +188,9 @@ class DecodeBatch:
         drawn = self._check(plan) if plan else self._step()
         seconds = clock() - began - self._spared
         if plan or read or (self._behind and not drawn):
-            self._speculation.settle(len(self.rows), len(read) + len(drawn), seconds)
+            won = self._speculation.settle(len(self.rows), len(read) + len(drawn), seconds)
+            for speculator in self._speculators.values():
+                speculator.won += won
         elif drawn and not waited:
             self._speculation.record_step(len(self.rows), seconds)
         self._behind = bool(plan)
@@ -210,7 +212,8 @@ class DecodeBatch:
         speculators = [self._speculators[row] for row in self.rows]
         self._draft(rooms)
         width = self._speculation.best_width(
-            [speculator.offer(rooms[row]) for speculator, row in zip(speculators, self.rows, strict=True)]
+            [speculator.offer(rooms[row]) for speculator, row in zip(speculators, self.rows, strict=True)],
+            self._own,
         )
         plan: list[tuple[list[int], list[Any]]] = []
         for speculator, row in zip(speculators, self.rows, strict=True):
@@ -227,6 +230,11 @@ class DecodeBatch:
         fused = self._compiled.most_new(len(self.rows)) if self._compiled is not None else 0
         return min(WIDTHS[-1], fused - 1) if fused else WIDTHS[-1]
 
+    @property
+    def _own(self) -> float:
+        """Steps that guesses may cost these rows, of what they have won."""
+        return OWN_SHARE * sum(row.won for row in self._speculators.values()) / len(self.rows)
+
     def _draft_rates(self) -> list[float]:
         """Of each row, the share of the draft model's guesses that hold. It sees no images."""
         return [self._speculators[row].draft_rate if row.images is None else 0.0 for row in self.rows]
@@ -234,7 +242,7 @@ class DecodeBatch:
     def _draft_width(self, offers: Seq[tuple[float, int]]) -> int:
         if self._drafts is None or self._speculation is None:
             return 0
-        return self._speculation.draft_width(offers, self._draft_rates(), self._most_guesses)
+        return self._speculation.draft_width(offers, self._draft_rates(), self._most_guesses, self._own)
 
     def _draft(self, rooms: Mapping[Sequence, int]) -> None:
         """Have the draft model guess for the rows where that is better, if the next pass gains by it."""

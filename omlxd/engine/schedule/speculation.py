@@ -69,6 +69,11 @@ MOST_CREDIT = 2.0
 """Plain steps that they may cost at once: of those won, and saved. With 4, 16 tool calls of 96 tokens behind
 16 edits took 4 % longer than without guesses: they lost what the edits had won."""
 
+OWN_SHARE = 0.25
+"""Of the steps that guesses have won a batch's rows: what they may cost them, beside the credit. Without it
+four rows that returned a file on an H200, eight tokens a pass at the cost of 1.5 steps, waited for credit: a
+few passes without success take two steps (SmolLM2: 1.06 times the speed without guesses)."""
+
 DECAY = 0.9
 """Weight of earlier guesses in the share that holds."""
 
@@ -303,7 +308,7 @@ class Speculation:
     Guesses cost no more than they give: what passes with them win and lose is counted in plain steps. One is
     made only where the credit covers its loss if no guess holds, and each plain step adds `LOST_SHARE` of a
     step to that. So beside decoding without guesses that share is lost at most, the first credit, and what a
-    pass of a new kind takes beyond expectation.
+    pass of a new kind takes beyond expectation. Rows whose own guesses have won may lose `OWN_SHARE` of that.
 
     repeatable  the same requests in the same order get the same answers: one whose draws depend on what was
                 drawn before, so on the passes, decodes plainly
@@ -339,14 +344,18 @@ class Speculation:
         self.times.record_step(rows, seconds)
         self._win(LOST_SHARE)
 
-    def settle(self, rows: int, tokens: int, seconds: float) -> None:
-        """A turn that was none of plain decoding gave `tokens` in all.
+    def settle(self, rows: int, tokens: int, seconds: float) -> float:
+        """A turn that was none of plain decoding gave `tokens` in all. Returns the steps that this wins.
 
         A step that was started ahead gives its tokens a turn later: what the last turn before a pass with
-        guesses gives too much, the first one behind it gives too little.
+        guesses gives too much, the first one behind it gives too little. That costs a step at most: what else
+        it takes, as on a GPU where the KV's arrays have grown, a plain step would take, too.
         """
-        if plain := self.times.plain(rows):
-            self._win(tokens / rows - seconds / plain)
+        if not (plain := self.times.plain(rows)):
+            return 0.0
+        steps = tokens / rows - (seconds / plain if tokens else min(seconds / plain, 1.0))
+        self._win(steps)
+        return steps
 
     def record_draft(self, rows: int, guesses: int, seconds: float) -> None:
         """The draft model took `seconds` for so many guesses a row."""
@@ -356,14 +365,17 @@ class Speculation:
     def _win(self, steps: float) -> None:
         self.credit = min(self.credit + steps, MOST_CREDIT)
 
-    def best_width(self, offers: Seq[tuple[float, int]]) -> int:
+    def best_width(self, offers: Seq[tuple[float, int]], own: float = 0.0) -> int:
         """Guesses a row for the next pass of a batch; 0: a plain step is faster.
 
         offers  (share of its guesses that hold, guesses at hand) of each row
+        own     steps that its rows may lose, beside the credit
         """
-        return self._best(offers)[0]
+        return self._best(offers, own)[0]
 
-    def draft_width(self, offers: Seq[tuple[float, int]], rates: Seq[float], most: int = WIDTHS[-1]) -> int:
+    def draft_width(
+        self, offers: Seq[tuple[float, int]], rates: Seq[float], most: int = WIDTHS[-1], own: float = 0.0
+    ) -> int:
         """Guesses a row that the draft model is to make for the next pass; 0: a pass without them is faster.
 
         rates  the share of its guesses that holds, of each row; 0: a row that it guesses nothing for
@@ -373,10 +385,12 @@ class Speculation:
             (rate, most) if rate > (share if count else 0.0) else (share, count)
             for (share, count), rate in zip(offers, rates, strict=True)
         ]
-        width, gain = self._best(rows, drafting=True)
-        return width if gain > self._best(offers)[1] else 0
+        width, gain = self._best(rows, own, drafting=True)
+        return width if gain > self._best(offers, own)[1] else 0
 
-    def _best(self, offers: Seq[tuple[float, int]], *, drafting: bool = False) -> tuple[int, float]:
+    def _best(
+        self, offers: Seq[tuple[float, int]], own: float, *, drafting: bool = False
+    ) -> tuple[int, float]:
         """(guesses a row, tokens a second as a multiple of plain decoding).
 
         drafting  the draft model's time counts
@@ -393,7 +407,7 @@ class Speculation:
                 break
             tokens = sum(expected_tokens(rate, min(width, count)) for rate, count in offers)
             cost = self.times.cost(rows, width) + (seconds * width / plain if seconds else 0.0)
-            if cost - 1 <= self.credit and (gain := tokens / rows / cost) > best_gain:
+            if cost - 1 <= max(self.credit, own) and (gain := tokens / rows / cost) > best_gain:
                 best, best_gain = width, gain
         return best, best_gain
 
@@ -437,6 +451,7 @@ class RowSpeculator:
     sequence whose guesses fail goes back to plain decoding, and begins again once they would hold.
 
     guess       tokens that may come next; empty: no idea
+    won         steps, by guesses of the batches that it was in
     constraint  of the sequence; its tokens so far are taken by it first
     shared      the share of guesses that holds, of all sequences: what is thought before this one made any
     """
@@ -447,6 +462,7 @@ class RowSpeculator:
         constraint: Constraint | None = None,
         shared: Mapping[str, HoldRate] | None = None,
     ):
+        self.won = 0.0
         self._proposer = NgramProposer(tokens)
         self._constraint = constraint
         self._shared = shared or {kind: HoldRate() for kind in KINDS}

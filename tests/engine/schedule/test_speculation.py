@@ -297,8 +297,16 @@ def test_a_pass_is_made_where_the_credit_covers_its_loss():
     for _ in range(40):
         shared.record_step(1, 1.0)
     assert shared.credit == pytest.approx(-0.2 + 40 * LOST_SHARE)
-    shared.settle(1, 16, 3.0)
+    assert shared.settle(1, 16, 3.0) == pytest.approx(13.0)
     assert shared.credit == MOST_CREDIT
+    shared.credit = -1.0
+    assert not shared.best_width([offer], 0.1) and shared.best_width([offer], 0.5) == 4
+
+
+def test_a_step_begun_behind_a_pass_costs_a_step_at_most():
+    shared = measured({0: 1.0})
+    assert shared.settle(4, 0, 0.7) == pytest.approx(-0.7)
+    assert shared.settle(4, 0, 9.0) == -1.0
 
 
 def test_a_batch_guesses_where_its_rows_together_gain():

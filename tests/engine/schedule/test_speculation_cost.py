@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omlxd.engine.schedule.speculation import (
     FIRST_CREDIT,
     LOST_SHARE,
+    OWN_SHARE,
     WIDTHS,
     GuessCounts,
     RowSpeculator,
@@ -57,7 +58,8 @@ class Engine:
         """So many of each row, or some more. Every 100 another request begins."""
         shared, rows, end = self.shared, self.count, self.tokens + tokens * self.count
         while self.tokens < end:
-            width = shared.best_width([row.offer() for row in self.rows])
+            own = OWN_SHARE * sum(row.won for row in self.rows) / rows
+            width = shared.best_width([row.offer() for row in self.rows], own)
             took, drawn = self.table(rows * (width + 1)), 0
             for row in self.rows:
                 held = 0
@@ -69,7 +71,10 @@ class Engine:
             if width:
                 self.passes += 1
                 self.firsts.setdefault(width, took / self.table(rows))
-                shared.settle(rows, drawn, took - shared.times.record_check(rows, width, took))
+                spared = shared.times.record_check(rows, width, took)
+                won = shared.settle(rows, drawn, took - spared)
+                for row in self.rows:
+                    row.won += won
             else:
                 shared.record_step(rows, took)
             self.seconds, self.tokens = self.seconds + took, self.tokens + drawn
