@@ -48,7 +48,9 @@ def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
 
 def draft_always(monkeypatch: pytest.MonkeyPatch, width: int = 4) -> None:
     """The draft model guesses `width` tokens for every row that has no other guess."""
-    monkeypatch.setattr(Speculation, "draft_width", lambda self, offers, rates, most=15, own=0.0: min(width, most))
+    monkeypatch.setattr(
+        Speculation, "draft_width", lambda self, offers, rates, most=15, own=0.0: min(width, most)
+    )
     monkeypatch.setattr(
         Speculation, "best_width", lambda self, offers, own=0.0: max(count for _, count in offers)
     )

@@ -125,6 +125,9 @@ class EvenBatchKVCache(BatchKVCache):
         batch.offset = batch.offset + own.offset
         return batch
 
+    def _set_starts(self, starts: list[int]) -> None:
+        self._starts, self.left_padding = starts, mx.array(starts)
+
     def _set_ends(self, ends: list[int]) -> None:
         self._idx = max(ends)
         self._ends = ends if min(ends) < self._idx else None
@@ -135,7 +138,10 @@ class EvenBatchKVCache(BatchKVCache):
             self._set_step(more)
         super().update_and_fetch(keys, values)
         if ends is not None:
-            self.keys, self.values = put_tokens(self.keys, keys, ends), put_tokens(self.values, values, ends)
+            held = cast(list[Any], [self.keys, self.values])
+            self.keys, self.values = (
+                put_tokens(array, new, ends) for array, new in zip(held, (keys, values), strict=True)
+            )
             self._ends = [end + more for end in ends]
         return self.keys_and_values()
 
@@ -175,8 +181,9 @@ class EvenBatchKVCache(BatchKVCache):
     def extend(self, other: Any) -> None:
         longest = max(self._idx, other._idx)
         ends = [end + longest - cache._idx for cache in (self, other) for end in cache.ends]
+        starts = [start + longest - cache._idx for cache in (self, other) for start in cache.starts]
         self._extend(other)
-        self._starts = None
+        self._set_starts(starts)
         self._set_ends(ends)
 
     def _extend(self, other: Any) -> None:
@@ -190,24 +197,27 @@ class EvenBatchKVCache(BatchKVCache):
         for name in ("keys", "values"):
             setattr(self, name, tree_map(moved, getattr(self, name), getattr(other, name)))
             setattr(other, name, None)
-        self.left_padding = mx.concatenate([cache.left_padding + end - cache._idx for cache in (self, other)])
         self.offset = mx.concatenate([self.offset, other.offset])
         self._idx = end
 
     def filter(self, batch_indices: Any) -> None:
-        ends, before = self.ends, self._idx
-        self._filter(batch_indices)
-        self._starts = None
-        self._set_ends([ends[row] - (before - self._idx) for row in batch_indices])
-
-    def _filter(self, batch_indices: Any) -> None:
-        super().filter(batch_indices)
-        if self.keys is None or self.keys.shape[2] <= SHORT or backend() != "cuda":
+        """As mlx-lm's, without waiting for the device."""
+        starts, ends = ([of[row] for row in batch_indices] for of in (self.starts, self.ends))
+        rows, spare = mx.array(batch_indices), min(starts)
+        self.offset = self.offset[rows]
+        if self.keys is not None:
+            self.keys, self.values = (
+                tree_map(lambda array: array[rows][..., spare:, :], held)
+                for held in cast(list[Any], [self.keys, self.values])
+            )
+        self._set_starts([start - spare for start in starts])
+        self._set_ends([end - spare for end in ends])
+        keys, values = cast(Any, self.keys), cast(Any, self.values)
+        if not isinstance(keys, mx.array) or keys.shape[2] <= SHORT or backend() != "cuda":
             return
-        if self.keys.shape[2] % GROW_STEP:
+        if keys.shape[2] % GROW_STEP:
             # Padding that nobody needs any more was cut off in front: the next token makes it even again.
-            self.keys = self.keys[..., : self._idx, :]
-            self.values = self.values[..., : self._idx, :]
+            self.keys, self.values = keys[..., : self._idx, :], values[..., : self._idx, :]
 
 
 class WindowBatchKVCache(BatchRotatingKVCache):

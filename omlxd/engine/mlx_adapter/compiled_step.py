@@ -33,7 +33,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from . import attention, attention_packed, cuda_driver, products, segment_attention, segments
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
-from .cache_kinds import Cache, arrays_of
+from .cache_kinds import COPIED, Cache, arrays_of
 from .fused_attention import ARCHITECTURES, MOST_NEW
 from .fused_step import FusedStep, Unfusable
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
@@ -47,10 +47,6 @@ FUNCTIONS = 64
 
 AFTER = 4
 """Steps of a batch before its shape is compiled, which takes as long as some steps."""
-
-
-COPIED = 1 << 28
-"""Bytes of KV that are copied at once as rows change."""
 
 
 class Untraceable(Exception):

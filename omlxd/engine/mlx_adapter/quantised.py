@@ -213,12 +213,3 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
 
     def _rows(self) -> tuple[list[int], list[int], bool]:
         return self.starts, self.ends, self.is_even
-
-    def _filter(self, batch_indices: Any) -> None:
-        rows = mx.array(batch_indices)
-        self.left_padding, self.offset = self.left_padding[rows], self.offset[rows]
-        spare = min(cast(list[int], self.left_padding.tolist()))
-        self.keys, self.values = (
-            [part[rows][..., spare:, :] for part in parts] for parts in (self.keys, self.values)
-        )
-        self.left_padding, self._idx = self.left_padding - spare, self._idx - spare

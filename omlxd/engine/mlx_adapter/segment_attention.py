@@ -86,7 +86,7 @@ def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
     does what a view of it shares: let nobody have one of these.
     """
     mx.eval(list(arrays))
-    code, found = _Code({"": segment_kernel.addresses_source(AT_ONCE)}), list[mx.array]()
+    code, found = _addresses_code(), list[mx.array]()
     for first in range(0, len(arrays), AT_ONCE):
         some = arrays[first : first + AT_ONCE]
         found += code.run(
@@ -130,6 +130,11 @@ class _Code:
             scalars=scalars,
             **{"ensure_row_contiguous": True, **how},
         )
+
+
+@cache
+def _addresses_code() -> _Code:
+    return _Code({"": segment_kernel.addresses_source(AT_ONCE)})
 
 
 class SegmentReader:

@@ -222,7 +222,8 @@ def test_a_row_that_joins_a_large_batch_needs_room_for_one_layer_more(monkeypatc
             mx.eval(cache.update_and_fetch(mx.ones(shape), mx.ones(shape)))
         return made
 
-    monkeypatch.setattr(cache_kinds, "LARGE", 0)
+    for name in ("LARGE", "COPIED"):
+        monkeypatch.setattr(cache_kinds, name, 0)
     batch = mlx_adapter.merge([single()])
     for _ in range(3):
         mlx_adapter.extend(batch, single())
