@@ -11,7 +11,7 @@ from daemon import family_model
 from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import LoadedModel, may_share_pass, row_adapters
+from omlxd.engine.mlx_adapter import LoadedModel, may_share_pass, multi_lora, row_adapters
 from omlxd.errors import AdapterError
 from omlxd.models import demo
 
@@ -131,6 +131,21 @@ def test_kinds_without_a_gathered_product_share_no_pass(base: Path, folders: lis
         assert mx.array_equal(rows_of(loaded, adapter)[0], alone(model, folder))
     loaded = mlx_adapter.load(base)
     assert may_share_pass([loaded.adapters.add(str(folders[0])), None])
+
+
+def test_on_cuda_both_sides_of_a_gathered_matrix_are_multiples_of_eight(
+    base: Path, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With others MLX's gathered product ends the process's use of the GPU."""
+    monkeypatch.setattr(multi_lora, "backend", lambda: "cuda")
+    loaded = mlx_adapter.load(base)
+    b, c = (loaded.adapters.add(str(folder)) for folder in folders[1:])
+    stacks = [layer.lora_slot.a.shape for layer in loaded.adapters._layers()]
+    assert {rank for _, _, rank in stacks} == {8} and b.mixes and c.mixes
+    expected = mx.stack([alone(base, folders[1]), run(loaded.model)[0], alone(base, folders[2])])
+    assert mx.allclose(rows_of(loaded, b, None, c), expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(multi_lora, "GATHERED", 96)  # The demo's layers are 64 and more wide.
+    assert not mlx_adapter.load(base).adapters.add(str(folders[0])).mixes
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3", "qwen3_next"])

@@ -17,7 +17,7 @@ from rig import BLOCK, Output, Rig
 from omlxd.chat import Sampling
 from omlxd.common.units import PREFILL_CHUNK
 from omlxd.engine.output.sink import usage_of
-from omlxd.engine.schedule.prefill import PrefillBudget, slice_seconds
+from omlxd.engine.schedule.prefill import LEAST_SLICE_S, PrefillBudget, slice_seconds
 
 LAYERS = 16
 
@@ -175,6 +175,13 @@ def test_between_two_steps_prefill_gets_the_layers_that_make_no_gap_longer_than_
     ended = [n for n in range(1, 200) if n * layer >= slice_seconds(1.0, layer) - 1e-9]
     assert ended[0] == layers and (layers == 1 or layers * layer <= 1)
     assert slice_seconds(1.0, layer) > 0.1 * layer, "what follows a pass's last layer is no layer"
+
+
+def test_beside_short_steps_prefill_gets_its_least():
+    """A step of 8 ms, layers of 2.8: eleven of those between two steps, not one."""
+    step, layer = 0.008, 0.0028
+    ended = next(n for n in range(1, 200) if n * layer >= slice_seconds(step, layer))
+    assert ended == 11 and ended * layer == pytest.approx(LEAST_SLICE_S, abs=layer / 2)
 
 
 @pytest.mark.slow
