@@ -1,7 +1,7 @@
 """What restoring, storing, hits and decoding cost on this machine's GPU, with a model of 8B shape.
 
     python -m tools.bench.gpu [--shape qwen3-8b] [--tokens 16384] [--dir DIR] [--blocks 64,256]
-        [--only restore,harvest,hit,decode,uneven,guesses,attention,capacity,prefill,same]
+        [--only restore,harvest,hit,decode,uneven,guesses,attention,prompts,capacity,prefill,same]
 
 Weights are random (tools/bench/shapes.py). Files are read with the page cache warm. Every figure is
 from one process and one run; medians where a thing is cheap to repeat. GB are 10⁹ bytes.
@@ -30,6 +30,7 @@ from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import DirectBuffers, MLXPayload, append_blocks, copy_blocks, read_payload
 from omlxd.engine.kvio.transport import transport
 from omlxd.engine.mlx_adapter.attention_kernel import Kernel
+from omlxd.engine.mlx_adapter.prompt_attention import PromptKernel
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
 from omlxd.engine.schedule.speculation import WIDTHS
 from omlxd.kv.cold.tier import ColdTier
@@ -349,6 +350,40 @@ class GPUBench(Bench):
             at_limit = sum(lengths) * 4 * kv_heads * width / BYTES_S * 1e3
             row(f"{rows}: {lengths[0]} to {lengths[-1]}", *cells, f"{far:.4f}", at_limit)
 
+    def prompts(self) -> None:
+        """One layer's attention of many new tokens: MLX's own, which plans each shape at its first, and ours."""
+        print("\n## Attention of a prompt's end, ms\n")
+        row("new, all tokens", "MLX's first", "then", "kernel", "TFLOP/s", "largest difference")
+        row(*["---"] * 6)
+        heads, kv_heads, width = 32, 8, 128
+        scale, kernel = width**-0.5, PromptKernel(width, heads // kv_heads, mx.bfloat16)
+        for new, tokens in (
+            (100, 400),
+            *((200, 16200), (448, 8640), (600, 17000), (1000, 16900), (1500, 10000), (650, 32650)),
+        ):
+            shape = (1, kv_heads, mlx_adapter.round_up(tokens + 1), width)
+            queries, keys, values = (
+                mx.random.normal(size, key=mx.random.key(seed)).astype(mx.bfloat16)
+                for seed, size in enumerate([(1, heads, new, width), shape, shape])
+            )
+            mx.eval(queries, keys, values)
+
+            def own() -> mx.array:
+                held = (array[:, :, :tokens] for array in (keys, values))  # noqa: B023
+                return mx.fast.scaled_dot_product_attention(queries, *held, scale=scale, mask="causal")  # noqa: B023
+
+            def ours() -> mx.array:
+                return kernel(queries, keys, values, (0, tokens), scale)  # noqa: B023
+
+            first = timed(lambda: mx.eval(own())) * 1e3
+            far = mx.abs(own().astype(mx.float32) - ours().astype(mx.float32)).max()
+            cells = [
+                timed(lambda: mx.eval([attend() for _ in range(30)])) / 30 * 1e3  # noqa: B023
+                for attend in (own, ours)
+            ]
+            work = 4 * heads * width * new * (tokens - new / 2)
+            row(f"{new}, {tokens}", first, *cells, work / cells[1] / 1e9, f"{far.item():.4f}")
+
     def capacity(self) -> None:
         """A step where the KV's arrays hold a multiple of 256 tokens, and 64 more (batch_kv.py)."""
         print("\n## Decode by what the arrays hold\n")
@@ -468,6 +503,7 @@ def main() -> None:
         "uneven",
         "guesses",
         "attention",
+        "prompts",
         "capacity",
         "prefill",
         "same",

@@ -2,10 +2,10 @@
 
 MLX hands attention to cuDNN. Rows of unequal length need a mask there, which costs five times as much
 (tables in attention_kernel.py), and their padding is read. Each shape, so each length of the KV, is planned
-at its first call, which takes 60 to 120 ms where there are several new tokens: for the end of each prompt and
+at its first call, which takes 36 to 120 ms where there are several new tokens: for the end of each prompt and
 each pass with guesses. And for single tokens its sums come in another order from run to run. The kernels of
 attention_kernel.py read a row from its own first token, in spans cut at fixed positions, and merge them by
-log-sum-exp.
+log-sum-exp. Longer ends of prompts have a kernel of their own (prompt_attention.py).
 
 A window's row is read from its oldest token on, wherever in its ring that lies, and its spans are counted
 from there: its column depends on when the row joined whom, so that spans of columns would give other bits in

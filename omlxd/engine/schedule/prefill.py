@@ -152,7 +152,18 @@ beside: 70 and 153 ms with 1.0, 69 and 124 with this; the cold prompt 16.4 and 2
 
 LEAST_SLICE_S = 0.03
 """Prefill between two steps, at least. A gap of 40 ms nobody notices, and beside steps of 8 ms, as of an 8B
-shape on an H200, `STEP_SHARE` alone leaves prompts two fifths of the device."""
+shape on an H200, `STEP_SHARE` alone leaves prompts two fifths of the device.
+
+Two agents and two sub-agents, then four growing sessions there (tools/bench/turns.py), seconds of both runs:
+
+| least | all answered | TTFT p50   | TTFT p90   | gap p99    |
+|-------|--------------|------------|------------|------------|
+| 0     | 7.9, 9.8     | 0.66, 0.47 | 6.0, 4.5   | 0.09, 0.08 |
+| 0.03  | 8.7, 8.4     | 0.64, 0.41 | 5.2, 2.3   | 0.12, 0.12 |
+| 0.06  | 6.7, 7.9     | 0.60, 0.44 | 3.4, 2.1   | 0.15, 0.16 |
+
+(The second row was the first server on that host, which has what is slow once.)
+"""
 
 
 def slice_seconds(step_s: float, layer_s: float) -> float:
