@@ -351,7 +351,7 @@ class GPUBench(Bench):
             row(f"{rows}: {lengths[0]} to {lengths[-1]}", *cells, f"{far:.4f}", at_limit)
 
     def prompts(self) -> None:
-        """One layer's attention of many new tokens: MLX's own, which plans each shape at its first, and ours."""
+        """One layer's attention of many new tokens: MLX's own, which plans a shape at its first, and ours."""
         print("\n## Attention of a prompt's end, ms\n")
         row("new, all tokens", "MLX's first", "then", "kernel", "TFLOP/s", "largest difference")
         row(*["---"] * 6)

@@ -116,6 +116,7 @@ class NgramProposer:
         self._match: tuple[int, int] | None = None  # Where the last one ends, and its tokens.
         ids = self._ids[: self._count].astype(np.int64)
         np.frombuffer(self._marks, np.uint8)[_mark(ids[:-3], ids[1:-2], ids[2:-1])] = 1
+        self._newest = (0, 0, *ids[-3:].tolist())[-3:]
 
     @property
     def tokens(self) -> np.ndarray:
@@ -123,19 +124,17 @@ class NgramProposer:
         return self._ids[: self._count]
 
     def add_token(self, token: int) -> None:
-        if self._count >= MIN_MATCH:
-            self._marks[self._newest()] = 1
-        if self._count == len(self._ids):
-            self._ids = np.resize(self._ids, 2 * self._count)
-        self._ids[self._count] = token
+        count = self._count
+        if count >= MIN_MATCH:
+            self._marks[_mark(*self._newest)] = 1
+        if count == len(self._ids):
+            self._ids = np.resize(self._ids, 2 * count)
+        self._ids[count] = token
+        self._newest = (*self._newest[1:], token)
         if self._match is not None:
             end, tokens = self._match
             self._match = (end + 1, tokens + 1) if self._ids[end + 1] == token else None
-        self._count += 1
-
-    def _newest(self) -> int:
-        first, second, third = self._ids[self._count - MIN_MATCH : self._count].tolist()
-        return _mark(first, second, third)
+        self._count = count + 1
 
     def propose(self, most: int) -> tuple[list[int], int]:
         """(`most` tokens that may come next, tokens of the match); nothing where there is no match.
@@ -155,7 +154,7 @@ class NgramProposer:
         last = len(ids) - 1
         if self._match is not None:
             return self._match[0], min(self._match[1], LONGEST_MATCH)
-        if last < MIN_MATCH or not self._marks[self._newest()]:
+        if last < MIN_MATCH or not self._marks[_mark(*self._newest)]:
             return None
         ends = np.flatnonzero(ids[MIN_MATCH - 1 : last] == ids[last]) + (MIN_MATCH - 1)
         for back in range(1, MIN_MATCH):
