@@ -199,8 +199,8 @@ class EngineHost:
             raise bad_field("prompt", f"at most {INSPECTED} tokens are inspected, and it has {len(tokens)}")
         if request.query is not None and not -len(tokens) <= request.query < len(tokens):
             raise bad_field("query", f"the prompt has {len(tokens)} tokens, and none at {request.query}")
-        stops = request.sampling.stop_token_ids
-        for param, ids in (("prompt", tokens), ("stop_token_ids", stops)):
+        stops, biased = request.sampling.stop_token_ids, request.sampling.logit_bias
+        for param, ids in (("prompt", tokens), ("stop_token_ids", stops), ("logit_bias", biased)):
             if bad := next((id for id in ids if not 0 <= id < self.loaded.vocab_size), None):
                 raise bad_field(param, f"token id {bad} is not in this model's vocabulary")
         wanted = request.sampling.max_tokens

@@ -107,7 +107,7 @@ class Sequence:
     unkept         indices of those that it had no room for, or that went to make some: to be offered again
     max_new        tokens to generate at most; `reserve`: of these, how many its cache has room for at once
     resume_at      blocks after which the checkpoint stands that the match ends at
-    overtaken      chunks of other prompts that went before its own, in a row
+    overtaken      tokens of other prompts that went before its own
     divergence     blocks after which a checkpoint is to be made, since the match missed one there; 0: none
     before_images  blocks after which one is to be made, since images begin there
     last_checkpoint  (blocks, payload) of the deepest state copied so far

@@ -142,7 +142,7 @@ anthropic_body = st.fixed_dictionaries(
         **common,
         "system": text | st.lists(text_block, max_size=2),
         "tools": st.lists(anthropic_tool, max_size=2),
-        "tool_choice": st.sampled_from([{"type": "auto"}, {"type": "any"}, {"type": "none"}]),
+        "tool_choice": st.sampled_from([{"type": "auto"}, {"type": "none"}]),
         "stop_sequences": st.just(["a"]),
         "thinking": st.sampled_from([{"type": "enabled", "budget_tokens": 5}, {"type": "disabled"}]),
         "metadata": st.just({"user_id": "{}"}),

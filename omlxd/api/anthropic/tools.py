@@ -160,10 +160,12 @@ class Tools:
 
     def choice(self, choice: ToolChoice | None) -> tuple[str, tuple[str, ...]]:
         """(`tool_choice`, `allowed_tools`) of a conversation. Raises InvalidRequest."""
-        if choice is None or choice.type == "auto" or not self._tools:
+        if choice is None or choice.type == "auto":
             return "auto", ()
         if choice.type == "none":
-            return "none", ()
+            return "none" if self._tools else "auto", ()
+        if not self._tools:
+            raise bad_field("tool_choice", "there are no tools to choose from")
         left = tuple(tool.name for tool in self.listed if tool.name not in self._removed)
         if choice.type == "any":
             allowed = left if self._removed else ()

@@ -61,6 +61,9 @@ class CommonBody(DialectFields, kw_only=True):
     return_token_ids: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
 
 
 class ChatFields(CommonBody, kw_only=True):
@@ -97,6 +100,12 @@ def parsed_fields(body: CommonBody) -> dict[str, Any]:
         {
             "best_of": (body.best_of not in (None, body.n or 1), "it can only be as many as n"),
             "use_beam_search": (body.use_beam_search, "beams are not supported; leave it out"),
+            "min_tokens": (body.min_tokens, "no answer is made longer than the model ends it; leave it out"),
+            "ignore_eos": (body.ignore_eos, "an answer ends where the model ends it; leave it out"),
+            "include_stop_str_in_output": (
+                body.include_stop_str_in_output,
+                "stop strings are left out of answers; the answer says which one came",
+            ),
         }
     )
     return {

@@ -256,6 +256,12 @@ class KVBridge:
             self._catch_up(sequence)
         return False
 
+    def look_again(self, sequence: Sequence) -> None:
+        """Before a sequence's first pass: take what others have computed since into its table."""
+        table, fresh = sequence.table, not (sequence.kv_length or sequence.compute_to)
+        if table is not None and fresh and self.states is None:
+            self.store.extend_match(table, sequence.hashes, self._limit(sequence))
+
     def adopt(self, sequence: Sequence, cache: mlx_adapter.Cache, tokens: int) -> None:
         """Go on behind `cache`, which holds the prompt's first `tokens` and is verified; keep its blocks."""
         self.on_match()

@@ -74,6 +74,9 @@ class PromptPasses:
         sequences = [sequence for sequence in self._scheduler.running if sequence.state is State.PREFILLING]
         if not sequences:
             return False
+        for sequence in sequences if len(sequences) > 1 else ():
+            if (bridge := self._scheduler.bridge_of(sequence)) is not None:
+                bridge.look_again(sequence)
         together = [self._budget.pick_sequence(sequences)]
         if self._merges and not self._same_prompt(together[0]):
             together = self._budget.ends_together(together[0], sequences)
@@ -106,17 +109,18 @@ class PromptPasses:
         sequence.begin_pass()
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._loaded.model, sequence.capacity)
-        self._tell_begin(sequence)
+        self._tell_begin(sequence, sequence.kv_length)
         if sequence.kv_length >= sequence.last_boundary(self._block):
             # Whatever was restored and whoever shares: bits follow the cuts.
             self._loaded.segments.cut(
                 sequence.cache, sequence.hashes, self._block, sequence.capacity, last=True
             )
 
-    def _tell_begin(self, sequence: Sequence) -> None:
-        if not sequence.begun:  # Report what was restored.
+    def _tell_begin(self, sequence: Sequence, restored: int) -> None:
+        """Report, once, of how many tokens its KV was `restored`."""
+        if not sequence.begun:
             sequence.begun = True
-            sequence.sink.progress(Progress(sequence.kv_length, sequence.prompt_length))
+            sequence.sink.progress(Progress(restored, sequence.prompt_length))
 
     # ----------------------------------------------------------------- one sequence
 
@@ -180,7 +184,7 @@ class PromptPasses:
                 other.prefill_s += sequence.prefill_s - before_s
                 cached = other.restored_hot + other.restored_cold
                 self._scheduler.count_prompt(other, other.prompt_length - cached)
-                self._tell_begin(other)
+                self._tell_begin(other, cached)
                 self.first_token(other, last)
 
     def _same_prompt(self, sequence: Sequence) -> list[Sequence]:

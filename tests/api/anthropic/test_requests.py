@@ -229,6 +229,8 @@ def test_tool_choice(choice, expected):
     tools = [{"name": "f", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
     assert conversation(tools=tools, tool_choice=choice).tool_choice == expected
     assert refused(tools=tools, tool_choice={"type": "tool", "name": "g"}).param == "tool_choice.name"
+    for forced in ({"type": "any"}, {"type": "tool", "name": "f"}):
+        assert "no tools to choose from" in refused(tool_choice=forced).message
     later = [*tools, {"name": "later", "input_schema": SCHEMA, "defer_loading": True}]
     error = refused(tools=later, tool_choice={"type": "tool", "name": "later"})
     assert error.param == "tool_choice.name" and "deferred" in error.message

@@ -239,7 +239,7 @@ def test_minus_one_is_no_limit(field: str):
 
 
 def test_fields_that_ask_for_no_other_answer_are_taken():
-    assert chat(best_of=2, n=2, use_beam_search=False).n == 2
+    assert chat(best_of=2, n=2, use_beam_search=False, min_tokens=0, ignore_eos=False).n == 2
 
 
 @pytest.mark.parametrize(
@@ -260,6 +260,9 @@ def test_fields_that_ask_for_no_other_answer_are_taken():
         ({"best_of": 4}, "best_of"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
+        ({"min_tokens": 4}, "min_tokens"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}}},
             "response_format.json_schema.schema",

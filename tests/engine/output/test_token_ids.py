@@ -57,6 +57,8 @@ def test_a_stop_token_beyond_the_vocabulary_is_refused(host: Host):
     with pytest.raises(InvalidRequest, match="stop_token_ids: token id 999999 is not in") as caught:
         host.ask(raw(stop_token_ids=(999999,)))
     assert caught.value.param == "stop_token_ids"
+    with pytest.raises(InvalidRequest, match="logit_bias: token id 999999 is not in"):
+        host.ask(raw(logit_bias={5: 1.0, 999999: 1.0}))
 
 
 SCRIPT = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine.schedule import prompt_passes
-from omlxd.engine.schedule.prefill import PATIENCE, PrefillBudget
+from omlxd.engine.schedule.prefill import PrefillBudget
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence import Sequence
 from omlxd.errors import OmlxdError
@@ -26,13 +27,14 @@ def waiting(length: int) -> Sequence:
     return Sequence(0, [1] * length, length, bytes(32), [], 1, frozenset(), row)
 
 
-def test_short_prompts_go_first_and_starve_no_long_one():
+def test_short_prompts_go_first_and_cost_a_long_one_no_more_than_it_takes_itself():
     budget = PrefillBudget(64)
     long = waiting(9000)
     long.kv_length = 2048
-    picked = [budget.pick_sequence([long, waiting(100)]) for _ in range(5 * (PATIENCE + 1))]
-    assert picked[0] is not long
-    assert sum(sequence is long for sequence in picked) == 5
+    picked = [budget.pick_sequence([long, waiting(100)]) is long for _ in range(200)]
+    before = picked.index(True)
+    assert all(picked[before:]), "then it goes on to its end"
+    assert before == -(-(9000 - 2048 - 100 + 1) // min(100, budget.largest))
     assert budget.pick_sequence([long, waiting(5000)]) is long, "one that is not much shorter waits"
 
 
@@ -44,6 +46,48 @@ def test_what_a_prompt_finds_in_ram_counts_as_computed():
     assert budget.pick_sequence([first, turn]) is turn
     turn.compute_to = 7000  # A reader has what follows; the front is computed.
     assert budget.pick_sequence([first, turn]) is first
+
+
+class Agent(Output):
+    """One whose next turn follows each answer. `order`: whose first tokens came, and of which turn."""
+
+    def __init__(self, rig: Rig, name: int, turns: int, order: list[tuple[int, int]], turn: int = 0):
+        super().__init__()
+        self._given, self.turn, self.name, self.order = (rig, name, turns, order), turn, name, order
+        self.over = threading.Event()
+
+    def token(self, token: int, likelihood: Any = None) -> None:
+        if not self.got:
+            self.order.append((self.name, self.turn))
+        super().token(token, likelihood)
+
+    def finished(self, sequence: Sequence, reason: str) -> None:
+        super().finished(sequence, reason)
+        rig, _, turns, _ = self._given
+        if self.turn + 1 == turns:
+            self.over.set()
+            return
+        following = Agent(*self._given, turn=self.turn + 1)
+        following.over = self.over
+        more = prompt(2 * BLOCK, seed=100 * self.name + self.turn)
+        rig.start([*sequence.tokens, *more], 2, output=following)
+
+
+def test_sub_agents_that_begin_together_take_turns(tmp_path: Path):
+    """The last of four over one new prompt: what the first computed counts as found, so that nobody's second
+    turn goes before its first."""
+    prefix, order = prompt(40 * BLOCK, seed=1), list[tuple[int, int]]()
+    with Rig(build_family("qwen3", tmp_path / "model")) as rig:
+        agents = [Agent(rig, name, 5, order) for name in range(4)]
+        rig.on_engine(
+            lambda: [
+                rig.start(prefix + prompt(12, seed=50 + agent.name), 2, output=agent) for agent in agents
+            ]
+        )
+        assert all(agent.over.wait(120) for agent in agents)
+    assert len(order) == 20
+    assert {name for name, turn in order if turn == 0} == set(range(4))
+    assert max(order.index((name, 0)) for name in range(4)) < 6, order
 
 
 # --------------------------------------------------------------------------- ends of several prompts
@@ -204,7 +248,7 @@ def test_one_prompt_asked_for_several_times_is_computed_once(tmp_path: Path, kno
         assert sum(shape[1] for shape in passes.shapes if shape[0] == 1 and shape[1] > 1) <= computed
         hit = 3 * BLOCK if reuse else 0
         assert [output.hot for output in running[1:]] == [hit] * 3
-        assert all(output.progressed for output in running)
+        assert [output.progressed[0] for output in running[1:]] == [(hit, len(tokens))] * 3
         rig.settle()
         assert [output.tokens() for output in start(rig)] == alone
         rig.settle()
