@@ -258,8 +258,8 @@ class KVBridge:
 
     def look_again(self, sequence: Sequence) -> None:
         """Before a sequence's first pass: take what others have computed since into its table."""
-        table, fresh = sequence.table, not (sequence.kv_length or sequence.compute_to)
-        if table is not None and fresh and self.states is None:
+        table, begun = sequence.table, sequence.kv_length or sequence.compute_to or sequence.restores
+        if table is not None and not begun and self.states is None:
             self.store.extend_match(table, sequence.hashes, self._limit(sequence))
 
     def adopt(self, sequence: Sequence, cache: mlx_adapter.Cache, tokens: int) -> None:
