@@ -144,10 +144,8 @@ def attend(
     if new > MOST_NEW and backend() == "cuda":
         if (out := _attend_prompt(queries, keys, values, cache, scale, mask, sinks)) is not None:
             return out
-        keys, values = (
-            mx.contiguous(keys),
-            mx.contiguous(values),
-        )  # What arrays have room for is planned, too.
+        # A plan is for what the arrays have room for, too.
+        keys, values = mx.contiguous(keys), mx.contiguous(values)
     return mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 

@@ -71,12 +71,16 @@ class PromptPasses:
 
     def compute_next(self) -> bool:
         """One pass of one sequence, or over the ends of several. False: none is prefilling."""
-        sequences = [sequence for sequence in self._scheduler.running if sequence.state is State.PREFILLING]
+        sequences = self._prefilling()
         if not sequences:
             return False
-        for sequence in sequences if len(sequences) > 1 else ():
-            if (bridge := self._scheduler.bridge_of(sequence)) is not None:
-                bridge.look_again(sequence)
+        if len(sequences) > 1:
+            for sequence in sequences:
+                if (bridge := self._scheduler.bridge_of(sequence)) is not None:
+                    with self._over_if_broken([sequence]):
+                        bridge.look_again(sequence)
+            if not (sequences := self._prefilling()):
+                return True
         together = [self._budget.pick_sequence(sequences)]
         if self._merges and not self._same_prompt(together[0]):
             together = self._budget.ends_together(together[0], sequences)
@@ -88,6 +92,9 @@ class PromptPasses:
         for sequence in together:
             sequence.end_pass()
         return True
+
+    def _prefilling(self) -> list[Sequence]:
+        return [sequence for sequence in self._scheduler.running if sequence.state is State.PREFILLING]
 
     @contextmanager
     def _over_if_broken(self, sequences: Seq[Sequence]) -> Iterator[None]:
@@ -198,8 +205,7 @@ class PromptPasses:
             or (key := self._key(sequence)) is None
         ):
             return []
-        waiting = (other for other in self._scheduler.running if other.state is State.PREFILLING)
-        return [other for other in waiting if other is not sequence and self._key(other) == key]
+        return [other for other in self._prefilling() if other is not sequence and self._key(other) == key]
 
     def _key(self, sequence: Sequence) -> tuple[Any, ...] | None:
         """Equal for sequences whose prompts have the same KV and logits; None: more is done with it."""

@@ -90,6 +90,27 @@ def test_sub_agents_that_begin_together_take_turns(tmp_path: Path):
     assert max(order.index((name, 0)) for name in range(4)) < 6, order
 
 
+def test_a_request_whose_blocks_can_not_be_looked_up_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    prompts = [prompt(5 * BLOCK, seed=seed) for seed in (1, 2, 3)]
+    with Rig(build_family("qwen3", tmp_path / "model")) as rig:
+        bridge = rig.scheduler.bridge
+        assert bridge is not None
+
+        def look_again(sequence: Sequence) -> None:
+            if sequence.tokens[0] == prompts[1][0]:
+                raise OSError("the record is gone")
+
+        monkeypatch.setattr(bridge, "look_again", look_again)
+        good, bad, other = rig.on_engine(lambda: [rig.start(tokens, 4) for tokens in prompts])
+        with pytest.raises(OmlxdError, match="the record is gone"):
+            bad.tokens()
+        assert len(good.tokens()) == len(other.tokens()) == 4
+        rig.settle()
+        rig.on_engine(lambda: check_pool(rig.pool))
+
+
 # --------------------------------------------------------------------------- ends of several prompts
 
 
