@@ -61,9 +61,9 @@ class CommonBody(DialectFields, kw_only=True):
     return_token_ids: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    include_stop_str_in_output: Any = None
 
 
 class ChatFields(CommonBody, kw_only=True):
