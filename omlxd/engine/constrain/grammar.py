@@ -16,6 +16,7 @@ from .call_formats import carries_text
 from .call_grammar import JSON_OPTIONS, TEXT, CallGrammar, json_term
 from .harmony_grammar import CONTROLS, HarmonyGrammar
 from .json_schema import closed
+from .value_grammar import ascii_classes
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -198,7 +199,7 @@ def _grammar_of(format: AnswerFormat) -> str:
         case "json":
             return LLMatcher.grammar_from_json_schema(closed(format.schema), overrides=options)
         case "regex":
-            return LLMatcher.grammar_from_regex(format.text)
+            return LLMatcher.grammar_from_regex(ascii_classes(format.text))
         case "lark":
             return LLMatcher.grammar_from_lark(_lark(format.text))
         case "choice":

@@ -57,6 +57,14 @@ def regex_of(text: str) -> str:
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")
 
 
+_ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+
+
+def ascii_classes(regex: str) -> str:
+    r"""`\d` and `\w` mean ASCII, as in JSON schemas (ECMA-262) and in vLLM; llguidance's are of Unicode."""
+    return re.sub(r"\\(.)", lambda escape: _ASCII.get(escape[1], escape[0]), regex, flags=re.DOTALL)
+
+
 def but_not(texts: Sequence[str], last: str = "") -> str:
     """The rest of a terminal whose text holds none of `texts`, and `last` nowhere but at its end."""
     patterns = [f"({'|'.join(map(regex_of, texts))}){_ANY_TEXT}"] if texts else []
@@ -73,6 +81,7 @@ def text_regex(schema: dict[str, Any]) -> str:
     body = _ANY_TEXT if not least and most is None else f"(?s:.){{{least},{'' if most is None else most}}}"
     if (pattern := schema.get("pattern")) is None:
         return body
+    pattern = ascii_classes(pattern)
     if body == _ANY_TEXT and pattern.startswith("^(?:") and pattern.endswith(")$"):
         return pattern[1:-1].replace("/", r"\/")
     if body != _ANY_TEXT:

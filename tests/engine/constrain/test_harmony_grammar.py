@@ -120,6 +120,8 @@ def test_an_answer_of_a_schema_is_a_final_message(compiler, tokenizer):
     ("format", "good", "bad"),
     [
         (AnswerFormat("regex", text="[a-c]{3}"), "abc", "abd"),
+        (AnswerFormat("regex", text=r"\d[^\d]\w\\d"), "1xy\\d", "1xé\\d"),
+        (AnswerFormat("regex", text=r"\d"), "5", "٣"),
         (AnswerFormat("choice", choices=("yes", "no")), "no", "maybe"),
         (AnswerFormat("lark", text='start: "a" "b"+'), "abb", "aab"),
     ],
