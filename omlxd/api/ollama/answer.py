@@ -73,14 +73,13 @@ def _answer(
     if finished is None:
         return answer
     usage = finished.usage
-    load_ns = int(usage.queue_s * 1e9) if parsed.waits else 0
-    prompt_ns = int(usage.ttft_s * 1e9) - load_ns
+    queue_ns, ttft_ns = int(usage.queue_s * 1e9), int(usage.ttft_s * 1e9)
     # No time passes from the first token to itself: no rate comes of it.
     answer_ns = int(usage.decode_s * 1e9) if usage.completion_tokens > 1 else 0
-    answer.total_duration, answer.load_duration = load_ns + prompt_ns + answer_ns, load_ns
+    answer.total_duration, answer.load_duration = ttft_ns + answer_ns, queue_ns if parsed.waits else 0
     answer.done_reason = "load" if parsed.loads else "length" if finished.reason == "length" else "stop"
     if not parsed.loads:
-        answer.prompt_eval_count, answer.prompt_eval_duration = usage.prompt_tokens, prompt_ns
+        answer.prompt_eval_count, answer.prompt_eval_duration = usage.prompt_tokens, ttft_ns - queue_ns
         answer.eval_count, answer.eval_duration = usage.completion_tokens, answer_ns
         answer.omlxd = usage_extension(usage)
     return answer

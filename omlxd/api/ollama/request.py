@@ -167,9 +167,7 @@ def _request(
             "options.tfs_z": (options.tfs_z not in (None, 0, 1), "use top_p or min_p"),
         }
     )
-    limit = options.num_predict
-    if limit == 0:
-        raise bad_field("options.num_predict", "Expected int >= 1, or a negative one for no limit")
+    limit = options.num_predict or -1  # Ollama's 0 is no limit either.
     sampling = chat.Sampling(
         temperature=options.temperature,
         **nucleus(options.top_p, options.top_k),
@@ -178,7 +176,7 @@ def _request(
         presence_penalty=options.presence_penalty or 0.0,
         frequency_penalty=options.frequency_penalty or 0.0,
         seed=options.seed,
-        max_tokens=None if limit is None or limit < 0 else min(limit, MAX_TOKENS),
+        max_tokens=None if limit < 0 else min(limit, MAX_TOKENS),
         stop=stops(options.stop, "options.stop"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )

@@ -104,6 +104,7 @@ class ChatBody(ChatFields, kw_only=True):
     moderation: Any = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    echo: Any = None
     web_search_options: Any = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
@@ -131,6 +132,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
         {
             "modalities": (request.modalities not in (None, [], ["text"]), "only text is supported"),
             "moderation": (request.moderation, NO_MODERATION),
+            "echo": (request.echo, "an answer does not repeat the last message; leave it out"),
             "web_search_options": (
                 request.web_search_options is not None,
                 "nothing is searched here; leave it out",
@@ -170,6 +172,8 @@ def _continues(request: ChatBody) -> str:
                 f"messages.{index}.prefix", "only the last message, the assistant's, can be a prefix"
             )
     if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise bad_field("add_generation_prompt", "continue_final_message is asked for; one of them only")
         return "continue_final_message"
     if request.add_generation_prompt is False:
         return "add_generation_prompt"

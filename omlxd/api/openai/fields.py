@@ -31,7 +31,48 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class CommonBody(DialectFields, kw_only=True):
+NOT_SERVED = {
+    "use_beam_search": "beams are not supported; leave it out",
+    "min_tokens": "no answer is made longer than the model ends it; leave it out",
+    "ignore_eos": "an answer ends where the model ends it; leave it out",
+    "include_stop_str_in_output": "stop strings are left out of answers; the answer says which one came",
+    "bad_words": "no word is forbidden here; give its tokens a logit_bias of -100",
+    "allowed_token_ids": "tokens can't be chosen here; send guided_choice or guided_regex",
+    "logits_processors": "a request brings no code; leave it out",
+    "prompt_logprobs": "log-probabilities of the prompt are not supported; leave it out",
+    "return_tokens_as_token_ids": "tokens are told as text; return_token_ids tells ids beside it",
+    "truncate_prompt_tokens": "a prompt is never cut; send what is to be read",
+    "chat_template": "the model's own template is used; send a whole prompt to /v1/completions",
+    "mirostat": "this sampler is not there; use temperature, top_p and min_p",
+    "dry_multiplier": "this sampler is not there; use repetition_penalty",
+    "xtc_probability": "this sampler is not there; use temperature, top_p and min_p",
+    "typical_p": "this sampler is not there; use top_p or min_p",
+}
+"""Fields of vLLM and llama.cpp that would change the answer → why they are refused."""
+_ASKS_NOTHING = {"truncate_prompt_tokens": -1, "typical_p": 1}
+
+
+class NotServed(DialectFields, kw_only=True):
+    """Of any type: `null`, 0, false and what is empty ask for nothing."""
+
+    use_beam_search: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    include_stop_str_in_output: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    logits_processors: Any = None
+    prompt_logprobs: Any = None
+    return_tokens_as_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    chat_template: Any = None
+    mirostat: Any = None
+    dry_multiplier: Any = None
+    xtc_probability: Any = None
+    typical_p: Any = None
+
+
+class CommonBody(NotServed, kw_only=True):
     """Fields that both bodies have; also vLLM's top_k, min_p, …, mlx-lm's repetition_context_size,
     and llama.cpp's json_schema and grammar."""
 
@@ -60,16 +101,13 @@ class CommonBody(DialectFields, kw_only=True):
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     return_token_ids: bool | None = None
     best_of: int | None = None
-    use_beam_search: bool | None = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    include_stop_str_in_output: Any = None
 
 
 class ChatFields(CommonBody, kw_only=True):
     """What bodies of conversations hold beyond that."""
 
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
 
@@ -83,6 +121,8 @@ def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, 
     effort = effort_of(body)
     if verbosity:
         args.setdefault("verbosity", verbosity)
+    if body.documents:
+        args.setdefault("documents", body.documents)
     if body.enable_thinking is not None:
         thinking = body.enable_thinking
     if thinking is None:
@@ -99,13 +139,7 @@ def parsed_fields(body: CommonBody) -> dict[str, Any]:
     refuse(
         {
             "best_of": (body.best_of not in (None, body.n or 1), "it can only be as many as n"),
-            "use_beam_search": (body.use_beam_search, "beams are not supported; leave it out"),
-            "min_tokens": (body.min_tokens, "no answer is made longer than the model ends it; leave it out"),
-            "ignore_eos": (body.ignore_eos, "an answer ends where the model ends it; leave it out"),
-            "include_stop_str_in_output": (
-                body.include_stop_str_in_output,
-                "stop strings are left out of answers; the answer says which one came",
-            ),
+            **{name: (_asks(body, name), why) for name, why in NOT_SERVED.items()},
         }
     )
     return {
@@ -114,6 +148,11 @@ def parsed_fields(body: CommonBody) -> dict[str, Any]:
         "include_usage": bool(body.stream_options and body.stream_options.include_usage),
         "n": body.n or 1,
     }
+
+
+def _asks(body: NotServed, name: str) -> bool:
+    value = getattr(body, name)
+    return bool(value) and value != _ASKS_NOTHING.get(name)
 
 
 def generate_request(

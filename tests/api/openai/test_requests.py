@@ -6,6 +6,7 @@ import json
 import pytest
 
 from omlxd.api.openai import chat_request, completions
+from omlxd.api.openai.fields import NOT_SERVED
 from omlxd.chat import (
     Conversation,
     ImagePart,
@@ -239,7 +240,14 @@ def test_minus_one_is_no_limit(field: str):
 
 
 def test_fields_that_ask_for_no_other_answer_are_taken():
-    assert chat(best_of=2, n=2, use_beam_search=False, min_tokens=0, ignore_eos=False).n == 2
+    assert chat(best_of=2, n=2, truncate_prompt_tokens=-1, typical_p=1.0).n == 2
+    for nothing in (None, 0, False, "", []):
+        assert chat(**dict.fromkeys(NOT_SERVED, nothing), echo=nothing).n == 1
+
+
+def test_documents_go_to_the_template():
+    prompt = chat(documents=[{"text": "a"}]).generate.prompt
+    assert isinstance(prompt, Conversation) and prompt.template_args == {"documents": [{"text": "a"}]}
 
 
 @pytest.mark.parametrize(
@@ -259,10 +267,9 @@ def test_fields_that_ask_for_no_other_answer_are_taken():
         ({"n": 0}, "n"),
         ({"best_of": 4}, "best_of"),
         ({"best_of": 1, "n": 2}, "best_of"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"min_tokens": 4}, "min_tokens"),
-        ({"ignore_eos": True}, "ignore_eos"),
-        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        *(({name: 4}, name) for name in NOT_SERVED),
+        ({"echo": True}, "echo"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}}},
             "response_format.json_schema.schema",
