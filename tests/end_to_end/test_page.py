@@ -182,10 +182,10 @@ async def test_images_are_dropped_pasted_and_chosen_where_the_model_sees():
         await page.wait_for_selector("text=+ Image")
         await transfer(one, "drop", picture)
         await transfer(one, "paste", picture)
-        await page.set_input_files(
-            "input[type=file]", {"name": "c.png", "mimeType": "image/png", "buffer": picture}
-        )
-        await until(page, "document.querySelectorAll('.composer .thumbs img').length === 3")
+        file = {"name": "c.png", "mimeType": "image/png", "buffer": picture}
+        await page.set_input_files("input[type=file]", [file, file])
+        await until(page, "document.querySelectorAll('.composer .thumbs img').length === 4")
+        await page.click('[aria-label="Remove image 4"]')
         await page.click('[aria-label="Remove image 3"]')
         await one.ask("What is it?")
         sent = engine.requests[-1].prompt

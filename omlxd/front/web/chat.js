@@ -35,7 +35,7 @@ export function start(section) {
     "aria-describedby": "chat-keys", onkeydown: typed, oninput: grow, onpaste: pasted,
   });
   els.file = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp,image/gif", multiple: true, hidden: true, onchange: chosen });
-  els.attach = h("button", { type: "button", class: "quiet", "aria-label": "Add images", title: "Add images", onclick: () => els.file.click() }, "+ Image");
+  els.attach = h("button", { type: "button", class: "quiet", "aria-label": "Add images", title: "Add images", hidden: true, onclick: () => els.file.click() }, "+ Image");
   els.send = h("button", { type: "button", class: "main", onclick: pressed }, "Send");
   images = new Images(blind, (problem = els.notice.textContent) => { notice(problem); els.text.focus(); });
   els.options = options();

@@ -16,7 +16,7 @@ export class Images {
   /** Take those of `files` that are images. */
   async add(files) {
     let problem = "";
-    for (const file of files) {
+    for (const file of [...files]) { // A field's own list is emptied while the first one is read.
       if (!file.type.startsWith("image/")) problem = `${file.name} is no image.`;
       else if (this.refusal()) problem = this.refusal();
       else if (file.size > MOST_BYTES) problem = `${file.name} is larger than 20 MiB.`;
