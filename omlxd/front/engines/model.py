@@ -103,7 +103,8 @@ class ModelEngine:
     process     what runs it
     settings    what the configuration file says of it; replaced when the file is read again
     keep_alive  what its last request asked for, in seconds; None: nothing
-    by_name     the owner had it loaded: only its own `ttl` or a `keep_alive` lets it go
+    by_name     the owner has it loaded until the owner unloads it, also when it was away meanwhile
+    owner_s     seconds that the owner, who had it loaded, said; None: none, or somebody else had
     leaving     the owner said that it goes once its requests have ended, pinned or not
     admitted    it may load, or is loaded: it counts against what may be loaded at once
     broken      its own files are why it can't be loaded
@@ -125,6 +126,7 @@ class ModelEngine:
         self.folder: Path | None = installed.folder
         self.pinned = False
         self.by_name = False
+        self.owner_s: float | None = None
         self.leaving = False
         self.admitted = False
         self.broken = False
@@ -333,14 +335,18 @@ class ModelEngine:
 
     @property
     def idle_s(self) -> float:
-        """Seconds without a request after which it goes; infinite: never for being idle."""
-        if self.leaving:
+        """Seconds without a request after which it goes; infinite: never for being idle.
+
+        A request's `keep_alive` of 0 lets it go; another never shortens what the owner said.
+        """
+        if self.leaving or self.keep_alive == 0:
             return 0.0
-        if self.keep_alive is not None:
-            return self.keep_alive
-        if self.settings.ttl is not None:
-            return self.settings.ttl
-        return math.inf if self.by_name else self.default_ttl
+        said = self.settings.ttl if self.owner_s is None else self.owner_s
+        if said is None and self.by_name:
+            return math.inf
+        if self.keep_alive is None:
+            return self.default_ttl if said is None else said
+        return max(self.keep_alive, said or 0.0)
 
     @property
     def expires_at(self) -> float:

@@ -213,13 +213,14 @@ class EnginePool:
         keep_alive  seconds that it stays; None: for good
         """
         engine = await self.find_engine(model_name)
-        engine.by_name, engine.keep_alive, engine.leaving = True, keep_alive, False
+        engine.by_name, engine.owner_s = keep_alive is None, keep_alive
+        engine.keep_alive, engine.leaving = None, False
         engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.
         engine.process.supervisor.end_hold()
         try:
             await engine.process.load()
         except OmlxdError:
-            engine.by_name, engine.keep_alive = False, None
+            engine.by_name, engine.owner_s = False, None
             raise
         self._note()
         return engine
@@ -228,6 +229,8 @@ class EnginePool:
         """True: it is gone. False: it goes as soon as what it does has ended. Raises OmlxdError."""
         engine = await self.find_engine(model_name)
         engine.process.give_up_load()
+        for each in (engine, *self._guests(engine)):
+            each.by_name = False
         engine.leaving = not self._let_go(engine)
         if not engine.leaving:
             await engine.process.supervisor.gone()
@@ -236,7 +239,7 @@ class EnginePool:
     def keep_alive(self, engine: ModelEngine, seconds: float) -> None:
         """A request asks that `engine` stays for so long once it has ended; 0: it goes at once.
 
-        One that the owner had unloaded goes all the same.
+        One that the owner had unloaded goes all the same; see `ModelEngine.idle_s`.
         """
         engine.keep_alive = seconds
         self._note()
@@ -344,13 +347,13 @@ class EnginePool:
                     await change.wait()
 
     def _let_go(self, engine: ModelEngine) -> bool:
-        """Have it go with its guests, unless it is in use; what was asked for its stay ends with it."""
+        """Have it go with its guests, unless it is in use; with it ends for how long it was to stay."""
         going = [*self._guests(engine), engine]
         if any(each.process.is_awaited for each in going if each.state != "unloading"):
             return False
         for each in going:
             each.process.begin_unload()
-            each.by_name, each.keep_alive, each.leaving = False, None, False
+            each.owner_s, each.keep_alive, each.leaving = None, None, False
         return True
 
     def _guests(self, engine: ModelEngine) -> list[ModelEngine]:

@@ -256,6 +256,43 @@ async def test_what_the_owner_loads_stays(tmp_path: Path):
         assert await made.unload("a")
 
 
+async def test_a_request_never_shortens_what_the_owner_said(tmp_path: Path):
+    async with pool(tmp_path, "a", "b", text='[models.b]\nttl = "10m"', model_ttl="20m") as made:
+        a, b = made.resolve("a"), made.resolve("b")
+        await made.load("a")
+        made.keep_alive(a, 300.0)
+        assert a.idle_s == math.inf and b.idle_s == 600
+        made.keep_alive(b, 300.0)
+        assert b.idle_s == 600
+        await made.load("a", 900.0)
+        made.keep_alive(a, 300.0)
+        assert a.idle_s == 900
+        made.keep_alive(a, 1000.0)
+        assert a.idle_s == 1000
+        await made.unload("a")
+        made.keep_alive(a, 300.0)
+        assert a.idle_s == 300, "nobody but this request said anything"
+
+
+@pytest.mark.parametrize("why", ["keep_alive", "room"])
+async def test_what_the_owner_loaded_is_the_owners_again_after_it_was_away(tmp_path: Path, why: str):
+    async with pool(tmp_path, "a", "b", max_loaded_models="1", model="a") as made:
+        a = made.resolve("a")
+        await ask(made, "a")
+        assert a.idle_s == math.inf
+        if why == "room":
+            await ask(made, "b")
+        else:
+            made.keep_alive(a, 0.0)
+            await ask(made, "a")
+        await until(lambda: a.state == "unloaded")
+        await ask(made, "a")
+        assert a.idle_s == math.inf
+        await made.unload("a")
+        await ask(made, "a")
+        assert a.idle_s == 3600
+
+
 async def test_loading_a_loaded_model_begins_its_time_anew(tmp_path: Path):
     async with pool(tmp_path, "a") as made:
         engine = await made.load("a")

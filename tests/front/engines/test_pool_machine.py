@@ -63,7 +63,8 @@ class Link(FakeLink):
 class Side:
     """What the machine knows of one model.
 
-    idle_s   seconds that it is to stay without a request; `wished`: because a request or the owner said so
+    owned    the owner had it loaded for good; owner_s: for so many seconds
+    asked_s  what the last request wished for its stay
     leaves   the owner had it unloaded while it was in use
     """
 
@@ -71,7 +72,9 @@ class Side:
         self.machine, self.name, self.errors = machine, name, machine.errors
         self.asked: dict[int, Asked] = {}
         self.links: list[FakeLink] = []
-        self.idle_s, self.leaves, self.pinned = TTL_S, False, False
+        self.owned, self.leaves, self.pinned = False, False, False
+        self.owner_s: float | None = None
+        self.asked_s: float | None = None
         self.used_at = machine.now
 
     @property
@@ -81,6 +84,14 @@ class Side:
     @property
     def starts(self) -> int:
         return len(self.links) + 1
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds that it is to stay without a request."""
+        owner_s = math.inf if self.owned else self.owner_s
+        if self.asked_s is None:
+            return TTL_S if owner_s is None else owner_s
+        return max(self.asked_s, owner_s or 0.0) if self.asked_s else 0.0
 
     @property
     def link(self) -> FakeLink | None:
@@ -97,7 +108,7 @@ class Side:
             self.errors.append(f"{self.name} goes for no reason")
 
     def stays_as_usual(self) -> None:
-        self.idle_s, self.leaves = TTL_S, False
+        self.owner_s, self.asked_s, self.leaves = None, None, False
 
     @property
     def waits(self) -> bool:
@@ -199,7 +210,7 @@ class PoolMachine(RuleBasedStateMachine):
             engine = side.engine
             if keep_alive is not None:
                 self.pool.keep_alive(engine, keep_alive)
-                side.idle_s = keep_alive
+                side.asked_s = keep_alive
             id = engine.process._requests.new_id() + 1
             asked = side.asked[id] = TimedAsked()
             try:
@@ -223,17 +234,17 @@ class PoolMachine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------- the owner
 
-    @rule(name=NAME, ticks=TICKS, keep_alive=st.sampled_from([None, None, 5.0]))
+    @rule(name=NAME, ticks=TICKS, keep_alive=st.sampled_from([None, None, 5.0, 50.0]))
     def load(self, name: str, ticks: int, keep_alive: float | None = None) -> None:
         side = self.sides[name]
 
         async def load() -> None:
             side.leaves, side.used_at = False, self.now
-            side.idle_s = math.inf if keep_alive is None else keep_alive
+            side.owned, side.owner_s, side.asked_s = keep_alive is None, keep_alive, None
             try:
                 await self.pool.load(name, keep_alive)
             except OmlxdError:
-                side.idle_s = TTL_S
+                side.owned, side.owner_s = False, None
                 raise
             if not side.links[-1].is_loaded:  # It may have gone again since.
                 self.errors.append("it is not loaded")
@@ -246,7 +257,7 @@ class PoolMachine(RuleBasedStateMachine):
         side = self.sides[name]
 
         async def unload() -> None:
-            side.leaves = True
+            side.leaves, side.owned = True, False
             process = side.link
             if await self.pool.unload(name):
                 if process is not None and not process.ended.is_set():
