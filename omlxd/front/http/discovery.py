@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +14,15 @@ from starlette.requests import Request
 
 from ...errors import InvalidRequest, OmlxdError, bad_field
 from ..engines.link import in_background
-from ..engines.model import Card
+from ..engines.model import Card, ModelEngine
 from ..engines.pool import EnginePool
 from . import model_list as cards
 from .routes import Operation, get, post
 
 log = logging.getLogger(__name__)
+
+ANSWER_S = 0.5
+"""How long a list waits for an engine."""
 
 
 class NamedModel(msgspec.Struct):
@@ -79,7 +84,6 @@ class Discovery:
             ("/v1/models", cards.model_list, "The models"),
             ("/models", cards.model_list, "llama.cpp's router: the models"),
             ("/api/tags", cards.ollama_tags, "Ollama: the models"),
-            ("/api/ps", cards.ollama_processes, "Ollama: the models that are loaded"),
             ("/api/v1/models", cards.lmstudio_models, "LM Studio: the models"),
             ("/api/v0/models", cards.lmstudio_v0_models, "LM Studio: the models"),
         )
@@ -88,6 +92,7 @@ class Discovery:
         kept = "No client deletes a model here: remove its folder yourself."
         return [
             *(self._list(path, write, summary) for path, write, summary in lists),
+            get("/api/ps", self._running, "Ollama: the models that are loaded"),
             get(
                 "/v1/models/{id:path}",
                 self._one,
@@ -114,6 +119,12 @@ class Discovery:
     async def _listed(self, write: Callable[[Sequence[Card]], Any]) -> Any:
         await self._engines.look_for_models()
         return write([engine.card for engine in self._engines.models()])
+
+    async def _running(self) -> cards.OllamaProcesses:
+        await self._engines.look_for_models()
+        loaded = [engine for engine in self._engines.models() if engine.state == "ready"]
+        held = await asyncio.gather(*map(_held, loaded))
+        return cards.ollama_processes([*zip((engine.card for engine in loaded), held, strict=True)])
 
     async def _one(self, request: Request) -> Any:
         if not (name := request.path_params["id"]):
@@ -160,6 +171,14 @@ class Discovery:
 
     async def _show(self, asked: OllamaModelBody) -> cards.OllamaShow:
         return cards.ollama_show((await self._engines.find_engine(asked.named())).card)
+
+
+async def _held(engine: ModelEngine) -> int:
+    """Bytes of its engine's arrays, as `omlxd status` shows them; 0: it is in another's, or slow."""
+    with contextlib.suppress(TimeoutError):
+        stats = None if engine.shares else await asyncio.wait_for(engine.stats(), ANSWER_S)
+        return int(stats.values.get("mlx_active_bytes", 0)) if stats else 0
+    return 0
 
 
 def _refusing(method: str, path: str, why: str) -> Operation:

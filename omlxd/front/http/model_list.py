@@ -214,6 +214,8 @@ class OllamaTags(msgspec.Struct):
 
 
 class OllamaRunning(OllamaModel):
+    """`size`: bytes of memory that it takes; `size_vram`: those of them that are a GPU's."""
+
     expires_at: str
     size_vram: int
     context_length: int
@@ -240,20 +242,21 @@ def ollama_tags(cards: Sequence[Card]) -> OllamaTags:
     return OllamaTags([OllamaModel(**_ollama(card)) for card in cards])
 
 
-def ollama_processes(cards: Sequence[Card]) -> OllamaProcesses:
-    """Of the cards those that are loaded."""
-    now = time.time()
-    return OllamaProcesses(
-        [
-            OllamaRunning(
-                **_ollama(card),
-                expires_at=iso_time(now + (_FOR_GOOD_S if card.expires_in_s is None else card.expires_in_s)),
-                size_vram=card.nbytes,
-                context_length=card.context_length or 0,
-            )
-            for card in cards
-            if card.state == "ready"
-        ]
+def ollama_processes(held: Sequence[tuple[Card, int]]) -> OllamaProcesses:
+    """Of the cards those that are loaded. With each, the bytes of its engine's arrays; 0: nobody knows."""
+    return OllamaProcesses([_ollama_running(card, nbytes) for card, nbytes in held if card.state == "ready"])
+
+
+def _ollama_running(card: Card, held: int) -> OllamaRunning:
+    # Weights that are views of files are none of MLX's arrays.
+    size = max(held, card.info.weight_bytes if card.info else card.nbytes)
+    stays_s = _FOR_GOOD_S if card.expires_in_s is None else card.expires_in_s
+    fields: dict[str, Any] = {**_ollama(card), "size": size}
+    return OllamaRunning(
+        **fields,
+        expires_at=iso_time(time.time() + stays_s),
+        size_vram=size if card.info and card.info.backend != "cpu" else 0,
+        context_length=card.context_length or 0,
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 from app_client import client
-from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, app_of
+from fake_engine import EVERYTHING, HELLO, INFO, USAGE, FakeEngine, app_of
+from msgspec.structs import replace
 
 from omlxd.api.ollama.request import parse_chat, parse_generate
 from omlxd.chat import (
@@ -270,6 +271,23 @@ async def test_the_lists_and_what_is_shown():
         assert (await http.post("/api/show", json={})).status_code == 400
         version = (await http.get("/api/version")).json()["version"]
         assert [int(part) for part in version.split(".")] > [0, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("backend", "says", "size"),
+    [("cpu", 5000, 5000), ("metal", 5000, 5000), ("cuda", 900, 1000), ("cuda", None, 1000)],
+)
+async def test_what_runs_shows_the_memory_that_it_takes_and_how_much_is_a_gpus(
+    backend: str, says: int | None, size: int
+):
+    engine = FakeEngine()
+    engine.info = replace(INFO, weight_bytes=1000, backend=backend)
+    engine.values = None if says is None else {"mlx_active_bytes": says}
+    async with client(app_of(engine)) as http:
+        (running,) = (await http.get("/api/ps")).json()["models"]
+        (listed,) = (await http.get("/api/tags")).json()["models"]
+    assert running["size"] == size and running["size_vram"] == (0 if backend == "cpu" else size)
+    assert running["digest"] == listed["digest"] and listed["size"] == 1000
 
 
 async def test_nothing_is_deleted_and_what_is_here_needs_no_download():
