@@ -152,7 +152,8 @@ def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
     )
     if info is not None:
         status.weight_bytes, status.kv_bytes_per_token = info.weight_bytes, info.kv_bytes_per_token
-        status.context_length, status.backend, status.speed = info.context_length, info.backend, info.speed
+        status.context_length = engine.context_length or 0
+        status.backend, status.speed = info.backend, info.speed
         status.kv_reuse, status.note = info.kv_reuse, info.note
     return status
 

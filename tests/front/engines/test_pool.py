@@ -25,7 +25,9 @@ from omlxd.front.engines import client
 from omlxd.front.engines import pool as pool_module
 from omlxd.front.engines.model import with_settings
 from omlxd.front.engines.pool import EnginePool
+from omlxd.front.owner.engine_metrics import MetricsOf
 from omlxd.front.owner.models import admin_routes
+from omlxd.front.owner.status import Admin
 from omlxd.models.catalog import REST_S
 from omlxd.models.footprint import footprint
 from tests.models.test_resolve import make
@@ -411,6 +413,7 @@ async def test_settings_of_a_model_hold_from_the_next_request_on(tmp_path: Path,
         sent = with_settings(request, engine.settings)
         assert (sent.sampling.temperature, sent.sampling.max_tokens, sent.context_limit) == (0.7, 9, 500)
         assert engine.context_length == 500 and engine.state == "ready"
+        assert (await Admin(made, MetricsOf(made)).daemon_status()).models[0].context_length == 500
         assert "org/a takes up block-size when it is loaded again" in caplog.text
         await made.unload("a")
         await ask(made, "a")
