@@ -311,7 +311,7 @@ class ModelEngine:
 
     @property
     def deaths(self) -> int:
-        """Of the processes started so far, those that ended by themselves."""
+        """Of the processes started so far, those that died or hung. One whose load fails has not died."""
         return self.process.supervisor.deaths
 
     @property

@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from ... import wire
 from ...chat import Failed
-from ...errors import AdapterError, InvalidRequest, NotNow, OmlxdError, Unavailable
+from ...errors import AdapterError, InvalidRequest, ModelError, NotNow, OmlxdError, Unavailable
 from . import watch
 from .cold_ledger import Account, ColdLedger
 from .guest import SHARED, GuestLink, to_guests
@@ -248,6 +248,7 @@ class Supervisor:
             refused: OmlxdError | None = None
             try:
                 reason = await self._one_life()
+                self.deaths += not (self._closing or self.state == "unloading")
             except (NotNow, InvalidRequest) as error:
                 refused, reason = error, error.message
             except OmlxdError as error:
@@ -287,7 +288,6 @@ class Supervisor:
         """The process ended, or never started, for `reason`."""
         was_ready, restarts = self.state == "ready", self.restarts
         restarts.ended_at, restarts.ends_in_a_row = time.monotonic(), restarts.ends_in_a_row + 1
-        self.deaths += 1
         if was_ready:
             self._reason = f"The engine of {self.model_id} stopped: {reason}. Retry: it starts again."
         else:
@@ -300,7 +300,7 @@ class Supervisor:
         self._owner.on_lost(failed, was_ready)
 
     async def _one_life(self) -> str:
-        """From preparation to the end of the process; returns why it ended."""
+        """From preparation to the end of the process; returns why it died. Raises for a load that fails."""
         self._spawning = asyncio.create_task(self._start_process(), name=f"start {self.model_id}")
         try:
             load = await self._spawning
@@ -334,8 +334,10 @@ class Supervisor:
             raise life.refused
         if life.stalled:
             return f"it made no progress for {patience_s:.0f} s or more"
-        if life.failed or self.state == "ready":
-            return life.failed or ended
+        if life.failed:
+            raise ModelError(life.failed)
+        if self.state == "ready":
+            return ended
         return f"{ended}{_quoted(link.last_words)}"
 
     async def _start_process(self) -> wire.Load:

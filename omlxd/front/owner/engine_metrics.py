@@ -29,7 +29,7 @@ COUNTER = "_total"
 class EngineMetrics:
     """One model's values. Totals go on over restarts; `gauges` is empty unless the engine runs.
 
-    starts    engine processes started so far; deaths: those of them that ended by themselves
+    starts    engine processes started so far; deaths: those of them that died or hung
     resident  bytes of the engine process; 0 without one
     running, waiting  requests; those that wait for a load are among the waiting
     age_s     seconds since a ready engine said the values; 0: it has just done so

@@ -205,7 +205,7 @@ class _Polled(Collector):
                 state.add_metric([each.model_id, each.state], 1)
         yield state
         starts = self._counter("omlxd_engine_starts_total", "Engine processes started.")
-        restarts = self._counter("omlxd_engine_restarts_total", "Engine processes that ended by themselves.")
+        restarts = self._counter("omlxd_engine_restarts_total", "Engine processes that died or hung.")
         resident = self._gauge("omlxd_engine_resident_bytes", "Resident memory of the engine process.")
         age = self._gauge(
             "omlxd_engine_figures_age_seconds", "Since the engine said its values; 0: for this scrape."

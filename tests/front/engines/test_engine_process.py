@@ -158,7 +158,7 @@ async def test_a_failed_load_is_told_and_after_three_the_state_is_failed():
         assert caught.value.retry_after and 1 <= caught.value.retry_after <= 50
         made.supervisor.restarts.hold_s = 0.0  # Its time is over.
         assert isinstance((await collect(made, "x"))[0], Failed)
-        assert made.state == "failed"
+        assert made.state == "failed" and made.supervisor.deaths == 0
 
 
 async def test_the_last_words_of_a_crash_on_load_reach_the_client():
@@ -166,6 +166,7 @@ async def test_the_last_words_of_a_crash_on_load_reach_the_client():
         failed = (await collect(made, "x"))[-1]
         assert isinstance(failed, Failed)
         assert "status 3" in failed.message and "told to crash" in failed.message
+        assert made.supervisor.deaths == 1
 
 
 async def test_an_engine_that_ends_with_frames_unread_is_told_by_its_status():
@@ -182,6 +183,7 @@ async def test_preparation_may_fail_and_an_engine_may_not_exist():
     async with engine(prepare=broken) as made:
         failed = (await collect(made, "x"))[-1]
         assert isinstance(failed, Failed) and "the hub can't be reached" in failed.message
+        assert made.supervisor.deaths == 0
 
     async def spawn() -> tuple[EngineLink, wire.Load]:
         return await EngineLink.spawn(("/nonexistent/engine",)), await prepare()
