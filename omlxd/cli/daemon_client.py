@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import http.client
 import os
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -205,7 +206,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _addresses_of_holder(cache_dir: Path) -> list[str]:
-    """Where the daemon that holds `cache_dir` listens, as far as the system says so."""
+    """Where the daemon that holds `cache_dir` listens, as far as the system says so, IPv4 first."""
     pid = holder(cache_dir)
     if not pid:
         return []
@@ -213,6 +214,8 @@ def _addresses_of_holder(cache_dir: Path) -> list[str]:
         sockets = psutil.Process(pid).net_connections("tcp")
     except psutil.Error:
         return []
+    # The system's order is any; that of the files is the order in which they were opened.
+    sockets.sort(key=lambda one: (one.family == socket.AF_INET6, one.fd))
     return [_url(one.laddr.ip, one.laddr.port) for one in sockets if one.status == psutil.CONN_LISTEN]
 
 

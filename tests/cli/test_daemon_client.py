@@ -6,7 +6,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from omlxd.cli import daemon_client
@@ -41,6 +43,27 @@ def test_a_program_that_only_has_the_last_daemons_process_id_is_no_daemon(tmp_pa
     (settings.paged_ssd_cache_dir / ".lock").write_text(f"{os.getpid()}\n")
     with socket.create_server(("127.0.0.1", 0)):
         assert daemon_client.find_daemon(None, settings) == Daemon("http://127.0.0.1:9")
+
+
+def test_the_address_of_the_one_that_runs_is_always_the_same(tmp_path: Path, monkeypatch):
+    """Whatever the order in which the system lists its sockets."""
+    places = [(4, "::1", 45497), (6, "127.0.0.1", 11434), (3, "127.0.0.1", 45497)]
+    listed = [
+        SimpleNamespace(
+            fd=fd,
+            family=socket.AF_INET6 if ":" in ip else socket.AF_INET,
+            laddr=SimpleNamespace(ip=ip, port=port),
+            status=psutil.CONN_LISTEN,
+        )
+        for fd, ip, port in places
+    ]
+    monkeypatch.setattr(daemon_client, "holder", lambda root: os.getpid())
+    monkeypatch.setattr(psutil.Process, "net_connections", lambda self, kind: listed.copy())
+    for _ in places:
+        listed.append(listed.pop(0))
+        assert daemon_client._addresses_of_holder(tmp_path) == [
+            *("http://127.0.0.1:45497", "http://127.0.0.1:11434", "http://[::1]:45497")
+        ]
 
 
 def test_a_key_follows_no_redirect(silent: str):
