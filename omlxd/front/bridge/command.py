@@ -22,7 +22,7 @@ from ...config import OPTIONS, Settings, add_flags, load_settings
 from ...errors import ConfigError, Unavailable
 from ...kv.ledger.ledger import LedgerBusy
 from ..process.logs import Logs
-from ..process.own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
+from ..process.own_process import allow_many_files, leave, make_base, pool_and_stop, what_to_do
 from .bridge import LINE_BYTES, Bridge
 from .messages import PROTOCOL, failure, line_out
 from .pipes import LineReader, LineWriter
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     )
     source, sink = _own_pipes()
     Logs(settings)
-    make_private(settings.base_path)
+    make_base(settings)
     allow_many_files()
     os.environ.pop("OMLXD_API_KEY", None)
     with asyncio.Runner() as runner:

@@ -29,6 +29,8 @@ from ...errors import ConfigError
 from ..http.trace import printable
 
 HIDDEN = "***"
+SERVICE = "OMLXD_SERVICE"
+"""A variable that `omlxd service install` sets (`MARK` of cli/service/plan.py)."""
 _HEADERS = re.compile(
     r"(?i)(\bbearer\s+|\bx-api-key['\"]?\s*[:=,]\s*b?['\"]?|\bapi[_-]key['\"]?\s*[:=]\s*b?['\"]?)([^\s'\",)]{4,})"
 )
@@ -98,7 +100,7 @@ class Logs:
     """The process's log, set up once. `reopen` and `apply` change it while it runs."""
 
     def __init__(self, settings: Settings):
-        """Raises ConfigError when the file can't be written."""
+        """Raises ConfigError when the file can't be written, also because its folder is missing."""
         self._redact = Redactor()
         self._handler = self._make_handler(settings)
         made = JsonFormatter if settings.log_format == "json" else TextFormatter
@@ -128,7 +130,9 @@ class Logs:
         if settings.log_file is None:
             return logging.StreamHandler()
         try:
-            settings.log_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = settings.log_file.parent
+            if folder == settings.base_path or SERVICE in os.environ:  # Programs tidy up ~/Library/Logs.
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return _PrivateFile(
                 settings.log_file,
                 maxBytes=settings.log_file_size,

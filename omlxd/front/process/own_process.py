@@ -12,8 +12,9 @@ import resource
 import shlex
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...errors import ConfigError
 
 if TYPE_CHECKING:
     from ...config import Settings
@@ -27,10 +28,16 @@ FILES = 8192
 WARN_AGAIN_S = 60.0
 
 
-def make_private(folder: Path) -> None:
-    """Make a folder that its owner alone can read: its files show what was asked. One that is there stays."""
-    with contextlib.suppress(OSError):  # Reported where something is first written.
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def make_base(settings: Settings) -> None:
+    """Make the base folder, unless it is there: its owner alone can read it. Raises ConfigError.
+
+    Its files show what was asked.
+    """
+    try:
+        settings.base_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        source = settings.sources["base_path"].replace("default", "--base-path")
+        raise ConfigError(f"{source}: {settings.base_path} can't be made: {error.strerror}.") from error
 
 
 def allow_many_files() -> None:

@@ -8,8 +8,9 @@ Stopping, on SIGTERM or ^C: no new connections, answers under way end (`DRAIN_S`
 flushes its blocks and quits, exit 0; early_stop.py sees to those that come before there is anything to
 end. A second signal ends everything at once, exit 1; once all has ended in order it changes nothing, and
 the exit status stays 0. SIGHUP reads the configuration again (reload.py), unless
-a terminal's end sent it: then it is a SIGTERM. If the files of `--model` are no model, the daemon
-stops by itself, exit 1.
+a terminal's end sent it: then it is a SIGTERM. If the files of `--model` are no model, nothing listens,
+exit 2: no service manager need try again. If a GGUF file can't be imported after all, the daemon stops by
+itself, exit 1.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ...models.resolve import check_folder, is_gguf
 from ..http.settings import KeyRing
 from .logs import Logs
 from .notify import Notifier
-from .own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
+from .own_process import allow_many_files, leave, make_base, pool_and_stop, what_to_do
 from .sockets import CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, urls_of
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     if not reloads and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         log.info("SIGHUP is ignored, as under nohup: the configuration is read at the next start only")
     _check_default_model(settings)
-    make_private(settings.base_path)
+    make_base(settings)
     remove_leftovers(settings.base_path / "models")
     keys = KeyRing(settings.api_key, keys_path(settings.base_path))
     try:

@@ -351,13 +351,13 @@ import os, sys
 import omlxd.front.bridge.command as command
 from omlxd.cli.main import main
 
-before = command.make_private
-def noisy(folder):
+before = command.make_base
+def noisy(settings):
     print("noise of a print", flush=True)
     os.write(1, b"noise of a library\\n")
     os.system("echo noise of a program")
-    before(folder)
-command.make_private = noisy
+    before(settings)
+command.make_base = noisy
 sys.exit(main(sys.argv[1:]))
 """
 

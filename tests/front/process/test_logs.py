@@ -16,13 +16,14 @@ from app_client import body, client
 from fake_engine import EVERYTHING, FakeEngine, app_of
 
 from omlxd.chat import Failed
+from omlxd.cli.service.plan import MARK
 from omlxd.common.private_trace import LineFormatter, private_trace
 from omlxd.config import load_settings
 from omlxd.config.keys import add_key, keys_path
 from omlxd.errors import ConfigError
 from omlxd.front.engines.link import EngineLines
 from omlxd.front.http.trace import RequestTrace
-from omlxd.front.process.logs import JsonFormatter, Logs, Redactor, TextFormatter
+from omlxd.front.process.logs import SERVICE, JsonFormatter, Logs, Redactor, TextFormatter
 from tests.front.process.test_serve import start  # noqa: F401 (a fixture)
 
 KEY = "s3cret-key-of-mine"
@@ -63,7 +64,7 @@ def raised(error: Exception) -> Exception:
 
 
 def test_json_is_one_object_a_line_with_the_fields_of_a_request(tmp_path: Path):
-    path = tmp_path / "logs" / "omlxd.log"
+    path = tmp_path / "omlxd.log"
     Logs(settings(tmp_path, log_file=str(path), log_format="json"))
     RequestTrace("POST", "/v1/messages\n", model="tiny", status=200, key="laptop").write()
     logging.getLogger("omlxd.other").info("loaded %s", "two\nlines")
@@ -115,6 +116,18 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path):
     (tmp_path / "a file").write_text("")
     with pytest.raises(ConfigError, match=r"--log-file: .* can't be written"):
         Logs(settings(tmp_path, log_file=str(tmp_path / "a file" / "omlxd.log")))
+
+
+def test_no_folder_is_made_for_a_file_but_omlxds_own(tmp_path: Path, monkeypatch):
+    own, other = tmp_path / "base" / "omlxd.log", tmp_path / "logs" / "omlxd.log"
+    Logs(settings(tmp_path / "base", log_file=str(own)))
+    assert own.is_file() and stat.S_IMODE(own.parent.stat().st_mode) == 0o700
+    with pytest.raises(ConfigError, match=rf"--log-file: {other} can't be written: No such file"):
+        Logs(settings(tmp_path / "base", log_file=str(other)))
+    assert not other.parent.exists()
+    monkeypatch.setenv(SERVICE, "1")
+    Logs(settings(tmp_path / "base", log_file=str(other)))
+    assert other.is_file() and MARK == SERVICE
 
 
 def test_what_an_engine_prints_keeps_its_level_and_name(caplog):
@@ -289,7 +302,7 @@ def test_a_session_with_all_that_goes_wrong_leaves_no_key_and_no_prompt_in_the_l
     start,  # noqa: F811
     tmp_path: Path,
 ):
-    path = tmp_path / "logs" / "omlxd.log"
+    path = tmp_path / "omlxd.log"
     key = add_key(keys_path(tmp_path), "laptop")
     daemon = start("--log-file", str(path), "--log-format", form, env={"OMLXD_API_KEY": KEY})
     url = daemon.url + "/v1/completions"

@@ -262,6 +262,22 @@ def test_a_folder_that_is_no_model_ends_it_with_2(start, tmp_path: Path):
     assert by_variable.logged().startswith("omlxd: OMLXD_MODEL: there is no folder")
 
 
+@pytest.mark.parametrize("broken", ["model-00001-of-00002.safetensors", "tokenizer.json", "config.json"])
+def test_broken_files_of_the_model_end_it_with_2_and_nothing_listens(start, tmp_path: Path, broken: str):
+    file = make(tmp_path / "broken") / broken
+    file.write_bytes(file.read_bytes()[:-1]) if broken != "tokenizer.json" else file.unlink()
+    daemon = start("--model", str(file.parent), model=False)
+    assert daemon.process.wait(PATIENCE_S) == 2 and not daemon.first_line
+    assert daemon.logged().startswith(f"omlxd: --model: {file.parent}")
+
+
+def test_a_base_folder_that_cannot_be_made_ends_it_with_2(start, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    daemon = start("--base-path", str(tmp_path / "file" / "x"))
+    assert daemon.process.wait(PATIENCE_S) == 2 and not daemon.first_line
+    assert daemon.logged() == f"omlxd: --base-path: {tmp_path}/file/x can't be made: Not a directory.\n"
+
+
 def test_a_model_that_cannot_be_loaded_is_told_to_clients(start):
     daemon = start(stub="--load-fails 'unsupported model'")
     answer = daemon.complete("x")
