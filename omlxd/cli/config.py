@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from ..common.units import human, spoken
-from ..config import OPTIONS, ModelSettings, Settings, add_flags, full_name, load_settings
+from ..config import (
+    BY_NAME,
+    OPTIONS,
+    ModelSettings,
+    Settings,
+    add_flags,
+    full_name,
+    load_settings,
+    unknown_variables,
+)
 from .status import as_json, table
 
 _BYTES = [option.name for option in OPTIONS if option.metavar == "SIZE"]
@@ -38,6 +48,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     in_json = args.pop("json")
     flags = {name: value for name, value in args.items() if value is not None}
     rows = shown(load_settings(flags))
+    for sentence in unknown_variables():
+        print(f"omlxd: {sentence}", file=sys.stderr)
     print(as_json(rows) if in_json else as_text(rows))
     return 0
 
@@ -82,11 +94,13 @@ def _called(name: str) -> str:
 
 def _value(row: Shown) -> str:
     value, field = row.value, row.name.rsplit(".", 1)[-1].replace("-", "_")
+    if value is None and row.name in BY_NAME and BY_NAME[row.name].none:
+        return str(BY_NAME[row.name].none)
     if isinstance(value, bool):
         return "true" if value else "false"
     if row.name in _BYTES:
         if not value:
-            return "auto" if value is None else "off" if row.name == "memory_limit" else "0"
+            return "off" if row.name == "memory_limit" else "0"
         return human(int(str(value)))
     if isinstance(value, list):
         return " ".join(value) or "-"

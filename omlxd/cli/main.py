@@ -6,6 +6,7 @@ from . import early_stop  # noqa: F401  (before whatever takes time)
 
 # isort: split
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -14,11 +15,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..config import OPTIONS, add_flags, closest, load_settings
+from ..config import OPTIONS, add_flags, closest, load_settings, unknown_variables
 from ..errors import ConfigError, OmlxdError
 
 USAGE_ERROR = 2
 """Exit status when a flag, a variable or a line of the file makes no sense."""
+UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Why standard output took no more; `main` says it."""
 
 VERBS = {
     "bench": (
@@ -27,7 +30,7 @@ VERBS = {
     ),
     "cache": (
         "cli.cache.command",
-        "look at the SSD cache, verify it, clear it; works beside a running daemon (but `import`)",
+        "look at the SSD cache, verify it, clear it; works beside a running daemon",
     ),
     "chat": ("cli.chat", "talk to a model in the terminal; starts a daemon if none runs"),
     "key": ("cli.key", "make, list and revoke API keys; a running daemon follows at once"),
@@ -60,6 +63,10 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
 
+    def print_help(self, file: Any = None) -> None:
+        """argparse's own says nothing if a long page can't be written."""
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         kind, _, words = message.partition(": ")
         if kind == "the following arguments are required":
@@ -78,18 +85,24 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 (could not serve), 2 (bad settings), 130 at ^C."""
     try:
-        status = _main(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        # Whoever read our lines (`head`, say) has enough. Python would complain at its own exit.
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv))
+        except OmlxdError as error:
+            return report(error)
+        except KeyboardInterrupt:
+            print("omlxd: stopped.", file=sys.stderr)
+            return 130
+        finally:  # `--help` leaves by SystemExit. Standard output may be closed, and None.
+            print(end="", flush=True)
+    except OSError as error:
+        if error.errno not in UNWRITTEN or error.filename:
+            raise
+        # Python would write what is left at its own exit, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OmlxdError as error:
-        return report(error)
-    except KeyboardInterrupt:
-        print("omlxd: stopped.", file=sys.stderr)
-        return 130
+        if isinstance(error, BrokenPipeError):
+            return 0  # Whoever read our lines (`head`, say) has enough.
+        print(f"omlxd: can't write: {error.strerror}.", file=sys.stderr)
+        return 1
 
 
 def report(error: OmlxdError) -> int:
@@ -127,6 +140,8 @@ def _main(argv: list[str]) -> int:
     flags = {name: value for name, value in vars(args).items() if name != "verb" and value is not None}
     environ = dict(os.environ)
     settings = load_settings(flags, environ)
+    for sentence in unknown_variables(environ):
+        print(f"omlxd: {sentence}", file=sys.stderr)
 
     from ..front.process.serve import serve as run
 

@@ -14,10 +14,12 @@ from ..common.files import read_small
 from ..common.units import disk_total, human, total_ram
 from ..errors import ConfigError
 from .keys import keys_path, read_keys
-from .settings import BY_NAME, OPTIONS, SAMPLING, ModelSettings, Option, Settings, full_name
+from .settings import BY_NAME, OPTIONS, PREFIX, SAMPLING, ModelSettings, Option, Settings, full_name
 from .values import closest, convert, expected, is_loopback
 
 _MODEL_TYPES = get_type_hints(ModelSettings, include_extras=True)
+_INTERNAL = re.compile(rf"{PREFIX}(ENGINE_COMMAND|FETCH_MODEL|SERVICE|TRACES|SCRIPT_.*|TEST_.*)")
+"""Variables that are no settings: of commands for each other, of tests and of tools."""
 _TABLES = ("serve", "defaults", "models")
 
 
@@ -53,6 +55,21 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
     return Settings(
         **values, config=path, models=file.models, defaults=file.defaults, sources=sources | file.places
     )
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence for each variable of omlxd's prefix that nothing reads: it may be another program's."""
+    known = [option.name.upper() for option in OPTIONS] + ["CONFIG"]
+    names = [
+        name.removeprefix(PREFIX)
+        for name, value in (os.environ if environ is None else environ).items()
+        if name.startswith(PREFIX) and value and not _INTERNAL.fullmatch(name)
+    ]
+    return [
+        f"{PREFIX}{name} is no variable of omlxd{hint.replace('mean ', 'mean ' + PREFIX)}; it is ignored."
+        for name in sorted(set(names) - set(known))
+        for hint in [closest(name, known)]
+    ]
 
 
 def settings_of(args: argparse.Namespace, *names: str, **flags: str) -> Settings:
@@ -123,8 +140,13 @@ class _File:
         try:
             self._text = read_small(path).decode()
             tables = tomllib.loads(self._text)
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: {error}.") from error
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror or error}.") from error
+        except UnicodeDecodeError as error:
+            line = error.object[: error.start].count(b"\n") + 1
+            raise ConfigError(f"{path} line {line}: the text is not UTF-8.") from error
+        except tomllib.TOMLDecodeError as error:
+            raise self._no_toml(str(error)) from error
         for table, entries in tables.items():
             if table not in _TABLES or not isinstance(entries, dict):
                 raise self._unknown_table(table, isinstance(entries, dict))
@@ -172,6 +194,17 @@ class _File:
                 raise ConfigError(f"{self._place(key, *table)}: {key!r} is given twice.")
             got[name] = key, value
         return got
+
+    def _no_toml(self, problem: str) -> ConfigError:
+        """`problem`: as tomllib says it, with its place at the end."""
+        result = re.fullmatch(r"(.*) \(at line (\d+), .*\)", problem)
+        if not result:
+            return ConfigError(f"{self._path}: {problem}.")
+        what, line = result[1], int(result[2])
+        if what == "Cannot overwrite a value" or what.endswith(" twice"):
+            written, equals, _ = self._text.splitlines()[line - 1].partition("=")
+            what = (written.strip() if equals or "[" in written else "a key") + " stands there twice"
+        return ConfigError(f"{self._path} line {line}: {what}.")
 
     def _unknown_table(self, name: str, is_table: bool) -> ConfigError:
         place = self._place(name)

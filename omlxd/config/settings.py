@@ -24,6 +24,8 @@ Hoist = Literal["auto", "always", "never"]
 SharePrefix = Literal["auto", "on", "off"]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 Images = Annotated[int, Meta(ge=1, le=100_000)]
+PREFIX = "OMLXD_"
+"""Of a setting's variable."""
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:_\[\]-]+)\Z"
 
 
@@ -285,7 +287,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def variable(self) -> str:
-        return "OMLXD_" + self.name.upper()
+        return PREFIX + self.name.upper()
 
     @property
     def is_switch(self) -> bool:

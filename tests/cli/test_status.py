@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -247,6 +248,7 @@ def test_config_show_says_where_each_value_stands(tmp_path: Path, monkeypatch, c
     assert "--block-size" in text and "100 GB" in text and "auto" in text
     told = dict(line.split()[:2] for line in text.splitlines())
     assert told["--memory-limit"] == "auto" and told["--log-file-size"] == "10"
+    assert told["--max-concurrent-requests"] == "auto" and told["--seed"] == "random"
     assert "--model-ttl" in text and " 1 h " in text and " 2 min " in text
     assert main.main(["config", "show", "--port", "banana"]) == 2
     assert main.main(["config"]) == 2
@@ -277,7 +279,34 @@ def test_config_show_tells_what_the_file_says_of_models(tmp_path: Path, monkeypa
     assert told['models."org/a".temperature'].startswith("0.5 ")
 
 
+def test_a_variable_that_nothing_reads_is_a_warning(tmp_path: Path, monkeypatch, capsys):
+    for name in [name for name in os.environ if name.startswith("OMLXD_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMLXD_PRT", "3")
+    assert main.main(["config", "show", "--base-path", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "omlxd: OMLXD_PRT is no variable of omlxd (did you mean OMLXD_PORT?); it is ignored.\n"
+    assert out.startswith("SETTING")
+
+
 def test_a_reader_that_has_enough_is_no_error():
     command = f"{shlex.quote(sys.executable)} -m omlxd config show | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=REPO)
     assert done.stdout.startswith("SETTING") and done.stderr == ""
+
+
+@pytest.mark.parametrize("argv", ["--help", "serve --help", "config show", "cache stats --json"])
+def test_what_cannot_be_written_is_one_line_and_a_closed_pipe_is_none(argv: str, tmp_path: Path):
+    def run(target: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "omlxd", *argv.split()]
+        environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPO)}
+        done = subprocess.run(command, stdout=target, stderr=subprocess.PIPE, env=environ, text=True)
+        os.close(target)
+        return done.returncode, done.stderr
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert run(writer) == (0, "")
+    if os.path.exists("/dev/full"):
+        said = "omlxd: can't write: No space left on device.\n"
+        assert run(os.open("/dev/full", os.O_WRONLY)) == (1, said)

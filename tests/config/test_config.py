@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from omlxd.cli import main as cli
 from omlxd.cli.main import main
 from omlxd.common.units import disk_total, total_ram
-from omlxd.config import OPTIONS, ModelSettings, Settings, is_loopback, load_settings
+from omlxd.config import OPTIONS, ModelSettings, Settings, is_loopback, load_settings, unknown_variables
 from omlxd.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -84,6 +85,31 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path):
     assert got.sources["port"] == "--port"
     assert got.sources["block_size"] == "OMLXD_BLOCK_SIZE"
     assert got.sources["max_concurrent_requests"].endswith("omlxd.toml line 4 (max-concurrent-requests)")
+
+
+def test_no_variable_of_ours_is_warned_of():
+    own = re.compile(r"""["'](OMLXD_[A-Z_]+)["']""")
+    files = [path for room in ("omlxd", "tests", "tools") for path in (REPO / room).rglob("*.py")]
+    named = {name for path in files if path != Path(__file__) for name in own.findall(path.read_text())}
+    environ = dict.fromkeys(named, "x") | {"PATH": "x", "OMLXD_PORT": "1", "OMLXD_SIZE": ""}
+    warned = [sentence.partition(" ")[0] for sentence in unknown_variables(environ)]
+    assert "OMLXD_ENGINE_COMMAND" in named and warned == ["OMLXD_PRT"]  # It is tests/cli/test_status.py's.
+    assert unknown_variables({"OMLXD_QQQQQQ": "1"}) == [
+        "OMLXD_QQQQQQ is no variable of omlxd; it is ignored."
+    ]
+
+
+def test_what_is_no_toml_is_said_with_its_line(tmp_path: Path):
+    for text, said in (
+        (b"[serve]\nport = 1\nport = 2\n", " line 3: port stands there twice."),
+        (b"[models.a]\naliases = []\naliases = [\n]\n", " line 4: a key stands there twice."),
+        (b"[serve]\n[serve]\n", " line 2: [serve] stands there twice."),
+        (b"[serve]\nport =\n", " line 2: Invalid value."),
+        (b"[serve]\n# \xff\n", " line 2: the text is not UTF-8."),
+    ):
+        path = tmp_path / "omlxd.toml"
+        path.write_bytes(text)
+        assert refused(home=tmp_path).message == f"{path}{said}"
 
 
 def test_config_by_variable_and_missing_files(tmp_path: Path):

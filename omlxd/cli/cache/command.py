@@ -18,6 +18,7 @@ from ...common.units import human
 from ...config import Settings, add_flags, settings_of
 from ...errors import ConfigError, OmlxdError
 from ..daemon_client import DaemonError
+from ..main import UNWRITTEN
 from ..status import as_json
 from . import carry, holder, inventory, pin, stats, warm, why_miss
 from .asked import NAMED
@@ -45,9 +46,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         return args.run(args, settings, root)
     except FileNotFoundError as error:
         raise OmlxdError(told(error) if root.is_dir() else f"there is no SSD cache at {root}") from error
-    except BrokenPipeError:
-        raise  # Whoever reads has enough.
     except OSError as error:
+        if error.errno in UNWRITTEN and not error.filename:
+            raise
         raise OmlxdError(told(error)) from error
 
 
