@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from ..common.units import human, spoken
+from ..common.units import counted, human, spoken
 from ..config import ModelSettings, Settings, add_flags, settings_of
 from ..errors import ConfigError, ModelError
 from ..models.adapters import adapter_bytes
@@ -141,7 +141,8 @@ _TOOLS = {
 def as_page(model: InstalledStatus) -> str:
     """A line a fact."""
     facts = {
-        "state": model.state + (f" ({model.in_flight} requests in flight)" if model.in_flight else ""),
+        "state": model.state
+        + (f" ({counted(model.in_flight, 'request')} in flight)" if model.in_flight else ""),
         "default": "yes" if model.default else "no",
         "folder": model.folder or "not here yet",
         "source": model.source,
@@ -276,10 +277,10 @@ def _pull(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from ..models.resolve import import_gguf, is_gguf
+    from ..models.resolve import import_gguf
 
     base_path = settings_of(args, *_FOLDER_OPTIONS).base_path
-    if is_gguf(args.file) and Path(args.file).expanduser().exists():
+    if Path(args.file).expanduser().is_file():
         folder = asyncio.run(import_gguf(args.file, base_path))
     else:
         model = model_called(args.file)
@@ -303,7 +304,7 @@ def _load(args: argparse.Namespace) -> int:
 
 def _unload(args: argparse.Namespace) -> int:
     result = find_daemon(args.url).fetch("/omlxd/models/unload", Unloaded, UnloadModel(args.model), 120.0)
-    waits = f"{result.id} goes when its {result.in_flight} requests in flight have ended"
+    waits = f"{result.id} goes at the end of its {counted(result.in_flight, 'request')} in flight"
     _say(args, result, lambda: f"{result.id} is unloaded" if result.gone else waits)
     return 0
 

@@ -269,7 +269,10 @@ class CachedFiles(msgspec.Struct):
 
 
 class Imported(msgspec.Struct):
-    """Files of an archive: `taken`, `there` before, without room (`full`); a line for each that is `bad`."""
+    """Blocks and records of an archive: `taken`, `there` before, without room (`full`).
+
+    bad  a line for each file that is
+    """
 
     taken: int = 0
     there: int = 0

@@ -106,6 +106,11 @@ def human(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def total_ram() -> int:
     """Return the bytes of RAM of the machine, or of this process's control group if less."""
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

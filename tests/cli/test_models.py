@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from omlxd.cli.models import as_page
+from omlxd.cli.owner_api import InstalledStatus
 from tests.front.process.test_serve import REPO, Daemon, start  # noqa: F401
 from tests.models.test_resolve import make
 
@@ -107,6 +109,17 @@ def test_a_page_says_whether_the_template_takes_tools(tmp_path: Path):
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert re.search(r"^  tools +no:", run("show", "tiny", *flags)[1], re.M)
     assert re.search(r"^  tiny +installed", run("list", *flags)[1], re.M)
+
+
+def test_a_file_that_is_no_gguf_is_called_so(tmp_path: Path):
+    (tmp_path / "notes").write_text("hello, this is a note")
+    status, _, problem = run("import", str(tmp_path / "notes"), "--base-path", str(tmp_path))
+    assert status == 1 and "notes can't be imported: it is no GGUF file" in problem
+
+
+def test_one_request_is_in_flight():
+    pages = [as_page(InstalledStatus(id="a", state="ready", source="hub", in_flight=n)) for n in (1, 2)]
+    assert "ready (1 request in flight)" in pages[0] and "ready (2 requests in flight)" in pages[1]
 
 
 @pytest.mark.parametrize("argv", [["alias", "x"], ["alias", "x", "y", "--off"], ["fly"], []])

@@ -26,6 +26,7 @@ from omlxd.cli import tune
 from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import tuning
 from omlxd.engine.tune import LossCurve, draw
 from omlxd.errors import ConfigError, ModelError
 from omlxd.models import demo
@@ -83,6 +84,13 @@ def test_a_folder_without_data_and_one_in_ten_for_validation(tmp_path: Path):
     assert (len(train), len(valid)) == (3, 0)
     train, valid = read_data(data(tmp_path, *[CHAT] * 20, valid=CHAT))
     assert (len(train), len(valid)) == (20, 1)
+
+
+def test_a_speed_of_nothing_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    progress = tuning._Progress(tmp_path, None, 0, lambda: False)
+    progress.report_train(1, 4.4, 0.3, 5)
+    progress.report_train(2, 4.2, 80.4, 5)
+    assert capsys.readouterr().out == "step 1: loss 4.400\nstep 2: loss 4.200, 80 tokens/s\n"
 
 
 def test_a_named_pipe_is_no_data(tmp_path: Path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.common.units import disk_total, human, parse_size, total_ram
+from omlxd.common.units import counted, disk_total, human, parse_size, total_ram
 from omlxd.config import load_settings
 from omlxd.errors import ConfigError
 
@@ -87,3 +87,7 @@ def test_human():
         "8 GB",
         "1 TB",
     ]
+
+
+def test_counted():
+    assert [counted(n, "file") for n in (0, 1, 2)] == ["0 files", "1 file", "2 files"]

@@ -81,7 +81,7 @@ def take_archive(source: IO[bytes], root: Path, room: Room) -> Imported:
 
     What is bad or finds no room is left out. Raises InvalidRequest for what is no archive, or is damaged.
     """
-    result = Imported()
+    result, is_export = Imported(), False
     fs, verifier = FileSystem(str(root / LOCK_NAME)), Verifier()
     try:
         with tarfile.open(fileobj=source, mode="r|", tarinfo=_Header) as archive:
@@ -90,8 +90,9 @@ def take_archive(source: IO[bytes], root: Path, room: Room) -> Imported:
                     _take(archive, member, root, room, result, fs, verifier)
                 except _Bad as error:
                     result.bad.append(f"{member.name[:200]!r}: {error}")
+                is_export = True
     except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
-        if not (result.taken or result.there or result.full or result.bad):
+        if not is_export:
             raise InvalidRequest(f"It is no export of omlxd: {error}.") from None
         raise InvalidRequest(
             f"It is cut off or damaged from here on: {error}. {result.taken} files before are imported."
@@ -119,7 +120,7 @@ def _take(
         raise _Bad("it is too large")
     target = root / member.name
     if target.exists():
-        result.there += 1
+        result.there += not is_description
         return
     nbytes = 0 if is_description else disk_bytes(member.size)
     if nbytes and not room.reserve(nbytes):
@@ -145,7 +146,7 @@ def _take(
         room.released(nbytes)
         raise
     room.stored(member.name, nbytes)
-    result.taken += 1
+    result.taken += not is_description
 
 
 def _fault(temp: str, path: str, verifier: Verifier) -> str:

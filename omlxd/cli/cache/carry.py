@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from ...common.files import new_file, safetensors_header
-from ...common.units import human
+from ...common.units import counted, human
 from ...config import Settings
 from ...errors import ConfigError, InvalidRequest, OmlxdError
 from ...kv.files.namespace import FILE_NAME
@@ -43,8 +43,9 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
             except FileNotFoundError:
                 missing += not path.endswith(FILE_NAME)
                 continue
-            count, nbytes = count + 1, nbytes + (root / path).stat().st_size
-    print(f"{args.archive}: {count} files, {human(nbytes)}")
+            if not path.endswith(FILE_NAME):
+                count, nbytes = count + 1, nbytes + (root / path).stat().st_size
+    print(f"{args.archive}: {counted(count, 'file')}, {human(nbytes)}")
     if missing and args.session:
         print(f"{missing} more are in RAM alone: send it once more, wait, and export again", file=sys.stderr)
     return 1 if missing and args.session else 0
@@ -95,7 +96,7 @@ def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
         except (InvalidRequest, DaemonError) as error:
             raise OmlxdError(f"{args.archive}: {error.message}") from None
     print(*(f"bad: {each}" for each in done.bad), sep="\n", end="\n" if done.bad else "")
-    print(f"{done.taken} files imported, {done.there} were there, {len(done.bad)} bad")
+    print(f"{counted(done.taken, 'file')} imported, {done.there} were there, {len(done.bad)} bad")
     if done.full:
         most = daemon.cap if daemon else settings.cold_cache_bytes
         print(f"{done.full} files left out: the SSD cache may take {human(most)}")

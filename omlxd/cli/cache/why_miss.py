@@ -159,6 +159,8 @@ def as_text(miss: WhyMiss) -> str:
 def _because(why: Explanation) -> str:
     block = why.position // why.block_size if why.block_size else 0
     here = f"first miss: block {block}, from token {block * (why.block_size or 1)}"
+    if why.cause == "none" and why.prompt_tokens <= why.block_size:
+        return f"nothing missed: the prompt is no longer than one block of {why.block_size} tokens"
     if why.cause == "none":
         return "nothing missed: every full block before the prompt's last token is there"
     if why.cause == "reuse_off":
@@ -177,7 +179,7 @@ def _because(why: Explanation) -> str:
         "other_image": f"{_image(why)} stands stored there, from token {why.position} on "
         f"(last used {ago(why.stored_used)})",
         "differs": f"another text stands stored there (last used {ago(why.stored_used)})",
-        "never_stored": "never stored, and nothing else in its place (or gone before this daemon began)",
+        "never_stored": "never stored, or removed longer ago than a daemon remembers; nothing else is there",
         "other_namespace": "it is stored, but as made with another model file or setting:",
         "evicted": f"it was stored, and evicted {ago(why.gone_at)}",
         "cleared": f"it was stored, and cleared {ago(why.gone_at)}",

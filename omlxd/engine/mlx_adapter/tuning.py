@@ -78,7 +78,8 @@ class _Progress:
         yield self._end_if_asked
 
     def report_train(self, step: int, loss: float, tokens_s: float, tokens: int) -> None:
-        say(f"step {self._before + step}: loss {loss:.3f}, {tokens_s:.0f} tokens/s")
+        speed = f", {tokens_s:.0f} tokens/s" if tokens_s >= 1 else ""  # The first step compiles.
+        say(f"step {self._before + step}: loss {loss:.3f}{speed}")
 
     def report_val(self, step: int, loss: float, seconds: float) -> None:
         say(f"step {self._before + step - 1}: validation loss {loss:.3f}")

@@ -17,6 +17,7 @@ from typing import Any
 
 from ... import wire
 from ...chat import Conversation, EmbedRequest, Failed, Finished, GenerateRequest, RawPrompt, Vectors
+from ...common.units import counted
 from ...errors import NotNow, Unavailable
 from ...explanation import Explanation
 from .in_flight import EngineStream, InFlight, Request, settle
@@ -265,9 +266,8 @@ class EngineProcess:
         else:
             self._fail_all(failed)
         if before and was_ready:  # Why a load failed is told already.
-            log.error(
-                "%d requests failed, %d are sent again", before - len(self._requests), len(self._requests)
-            )
+            failures = counted(before - len(self._requests), "request")
+            log.error("%s failed, %d to be sent again", failures, len(self._requests))
         if self._requests:
             self.supervisor.start()
 

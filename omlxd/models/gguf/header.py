@@ -132,7 +132,7 @@ class _Reader:
 
     def header(self) -> Header:
         if self._data[:4] != b"GGUF":
-            raise self._bad("it does not begin with the GGUF magic bytes")
+            raise self._bad("it is no GGUF file, as it does not begin with the magic bytes of one")
         self._at = 4
         version, tensor_count, key_count = self._unpack("IQQ")
         if version not in (2, 3):

@@ -428,6 +428,9 @@ def test_each_cause_is_a_sentence():
         if cause not in ("none", "reuse_off", "no_checkpoint"):
             assert "first miss: block 2, from token 128" in text
     assert "evicted 1 min ago" in text
+    for tokens, said in ((64, "no longer than one block of 64 tokens"), (65, "every full block")):
+        text = as_text(WhyMiss("m", Explanation(cause="none", block_size=64, prompt_tokens=tokens)))
+        assert f"nothing missed: {'the prompt is ' if tokens == 64 else ''}{said}" in text
 
 
 @pytest.mark.parametrize(
