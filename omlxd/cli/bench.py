@@ -21,10 +21,12 @@ from pathlib import Path
 import msgspec
 
 from ..common.units import human
+from ..config import add_flags, settings_of
 from ..errors import ConfigError
 from .chat import Answer, Chunk, ask_body
 from .daemon_client import Daemon, DaemonError, Usage
 from .launch import find_target
+from .models import as_listed
 from .own_daemon import own_daemon
 from .owner_api import InstalledStatuses, ModelStatus
 from .status import as_json
@@ -92,13 +94,25 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--quick", action="store_true", help="1k alone, and a shorter text for perplexity")
     parser.add_argument("--no-perplexity", action="store_true", help="measure no perplexity")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_flags(parser, "base_path", "model_dir")
     args = parser.parse_args(argv)
     wanted = _lengths(args.lengths) if args.lengths else (LENGTHS[:1] if args.quick else None)
     tokens = 0 if args.no_perplexity else QUICK_TOKENS if args.quick else PERPLEXITY_TOKENS
-    report = measure(args.model, wanted, tokens, (lambda text: None) if args.json else _show)
+    model, flags = _named(args)
+    report = measure(model, wanted, tokens, (lambda text: None) if args.json else _show, flags)
     if args.json:
         print(as_json(report))
     return 0
+
+
+def _named(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """The model, and further flags of a daemon that has it."""
+    given = {name: getattr(args, name) for name in ("config", "base_path", "model_dir")}
+    model: str = args.model
+    if args.model_dir is None:
+        model, given["model_dir"] = as_listed(model, settings_of(args, *given))
+    flags = [("--" + name.replace("_", "-"), str(value)) for name, value in given.items() if value]
+    return model, [word for flag in flags for word in flag]
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -119,16 +133,21 @@ class _Count(msgspec.Struct):
 
 
 def measure(
-    model: str, wanted: Sequence[int] | None, perplexity_tokens: int, show: Callable[[str], None]
+    model: str,
+    wanted: Sequence[int] | None,
+    perplexity_tokens: int,
+    show: Callable[[str], None],
+    more: Sequence[str] = (),
 ) -> Report:
     """Raises OmlxdError.
 
     wanted             prompt lengths; None: all up to the context
     perplexity_tokens  0: no perplexity
     show               takes each line of text as soon as it is measured
+    more               flags of the daemon that is measured
     """
     with tempfile.TemporaryDirectory(prefix="omlxd-bench-") as folder:
-        flags = ("--model", model, "--paged-ssd-cache-dir", folder, "--hot-cache-write", "through")
+        flags = (*more, "--model", model, "--paged-ssd-cache-dir", folder, "--hot-cache-write", "through")
         with own_daemon(*flags) as daemon:
             bench = _Bench(daemon)
             report, path = bench.report(), bench.folder()

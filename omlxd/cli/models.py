@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from ..common.units import counted, human, spoken
 from ..config import ModelSettings, Settings, add_flags, settings_of
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError, ModelError, OmlxdError
 from ..models.adapters import adapter_bytes
 from ..models.catalog import Catalog, InstalledModel, default_model, describe
 from ..models.footprint import Footprint, expected, footprint, likely_backend, weight_bytes
@@ -68,6 +68,22 @@ def installed(settings: Settings) -> list[InstalledStatus]:
             status.layers, status.hidden_size = prints.layers, prints.hidden_size
         result.append(status)
     return result
+
+
+def as_listed(name: str, settings: Settings) -> tuple[str, Path | None]:
+    """What --model and --model-dir are for the model that `omlxd models list` calls `name`.
+
+    A running daemon knows; without one, or for a name that it does not know, those of `settings` hold.
+    """
+    try:
+        shown = find_daemon(None, settings).fetch("/omlxd/models/" + quote(name), InstalledStatus)
+    except OmlxdError:
+        return name, settings.model_dir
+    if shown.folder is None or ":" in shown.id:  # An adapter has its base's folder.
+        return shown.id, settings.model_dir
+    if shown.source == "model-dir":
+        return shown.id, Path(shown.folder).parents[shown.id.count("/")]
+    return shown.folder if shown.source == "folder" else shown.id, settings.model_dir
 
 
 def _disk_bytes(model: InstalledModel) -> int | None:

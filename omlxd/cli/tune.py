@@ -23,6 +23,7 @@ from ..models.catalog import Catalog, InstalledModel, looks_like_model, own_adap
 from ..models.footprint import footprint
 from ..models.tuning import Example, Job, lora_of, memory_need, read_data
 from .daemon_client import DaemonError, NoDaemon, daemon_of
+from .models import as_listed
 from .owner_api import DaemonStatus, TidyMemory
 
 _NUMBERS = {
@@ -61,7 +62,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     add_flags(parser, "base_path", "model_dir")
     args = parser.parse_args(argv)
     settings = settings_of(args, "base_path", "model_dir", model=args.model)
-    model = _installed(settings, args.model)
+    if args.model_dir is None:
+        name, folder = as_listed(args.model, settings)
+        settings = msgspec.structs.replace(settings, model=name, model_dir=folder)
+    model = _installed(settings, settings.model)
     assert model.folder is not None
     train, valid = read_data(args.data)
     name = args.data.absolute().name if args.name is None else args.name

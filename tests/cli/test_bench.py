@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -108,6 +109,21 @@ def test_each_result_is_there_as_soon_as_it_is_measured(monkeypatch: pytest.Monk
     monkeypatch.setattr(bench, "perplexity", perplexity)
     bench.measure("m", [128, 256], 1024, seen.append)
     assert seen[-1] == "8: it has none"
+
+
+def test_a_model_of_the_list_and_of_a_model_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    seen: list[object] = []
+
+    def measure(model: str, wanted: object, tokens: int, show: object, more: list[str]) -> bench.Report:
+        seen.extend((model, more))
+        return bench.Report(model=model, backend="", speed="", context_length=1, kv_bytes_per_token=1)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "as_listed", lambda name, settings: ("org/" + name, settings.base_path))
+    for flag in ("--base-path", "--model-dir"):
+        assert bench.main(["a", flag, str(tmp_path)], argparse.ArgumentParser()) == 0
+    named = ["--base-path", str(tmp_path), "--model-dir", str(tmp_path)]
+    assert seen == ["org/a", named, "a", ["--model-dir", str(tmp_path)]]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from daemon import Daemon, free_port, wait_until
 
 from omlxd.cli import main
+from omlxd.cli.daemon_client import Daemon as DaemonClient
 from omlxd.cli.doctor import command, disk, machine, models, network
 from omlxd.cli.doctor.finding import Finding
 from omlxd.cli.owner_api import ModelStatus
@@ -273,6 +274,13 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     assert main.main([*argv, "--url", f"http://127.0.0.1:{other}/v1"]) == 0
     assert f"{other} on 127.0.0.1 is free" in capsys.readouterr().out
     assert main.main([*argv, "--url", "localhost"]) == 2
+    monkeypatch.setattr(command, "find_daemon", lambda *_: DaemonClient(f"http://127.0.0.1:{other}"))
+    assert main.main([*argv[:3], "--no-disk-test"]) == 0
+    out = capsys.readouterr().out
+    assert f"port          {other} on 127.0.0.1 is free" in out
+    assert f"only this machine reaches the daemon ({command.SHELLS})" in out
+    assert main.main(argv) == 0
+    assert f"port          {port} on 127.0.0.1 is free" in capsys.readouterr().out
     (tmp_path / "o").write_text("")
     assert main.main(argv) == 1
     out = capsys.readouterr().out

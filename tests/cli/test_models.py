@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.cli.models import as_page
+from omlxd.cli import daemon_client as client
+from omlxd.cli.models import as_listed, as_page
 from omlxd.cli.owner_api import InstalledStatus
+from omlxd.config import load_settings
 from tests.front.process.test_serve import REPO, Daemon, start  # noqa: F401
 from tests.models.test_resolve import make
 
@@ -109,6 +111,28 @@ def test_a_page_says_whether_the_template_takes_tools(tmp_path: Path):
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert re.search(r"^  tools +no:", run("show", "tiny", *flags)[1], re.M)
     assert re.search(r"^  tiny +installed", run("list", *flags)[1], re.M)
+
+
+def test_a_name_of_the_list_is_what_the_daemon_serves(start, tmp_path: Path):  # noqa: F811
+    for name in ("org/big", "small"):
+        make(tmp_path / "models" / name)
+    daemon: Daemon = start("--model-dir", str(tmp_path / "models"), model=False)
+    flags = {"base_path": str(tmp_path / "none"), "port": daemon.url.rpartition(":")[2]}
+    settings = load_settings(flags, {})
+    for name in ("org/big", "big"):
+        assert as_listed(name, settings) == ("org/big", tmp_path / "models")
+    assert as_listed("small", settings) == ("small", tmp_path / "models")
+    assert as_listed("nobody", settings) == ("nobody", None)
+    assert as_listed("small", load_settings(flags | {"port": "9"}, {})) == ("small", None)
+
+
+@pytest.mark.parametrize(
+    ("id", "source", "named"), [("a", "folder", "/x/a"), ("o/a", "hub", "o/a"), ("a:b", "folder", "a:b")]
+)
+def test_a_model_of_no_model_dir_is_named_so_that_it_loads(id: str, source: str, named: str, monkeypatch):
+    shown = InstalledStatus(id=id, state="ready", source=source, folder="/x/a")
+    monkeypatch.setattr(client.Daemon, "fetch", lambda *_: shown)
+    assert as_listed(id, load_settings({}, {})) == (named, None)
 
 
 def test_a_file_that_is_no_gguf_is_called_so(tmp_path: Path):

@@ -24,6 +24,7 @@ from fast_or_slow import rest_slow
 
 from omlxd.cli import tune
 from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
+from omlxd.cli.owner_api import InstalledStatus
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import tuning
@@ -135,6 +136,13 @@ def test_names_and_what_is_not_there(tmp_path: Path, base: Path, words, said):
     assert not list(tmp_path.glob("adapters/tiny/*")), "no empty folder stays"
     with pytest.raises(ConfigError, match="no model 'nobody' on this machine"):
         run(tmp_path, Path("nobody"), folder)
+
+
+def test_a_model_that_the_daemon_lists_is_found(tmp_path: Path, base: Path, monkeypatch):
+    shown = InstalledStatus(id="tiny", state="ready", source="model-dir", folder=str(base))
+    monkeypatch.setattr(Daemon, "fetch", lambda *_: shown)
+    with pytest.raises(ConfigError, match="--layers: 999 are more than the model's"):
+        run(tmp_path, Path("tiny"), data(tmp_path / "orders", ROW), "--layers", "999")
 
 
 @pytest.mark.parametrize(

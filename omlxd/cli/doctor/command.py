@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from ...config import Settings, add_flags, settings_of
-from ..daemon_client import find_daemon
+from ...errors import ConfigError
+from ..daemon_client import daemon_of, find_daemon
 from ..status import as_json
 from . import disk, machine, models, network
 from .finding import Finding, bad
@@ -34,9 +36,12 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--url", help="the daemon's address, for --host and --port")
     add_flags(parser, *_OPTIONS)
     args = parser.parse_args(argv)
-    settings = settings_of(args, *_OPTIONS, **_host_and_port(args.url))
+    asked = settings = settings_of(args, *_OPTIONS)
+    if args.url or not (args.host or args.port):
+        settings = _at_daemon(asked, args.url)
+    unsure = frozenset(("address",) if settings is not asked else ())
     findings: list[Finding] = []
-    for finding in examine(settings, disk_test=not args.no_disk_test):
+    for finding in examine(settings, disk_test=not args.no_disk_test, unsure=unsure):
         findings.append(finding)
         if not args.json:
             print(as_text(finding), flush=True)
@@ -45,17 +50,29 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     return 0 if healthy else 1
 
 
-def _host_and_port(url: str | None) -> dict[str, str]:
-    """What `url` sets of the settings. Raises ConfigError."""
-    if url is None:
-        return {}
-    parts = urlsplit(find_daemon(url).url)
-    return {"host": parts.hostname or "", "port": str(parts.port or {"http": 80, "https": 443}[parts.scheme])}
+def _at_daemon(settings: Settings, url: str | None) -> Settings:
+    """`settings` with address and port of the daemon that `omlxd status` finds. Raises ConfigError."""
+    try:
+        found = find_daemon(url, settings).url
+    except ConfigError:
+        if url is None:  # Port 0, and no daemon holds the cache.
+            return settings
+        raise
+    if url is None and settings.port and found == daemon_of(settings).url:
+        return settings
+    parts = urlsplit(found)
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    return replace(settings, host=parts.hostname or "", port=port)
 
 
-def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:
-    """Every check in turn. One that fails itself is a finding too."""
-    kept, unsure = network.with_daemons_cache(settings)
+def examine(
+    settings: Settings, *, disk_test: bool = True, unsure: frozenset[str] = frozenset()
+) -> Iterator[Finding]:
+    """Every check in turn. One that fails itself is a finding too.
+
+    unsure  checks of what a daemon that was found does not tell
+    """
+    kept, folders = network.with_daemons_cache(settings)
     checks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [
         ("platform", machine.check_platform),
         ("python", machine.check_python),
@@ -79,8 +96,8 @@ def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:
         except Exception as error:  # A doctor that dies of what it looks for helps nobody.
             result = bad(name, f"can't be checked: {type(error).__name__}: {error}", "Please report this.")
         for finding in result if isinstance(result, list) else [result]:
-            if finding.check in unsure:
-                finding = msgspec.structs.replace(finding, text=f"{finding.text} ({SHELLS})")
+            if finding.check in unsure | folders:
+                finding = replace(finding, text=f"{finding.text} ({SHELLS})")
             yield finding
 
 
