@@ -60,6 +60,7 @@ and questions begin at that times this, those of the model at 0, or at `Load.cha
 class CacheSettings(Struct, frozen=True):
     """KV store settings of one engine. Sizes in bytes; `cold_dir` empty: no cold tier.
 
+    cold_cache_bytes  limit of the cold tier, over all engines; 0: not known
     admission   which blocks are written (kv/cold/flusher.py). write_back: not before they leave RAM or idle
     kv_bits     8 or 4: per-token KV is quantised, in groups of `kv_group_size`; 0: it is not
     """
@@ -69,6 +70,7 @@ class CacheSettings(Struct, frozen=True):
     initial_blocks: int = 256
     hot_cache_bytes: int | None = None
     cold_dir: str = ""
+    cold_cache_bytes: int = 0
     admission: str = "always"
     write_back: bool = False
     kv_bits: int = 0

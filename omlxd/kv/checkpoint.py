@@ -114,6 +114,9 @@ class Checkpoints:
         True: a file of it was there before, and stays as it is.
         """
         pool, name, flusher = self._store.pool, checkpoint_name(block_hash), self._store.flusher
+        if write and self._files is not None:
+            blocks = position // self._store.block_size
+            write = self._store.fits_disk(blocks, self._files.at(position).bytes_per_block)
         had_file = self._may_load(name) and not self._store.distrusts(name)
         block = pool.get_cached_block(name)
         if block is not None and block.payload is None and not had_file:

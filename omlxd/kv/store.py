@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 UNREADABLE_LIMIT = 10_000
 """Names of bad files that are remembered, so that they are written anew when they are computed again."""
 
+CHAIN_SHARE = 15 / 16
+"""Of the cold tier's limit, what one chain may take; the rest is for leases (a 64th each) and records."""
+
 
 @dataclass(slots=True)
 class StoreStats:
@@ -55,6 +58,7 @@ class StoreStats:
 class KVStore:
     """`hot_budget`: bytes that the hot tier may hold now. `cold`, `flusher`, `lease`: all or none.
 
+    `cold_limit`: bytes that the cold tier may take, over all stores; 0: no limit is known.
     `post(f)` runs `f` on the engine thread, soon; callable from any thread.
     """
 
@@ -68,12 +72,15 @@ class KVStore:
         cold: ColdTier | None = None,
         flusher: Flusher | None = None,
         lease: Lease | None = None,
+        cold_limit: int = 0,
     ):
         self.block_size = block_size
         self.pool = pool
         self.cold = cold
         self.flusher = flusher
         self._lease = lease
+        self._chain_bytes = int(cold_limit * CHAIN_SHARE)
+        self._said_too_long = False
         self.hot_budget = hot_budget
         self._post = post
         self._reader_lock = threading.Lock()
@@ -126,7 +133,25 @@ class KVStore:
 
     # ----------------------------------------------------------------- storing
 
-    def wants(self, block_hash: BlockHash) -> bool:
+    def fits_disk(self, blocks: int, more: int = 0) -> bool:
+        """Whether a chain of `blocks` blocks and `more` bytes go into the cold tier together.
+
+        What doesn't is not written: the chain's own blocks would be evicted for it, and written again by the
+        next request.
+        """
+        if not self._chain_bytes or self.cold is None:
+            return True
+        fits = blocks * self.cold.bytes_per_block + more <= self._chain_bytes
+        if not fits and not self._said_too_long:
+            self._said_too_long = True
+            log.warning(
+                "the SSD cache's limit is smaller than the KV of one prompt: it keeps its first %d tokens; "
+                "raise --paged-ssd-cache-max-size to keep all",
+                self._chain_bytes // self.cold.bytes_per_block * self.block_size,
+            )
+        return fits
+
+    def wants(self, block_hash: BlockHash, index: int) -> bool:
         """Whether `put` would keep this block's payload somewhere; ask before copying it."""
         block = self.pool.get_cached_block(block_hash)
         if block is not None and block.payload is not None:
@@ -135,7 +160,7 @@ class KVStore:
             return True
         if self.flusher is None or block is not None or block_hash in self.flusher.writing:
             return False
-        if self.flusher.is_removing(block_hash):
+        if self.flusher.is_removing(block_hash) or not self.fits_disk(index + 1):
             return False
         return self.distrusts(block_hash) or not self._has_file(block_hash)
 
@@ -164,7 +189,7 @@ class KVStore:
                 block.on_disk = True
             if self.flusher is not None:  # Noted while reads were paused.
                 self.flusher.unwritten.pop(key.block_hash)
-        elif self.flusher is not None:
+        elif self.flusher is not None and self.fits_disk(index + 1):
             writing = self.flusher.offer(key, payload, block, tokens=tokens)
         if not (room or writing or on_disk):
             self.stats.not_kept += 1

@@ -48,7 +48,7 @@ from kv_fakes import (
 from kv_machines import LONG, QUICK
 
 from omlxd.kv.block_pool import BlockTable
-from omlxd.kv.checkpoint import checkpoint_name
+from omlxd.kv.checkpoint import CheckpointFiles, checkpoint_name
 from omlxd.kv.cold import writer
 from omlxd.kv.cold.flusher import IDLE_S
 from omlxd.kv.cold.tier import ColdTier
@@ -91,8 +91,12 @@ class StoreMachine(RuleBasedStateMachine):
         back=st.booleans(),
         admission=st.sampled_from(["always", "always", "second-use", f"min-length:{2 * BLOCK}"]),
         daily=st.sampled_from([0, 0, 0, 6]),
+        deep=st.sampled_from([0, 0, 1, 3]),
     )
-    def start(self, hot: int, cap: int, records: int, back: bool, admission: str, daily: int) -> None:
+    def start(
+        self, hot: int, cap: int, records: int, back: bool, admission: str, daily: int, deep: int
+    ) -> None:
+        self.deep, self.too_deep = deep, set[bytes]()
         self.back, self.admission, self.daily = back, admission, daily
         self.day, self.now = 1, 0.0
         self.root = Path(tempfile.mkdtemp(prefix="omlxd-kv-", dir=ram_folder()))
@@ -117,9 +121,11 @@ class StoreMachine(RuleBasedStateMachine):
             admission=self.admission,
             write_back=self.back,
             daily=self.daily,
+            deep=self.deep,
             today=lambda: f"2026-01-{self.day}",
         )
         self.rig.flusher.unwritten._clock = lambda: self.now
+        self.rig.in_ram_alone |= self.too_deep
         self.live: list[Request] = []
         self.tampered = False
         self.aside: Path | None = None
@@ -199,14 +205,21 @@ class StoreMachine(RuleBasedStateMachine):
     def decode(self, number: int, blocks: list[int]) -> None:
         self.compute(self.pick(number), [token for block in blocks for token in [block] * BLOCK])
 
+    def chain_of(self, tokens: list[int]) -> list[BlockKey]:
+        keys = chain(tokens)
+        deep = {key.block_hash for key in keys[self.deep :] if self.deep}
+        self.too_deep |= deep
+        self.rig.in_ram_alone |= deep
+        return keys
+
     def compute(self, request: Request, tokens: list[int]) -> None:
         request.tokens += tokens
         request.table.append(len(tokens) // BLOCK)
         done = len(request.keys)
-        request.keys = chain(request.tokens)
+        request.keys = self.chain_of(request.tokens)
         for index in range(done, len(request.keys)):
             key = request.keys[index]
-            if self.rig.store.wants(key.block_hash):
+            if self.rig.store.wants(key.block_hash, index):
                 self.rig.store.put(request.table, index, key, payload_of(key.block_hash))
 
     @precondition(lambda self: self.live)
@@ -222,9 +235,9 @@ class StoreMachine(RuleBasedStateMachine):
         request, own = self.pick(number), {}
         request.tokens += [token for block in blocks for token in [block] * BLOCK]
         request.table.append(len(blocks))
-        done, request.keys = len(request.keys), chain(request.tokens)
+        done, request.keys = len(request.keys), self.chain_of(request.tokens)
         for index, key in enumerate(request.keys[done:], done):
-            if self.rig.store.wants(key.block_hash):
+            if self.rig.store.wants(key.block_hash, index):
                 own[key.block_hash] = self.rig.store.put(request.table, index, key, empty_payload(NAN))
         last, position = request.keys[-1].block_hash, len(request.keys) * BLOCK
         name = checkpoint_name(last)
@@ -277,12 +290,15 @@ class StoreMachine(RuleBasedStateMachine):
     def put_state(self, block_hash: bytes, position: int, write: bool, fill: int | None = None) -> bool:
         """True: a file of it was there before."""
         states, name = self.rig.states, checkpoint_name(block_hash)
+        nbytes = CheckpointFiles(self.root, NAMESPACE, state_layout).at(position).bytes_per_block
+        room = self.deep * FILE_DISK_BYTES - position // BLOCK * FILE_DISK_BYTES
+        asked, write = write, write and (not self.deep or nbytes <= room)
         before = states.hot(block_hash)
         if before is None:
             self.rig.in_ram_alone.add(name)
         else:
             fill = NAN  # What is in RAM stays, so these bytes are never read.
-        had_file = states.put(block_hash, position, state_of(block_hash, position, fill), write=write)
+        had_file = states.put(block_hash, position, state_of(block_hash, position, fill), write=asked)
         if self.fs.fault is None:
             assert had_file == (states._may_load(name) and not self.rig.store.distrusts(name))
         hot = states.hot(block_hash)
@@ -577,6 +593,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.over == [], "over the cap at some instant"
         stats = self.rig.ledger.stats()
         assert bytes_on_disk(self.root) <= stats.bytes_used + stats.reserved <= stats.cold_cache_bytes
+        assert not any(map(self.rig.cold.has, self.too_deep)), "its chain does not go onto the disk"
         assert not self.daily or stats.written_today_bytes <= self.daily * FILE_DISK_BYTES
         if self.aside is None and not self.tampered and not temps_in(self.root):
             assert bytes_on_disk(self.root) == stats.bytes_used and len(files_in(self.root)) == stats.files

@@ -21,6 +21,7 @@ from kv_fakes import (
     lone_key,
     payload_of,
     rig,  # noqa: F401
+    state_of,
 )
 
 from omlxd.kv.block_pool import BlockPool
@@ -116,7 +117,7 @@ def test_no_hot_tier_serves_from_disk_alone(tmp_path):
     assert rig.pool.hot_bytes == 0
     assert rig.restore(KEYS) == all_bytes()
     assert rig.pool.hot_bytes == 0 and rig.pool.num_cached == 6, "no name was evicted in vain"
-    assert not rig.store.wants(HASHES[0])
+    assert not rig.store.wants(HASHES[0], 0)
     rig.check()
     rig.drop()
 
@@ -189,7 +190,7 @@ def test_no_cold_tier_at_all():
     table = store.new_table()
     for index, key in enumerate(KEYS):
         table.append()
-        assert store.wants(key.block_hash)
+        assert store.wants(key.block_hash, index)
         store.put(table, index, key, payload_of(key.block_hash))
     assert store.stats.not_kept == 2 and pool.hot_bytes == budget
     table.free()
@@ -232,7 +233,7 @@ def test_putting_twice_keeps_and_writes_one(rig):
     table.free()
     rig.settle()
     assert rig.writer.stats.written == 1 and rig.pool.hot_bytes == LAYOUT.nbytes(BLOCK)
-    assert not rig.store.wants(HASHES[0])
+    assert not rig.store.wants(HASHES[0], 0)
     rig.check()
 
 
@@ -278,9 +279,9 @@ def test_twins_computed_at_once(tmp_path, budget):
 
 def test_wants_spares_the_copy(tmp_path):
     rig = Rig(tmp_path, hot=0)
-    assert rig.store.wants(HASHES[0])
+    assert rig.store.wants(HASHES[0], 0)
     table = rig.compute(KEYS[:1])
-    assert not rig.store.wants(HASHES[0]), "it is being written"
+    assert not rig.store.wants(HASHES[0], 0), "it is being written"
     rig.settle()
     table.free()
     rig.drop()
@@ -306,3 +307,26 @@ def test_the_records_are_bounded_and_the_tiers_still_agree(tmp_path):
     assert len(rig.pool) == 6
     assert rig.restore(KEYS) == all_bytes()
     rig.drop()
+
+
+def test_a_chain_that_is_larger_than_the_disks_limit_keeps_its_head_there(tmp_path, caplog):
+    """What a request writes must not evict what the same request has written."""
+    rig = Rig(tmp_path, hot=100, cap=4, deep=4)
+    for _ in range(3):
+        rig.serve(KEYS)
+        rig.tick()
+        assert [rig.cold.has(name) for name in HASHES] == [True] * 4 + [False] * 2
+    assert rig.writer.stats.written == 4 and rig.ledger.stats().evicted_files == 0
+    assert rig.pool.hot_bytes == 6 * LAYOUT.nbytes(BLOCK)
+    said = [
+        record.message for record in caplog.records if "smaller than the KV of one prompt" in record.message
+    ]
+    assert len(said) == 1 and f"its first {4 * BLOCK} tokens" in said[0]
+    state = state_of(HASHES[3], 4 * BLOCK)
+    assert not rig.states.put(HASHES[3], 4 * BLOCK, state, write=True)
+    assert rig.states.hot(HASHES[3]) is state and not rig.flusher.writing, "it would evict a block"
+    rig.drop()
+    again = Rig(tmp_path, hot=0, cap=4, deep=4)
+    assert len(again.restore(KEYS)) == 4
+    assert not again.store.wants(HASHES[4], 4) and not again.store.wants(HASHES[3], 3)
+    again.drop()

@@ -6,6 +6,7 @@ of a given name must hold without having seen it written: the oracle is outside 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections import Counter, deque
@@ -31,7 +32,7 @@ from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.ledger.write_budget import WriteBudget
-from omlxd.kv.store import KVStore
+from omlxd.kv.store import CHAIN_SHARE, KVStore
 from tools.bench.ledger_lease import LedgerLease
 
 BLOCK = 4
@@ -253,7 +254,8 @@ class Rig:
     """Pool, hot tier, ledger, cold tier and a manual writer over one folder.
 
     `hot`: the hot budget, in blocks. `cap`: the ledger's, in files. Both may be changed at any time
-    (the cap by reopening). `daily`: files that may be written on one day, 0 for any number.
+    (the cap by reopening). `daily`: files that may be written on one day, 0 for any number. `deep`: blocks
+    of a chain that may be written, 0 for any number.
     """
 
     def __init__(
@@ -269,6 +271,7 @@ class Rig:
         admission: str = "always",
         write_back: bool = False,
         daily: int = 0,
+        deep: int = 0,
         today: Callable[[], str] = lambda: "2026-01-31",
     ):
         self.root = root
@@ -293,10 +296,11 @@ class Rig:
             cold=self.cold,
             flusher=self.flusher,
             lease=self.lease,
+            cold_limit=math.ceil(deep * FILE_DISK_BYTES / CHAIN_SHARE),
         )
         self.states = Checkpoints(self.store, CheckpointFiles(root, namespace, state_layout, fs))
         self.in_ram_alone: set[bytes] = set()
-        """Checkpoints that nobody has asked to be written."""
+        """What is never to be written: checkpoints that nobody has asked for, what no chain on disk has."""
 
     def use_writer(self, writer: StoreWriter) -> None:
         """Another writer, with threads."""
@@ -338,7 +342,7 @@ class Rig:
             assert data == bytes_of(keys[index].block_hash), "wrong bytes served"
         for index in range(len(table.blocks), len(keys)):
             table.append()
-            if self.store.wants(keys[index].block_hash):
+            if self.store.wants(keys[index].block_hash, index):
                 self.store.put(table, index, keys[index], payload_of(keys[index].block_hash))
         table.free()
         self.store.record_use([k.block_hash for k in keys])

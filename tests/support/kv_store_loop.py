@@ -32,7 +32,7 @@ def main(root: Path, cap: int, seed: int) -> None:
                 break
         for index in range(len(table.blocks), len(keys)):
             table.append(rig.store.block_size)
-            if rig.store.wants(keys[index].block_hash):
+            if rig.store.wants(keys[index].block_hash, index):
                 rig.store.put(table, index, keys[index], payload_of(keys[index].block_hash))
         table.free()
         rig.store.record_use([key.block_hash for key in keys])

@@ -209,7 +209,7 @@ class Simulation:
             new = hashes[index] not in self._distinct
             self._distinct.add(hashes[index])
             self.result.minimal += new * self._payload.nbytes
-            if store.wants(hashes[index]):
+            if store.wants(hashes[index], index):
                 key = BlockKey(hashes[index], parents[index], tokens[index * BLOCK : (index + 1) * BLOCK])
                 store.put(table, index, key, self._payload, len(tokens))  # type: ignore[arg-type]
             position = (index + 1) * BLOCK

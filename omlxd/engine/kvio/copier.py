@@ -53,7 +53,7 @@ class BlockCopier:
         indices  ascending; those that it has no room for become `unkept`
         evict    older blocks of the hot tier may go for these
         """
-        wanted = (index for index in indices if self._store.wants(sequence.hashes[index]))
+        wanted = (index for index in indices if self._store.wants(sequence.hashes[index], index))
         for run in _runs(wanted):
             while run and (count := self._most(len(run), evict)):
                 self._put_run(sequence, table, run[:count], rows)

@@ -229,6 +229,7 @@ class ModelStore:
             cold=cold,
             flusher=flusher,
             lease=lease if cold else None,
+            cold_limit=settings.cold_cache_bytes,
         )
         states = self._checkpointer(store)
         return KVBridge(loaded.model, loaded.layout, store, post, states, segments=loaded.segments)

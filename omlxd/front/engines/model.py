@@ -389,6 +389,7 @@ def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir
             initial_blocks=settings.initial_cache_blocks,
             hot_cache_bytes=0 if no_cache else settings.hot_cache_bytes,
             cold_dir="" if no_cache else cold_dir,
+            cold_cache_bytes=settings.cold_cache_bytes,
             admission=settings.ssd_cache_admission,
             write_back=settings.hot_cache_write == "back",
             kv_bits=settings.kv_bits if own.kv_bits is None else own.kv_bits,

@@ -241,7 +241,7 @@ def test_real_threads_and_a_real_engine_loop(tmp_path):
             assert data == bytes_of(key.block_hash)
         for index in range(len(table.blocks), 6):
             table.append()
-            if rig.store.wants(keys[index].block_hash):
+            if rig.store.wants(keys[index].block_hash, index):
                 rig.store.put(table, index, keys[index], payload_of(keys[index].block_hash))
         rig.store.record_use([k.block_hash for k in keys])
         table.free()
