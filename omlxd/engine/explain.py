@@ -24,10 +24,10 @@ from ..chat import GenerateRequest
 from ..errors import OmlxdError
 from ..explanation import Explanation, OtherNamespace
 from ..kv.checkpoint import checkpoint_name
-from ..kv.files.children import Child, children
 from ..kv.files.namespace import NamespaceInfo, read_namespace
 from ..kv.files.paths import block_path, is_namespace_dir, namespace_dir
 from ..kv.hashing import BlockHash, ExtraKey, chain_root, hash_blocks
+from .children import Child, children
 
 SEARCH_S = 5.0
 """How long headers are read, for the block that stands where the prompt's would: some 100,000 files."""
@@ -224,7 +224,7 @@ class Explainer:
         return tuple(sorted(others, key=lambda other: -other.tokens))
 
     def _same_model(self, info: NamespaceInfo) -> bool:
-        return self.model_id == info.model_id or self.model_path == info.model_path
+        return info.is_called(self.model_id) or info.is_called(self.model_path)
 
 
 def _namespaces(root: Path) -> list[NamespaceInfo]:
@@ -329,7 +329,7 @@ def offline(asked: Offline) -> Explanation:
 
 
 def _is_called(info: NamespaceInfo, name: str) -> bool:
-    return name in (info.model_id, info.model_id.rpartition("/")[2], info.model_path)
+    return info.is_called(name) or name in [copy.model_id.rpartition("/")[2] for copy in info.copies]
 
 
 def _used(folder: Path) -> float:

@@ -39,18 +39,24 @@ class Plan:
             own = [file for file in self.files if file.namespace == folder]
             if own:
                 size = human(sum(file.disk for file in own))
-                lines.append(f"{title(folder, info)}: {len(own)} files, {size}")
+                shared = "; models with equal files share it" if info and len(info.names) > 1 else ""
+                lines.append(f"{title(folder, info)}: {len(own)} files, {size}{shared}")
         return lines
 
 
 def title(folder: str, info: NamespaceInfo | None) -> str:
-    return f"{info.model_id if info else '(unknown model)'} [{folder[:8]}]"
+    return f"{', '.join(info.names) if info else '(unknown model)'} [{folder[:8]}]"
 
 
 def named(folders: Mapping[str, NamespaceInfo | None], name: str) -> Mapping[str, NamespaceInfo | None]:
     """The namespaces that `name` means: a model's id, the end of one, or 6 digits or more of a namespace."""
-    exact = {f: i for f, i in folders.items() if i is not None and name in (i.model_id, i.model_path)}
-    last = {f: i for f, i in folders.items() if i is not None and i.model_id.rpartition("/")[2] == name}
+    infos = {folder: info for folder, info in folders.items() if info is not None}
+    exact = {folder: info for folder, info in infos.items() if info.is_called(name)}
+    last = {
+        folder: info
+        for folder, info in infos.items()
+        if any(copy.model_id.rpartition("/")[2] == name for copy in info.copies)
+    }
     prefix = {f: i for f, i in folders.items() if len(name) >= 6 and f.startswith(name.lower())}
     return exact or last or prefix
 
@@ -118,7 +124,7 @@ def prune(root: Path, folder: str) -> int:
 
 
 def scrub(root: Path, *, orphans: bool, daemon: Holder | None = None) -> bool:
-    """Check and remove; `orphans`: also the KV of models whose folder is gone. True: nothing was bad.
+    """Check and remove; `orphans`: also the KV of models that are gone. True: nothing was bad.
 
     daemon  the one that holds the folder: it hears what is gone, and removes orphans itself
     Raises FileNotFoundError without a cache dir, OSError where a folder can't be read.
@@ -162,9 +168,10 @@ def _orphans(root: Path, wanted: bool, daemon: Holder | None) -> bool:
     planned = plan(root, result, None, daemon)
     for folder, info in result.items():
         own = sum(file.disk for file in planned.files if file.namespace == folder)
-        print(f"orphan: {title(folder, info)}: {human(own)}; {info.model_path} is no longer there")
+        paths = ", ".join(dict.fromkeys(copy.folder for copy in info.copies))
+        print(f"orphan: {title(folder, info)}: {human(own)}; no longer there: {paths}")
     if not wanted:
-        print("orphans stay; remove them with --orphans")
+        print("orphans stay; remove them with --orphans (a model that was moved is none once it is loaded)")
         return True
     try:
         files, nbytes, troubles = remove(root, planned, daemon)
@@ -178,4 +185,4 @@ def _orphans(root: Path, wanted: bool, daemon: Holder | None) -> bool:
 
 
 def _is_gone(info: NamespaceInfo) -> bool:
-    return bool(info.model_path) and not Path(info.model_path).exists()
+    return bool(info.model_path) and not any(copy.is_here() for copy in info.copies)

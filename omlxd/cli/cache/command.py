@@ -76,7 +76,11 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     extent.add_argument("--sample", metavar="N/M", type=_fraction, help="N of every M files, by chance")
     checked.add_argument("--delete-bad", action="store_true", help="remove bad files; a daemon may run")
     scrubbed = verb("scrub", _scrub, "check everything, remove bad files and leftovers")
-    scrubbed.add_argument("--orphans", action="store_true", help="and the KV of models that are gone")
+    scrubbed.add_argument(
+        "--orphans",
+        action="store_true",
+        help="and the KV of models whose folders are gone; without it they are listed",
+    )
     cleared = verb("clear", _clear, "remove KV, by model or by age")
     cleared.add_argument("--model", metavar="NAME", help="of this model (or the start of its namespace)")
     cleared.add_argument("--older-than", metavar="AGE", type=_age, help="not used for that long, as 30d, 12h")
@@ -174,7 +178,7 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     infos = inventory.namespaces(root)
     chosen = named(infos, args.model) if args.model else infos
     if not chosen and args.model:
-        names = sorted({info.model_id if info else folder[:8] for folder, info in infos.items()})
+        names = sorted({", ".join(info.names) if info else folder[:8] for folder, info in infos.items()})
         raise ConfigError(f"--model: nothing of {args.model!r} is cached; cached: {', '.join(names) or '-'}.")
     daemon = holder.find(root, settings, args.url)
     # A daemon that does not answer is told now, and not after the question.

@@ -28,6 +28,7 @@ class NamespaceStats(msgspec.Struct, kw_only=True):
     """One model's KV. Bytes as the cap counts them; times in seconds since 1970, None without a file.
 
     model_id, model_type, model_path  "" where the folder has no description
+    names    of all models that have it: those with equal files share one
     records  answers as they were generated, for turns that clients send back in another shape; what is known
              of images, their features included
     """
@@ -36,6 +37,7 @@ class NamespaceStats(msgspec.Struct, kw_only=True):
     model_id: str = ""
     model_type: str = ""
     model_path: str = ""
+    names: list[str] = []
     block_size: int = 0
     files: int = 0
     bytes: int = 0
@@ -108,7 +110,7 @@ def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
 
 
 def _described(namespace: str, info: NamespaceInfo | None) -> NamespaceStats:
-    names = ("model_id", "model_type", "model_path", "block_size") if info else ()
+    names = ("model_id", "model_type", "model_path", "block_size", "names") if info else ()
     return NamespaceStats(namespace=namespace, **{name: getattr(info, name) for name in names})
 
 
@@ -172,7 +174,7 @@ def _live(status: DaemonStatus) -> list[str]:
 
 def _row(row: NamespaceStats) -> tuple[str, ...]:
     return (
-        row.model_id or "(unknown)",
+        ", ".join(row.names) or "(unknown)",
         row.namespace[:8],
         human(row.bytes),
         str(row.files),

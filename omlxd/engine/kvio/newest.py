@@ -19,9 +19,9 @@ from pathlib import Path
 from ...kv.block import Block
 from ...kv.checkpoint import checkpoint_name
 from ...kv.files.block_file import BlockKey
-from ...kv.files.children import block_files, read_claims
 from ...kv.files.paths import namespace_dir
 from ...kv.hashing import BlockHash, hash_blocks
+from ..children import block_files, read_claims
 from .bridge import KVBridge
 from .payload import MLXPayload, read_payload
 

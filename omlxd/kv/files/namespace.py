@@ -8,8 +8,10 @@ Tools read it without a model, and the ledger: blocks of orphans go first. A nam
 | its folder is gone, that of its adapter if it has one          | the model was removed               |
 | that folder has been loaded since as another namespace         | weights or settings changed         |
 
-and never one while an engine that runs uses it. An orphan is not deleted for being one: a folder on a
-disk that is not mounted comes back, and settings are changed back. It is only the first to make room.
+and never one while an engine that runs uses it. Copies of a model, with equal files, share a namespace, and
+it is an orphan only if it would be one of each copy. A folder that was renamed is not gone; one that was
+moved elsewhere is, until it is loaded there. An orphan is not deleted for being one: a folder on a disk that
+is not mounted comes back, and settings are changed back. It is only the first to make room.
 """
 
 from __future__ import annotations
@@ -23,13 +25,45 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from ...common.files import read_small
 from .fs import FileSystem, put_in_place, write_all
 from .paths import NAMESPACE_HEX
 
 FILE_NAME = "namespace.json"
+MOST_COPIES = 16
+"""Models that a description remembers; nobody keeps more copies of one."""
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """A model that used a namespace. `config`: identity of its config, wherever that is; "": not known."""
+
+    model_id: str
+    model_path: str
+    adapter: str
+    config: str = ""
+
+    @property
+    def folder(self) -> str:
+        return self.adapter or self.model_path
+
+    def is_here(self) -> bool:
+        """Whether its folder is there, or has another name beside its old place now."""
+        beside, is_here = os.path.dirname(self.folder), os.path.isdir(self.folder)
+        if self.config and not is_here:
+            with contextlib.suppress(OSError):
+                is_here = any(
+                    self.config_in(f"{beside}/{name}") == self.config for name in os.listdir(beside)
+                )
+        return is_here
+
+    def config_in(self, folder: str) -> str:
+        try:
+            status = os.lstat(f"{folder}/{'adapter_' if self.adapter else ''}config.json")
+        except OSError:
+            return ""
+        return f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +73,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes   bytes on disk of one token block
     facts_digest  the namespace's digest, 64 hex digits; the folder's name is its first half
     facts         what it is the digest of; {} in a description that an older version wrote
+    copies        models that used it, the last one first
     """
 
     model_id: str
@@ -50,16 +85,39 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Any] = {}
     created: float = 0.0
     adapter: str = ""
+    copies: tuple[Copy, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.copies:
+            force_setattr(self, "copies", (Copy(self.model_id, self.model_path, self.adapter),))
+
+    @property
+    def names(self) -> list[str]:
+        """Ids of the models that have it: those whose folder is in its place, or all that ever had it."""
+        here = [copy.model_id for copy in self.copies if os.path.isdir(copy.folder)]
+        return list(dict.fromkeys(here or [copy.model_id for copy in self.copies]))
+
+    def is_called(self, name: str) -> bool:
+        """Whether `name` is the id or the folder of a model that used it."""
+        return any(name in (copy.model_id, copy.model_path) for copy in self.copies)
 
 
 def describe_namespace(root: Path, info: NamespaceInfo, fs: FileSystem) -> None:
     """Write the description of a namespace under cache dir `root`, all of it or nothing. Raises no OSError.
 
-    The time of the first description stays; one that would say the same is not written again.
+    The time of the first description and its copies stay; one that would say the same is not written again.
     """
     folder = root / info.facts_digest[:NAMESPACE_HEX]
     old = read_namespace(root, folder.name)
-    data = msgspec.json.encode(replace(info, created=old.created if old else time.time()))
+    own = replace(info.copies[0], config=info.copies[0].config_in(info.copies[0].folder))
+    others = [
+        copy
+        for copy in (old.copies if old else ())
+        if (copy.model_id, copy.folder) != (own.model_id, own.folder)
+        and (copy.config != own.config or os.path.isdir(copy.folder))  # Or it has been renamed.
+    ]
+    copies = (own, *others)[:MOST_COPIES]
+    data = msgspec.json.encode(replace(info, created=old.created if old else time.time(), copies=copies))
     if old is None or data != msgspec.json.encode(old):
         text = memoryview(msgspec.json.format(data))
         with contextlib.suppress(OSError):
@@ -67,11 +125,16 @@ def describe_namespace(root: Path, info: NamespaceInfo, fs: FileSystem) -> None:
 
 
 def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:
-    """The description in `root/folder`; None if there is none that makes sense."""
+    """The description in `root/folder`, by the last model whose folder is in its place, if there is one.
+
+    None: there is none that makes sense.
+    """
     try:
-        return msgspec.json.decode(read_small(root / folder / FILE_NAME), type=NamespaceInfo)
+        info = msgspec.json.decode(read_small(root / folder / FILE_NAME), type=NamespaceInfo)
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return None
+    last = next((copy for copy in info.copies if os.path.isdir(copy.folder)), info.copies[0])
+    return replace(info, model_id=last.model_id, model_path=last.model_path, adapter=last.adapter)
 
 
 class Installed:
@@ -99,6 +162,7 @@ class Installed:
         if self._in_use[namespace] > 0:
             return False
         info = read_namespace(self._root, namespace)
-        if info is None or not os.path.isdir(info.adapter or info.model_path):
-            return True
-        return self._loaded_as.get(info.adapter or info.model_path, namespace) != namespace
+        return info is None or not any(
+            self._loaded_as.get(copy.folder, namespace) == namespace and copy.is_here()
+            for copy in info.copies
+        )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cache_folder import (
     Cache,
     blocks_in,
     cache,  # noqa: F401
+    describe,
     flip,
     no_settings,  # noqa: F401
 )
@@ -52,12 +54,43 @@ def test_orphans_are_told_and_removed_only_when_asked(
     (tmp_path / "model").rmdir()
     assert cache.run("scrub") == 0
     told = capsys.readouterr().out
-    assert "orphan: org/tiny" in told and f"{tmp_path / 'model'} is no longer there" in told
+    assert "orphan: org/tiny" in told and f"no longer there: {tmp_path / 'model'}\n" in told
     assert "--orphans" in told and cache.path(0).exists()
     assert cache.run("scrub", "--orphans") == 0
     assert "removed 9 files of orphans" in capsys.readouterr().out
     assert not (cache.root / namespace_dir(NAMESPACE)).exists()
     assert len(blocks_in(cache.root)) == 2
+
+
+def test_copies_of_a_model_share_their_kv(cache: Cache, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """One of them is removed, and what the other would hit stays; each one's name means it."""
+    (copy := tmp_path / "copy").mkdir()
+    describe(cache.root, copy, "org/copy")
+    assert cache.run("stats") == 0
+    assert "org/copy, org/tiny" in capsys.readouterr().out
+    for name in ("copy", "org/tiny", str(copy)):
+        assert cache.run("clear", "--model", name) == 2  # Nobody answers its question.
+        told = capsys.readouterr().out
+        assert "org/copy, org/tiny [" in told and "9 files" in told and "with equal files share it" in told
+    copy.rmdir()
+    assert cache.run("scrub", "--orphans") == 0
+    assert "orphan" not in capsys.readouterr().out and cache.path(0).exists()
+    assert cache.run("clear", "--model", "copy") == 2
+    assert "org/tiny [" in (told := capsys.readouterr().out) and "share" not in told and "copy" not in told
+    (tmp_path / "model").rmdir()
+    assert cache.run("scrub") == 0
+    assert f"no longer there: {copy}, {tmp_path / 'model'}\n" in capsys.readouterr().out
+
+
+def test_a_renamed_model_keeps_its_kv(cache: Cache, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "model" / "config.json").write_text("{}")
+    describe(cache.root, tmp_path / "model")
+    (tmp_path / "model").rename(tmp_path / "renamed")
+    assert cache.run("scrub", "--orphans") == 0
+    assert "orphan" not in capsys.readouterr().out and cache.path(0).exists()
+    shutil.rmtree(tmp_path / "renamed")
+    assert cache.run("scrub", "--orphans") == 0
+    assert "removed 9 files of orphans" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------- clear

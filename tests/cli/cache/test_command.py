@@ -124,6 +124,7 @@ def test_a_description_keeps_its_first_time(cache: Cache, tmp_path: Path):
     stamp = (cache.root / folder / "namespace.json").stat().st_mtime_ns
     describe(cache.root, tmp_path / "model")
     assert (cache.root / folder / "namespace.json").stat().st_mtime_ns == stamp
+    (tmp_path / "elsewhere").mkdir()
     describe(cache.root, tmp_path / "elsewhere", "org/renamed")
     again = read_namespace(cache.root, folder)
     assert again is not None and (again.model_id, again.created) == ("org/renamed", first.created)

@@ -22,6 +22,7 @@ from omlxd.cli import main
 from omlxd.cli.cache.asked import read_request
 from omlxd.cli.cache.why_miss import as_text
 from omlxd.cli.owner_api import WhyMiss
+from omlxd.engine.children import children
 from omlxd.engine.explain import Explainer, Placed
 from omlxd.errors import ConfigError
 from omlxd.explanation import Explanation
@@ -29,7 +30,6 @@ from omlxd.front.app import create_app
 from omlxd.front.http.recent_requests import RecentRequests
 from omlxd.front.http.trace import RequestTrace
 from omlxd.kv.files.block_file import text_of_keys
-from omlxd.kv.files.children import children
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import block_path

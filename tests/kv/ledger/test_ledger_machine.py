@@ -46,6 +46,7 @@ from omlxd.kv.ledger.write_budget import WriteBudget
 ENGINES = st.integers(0, 9)
 NUMBER = st.integers(0, 99)
 FILE = st.integers(0, 3)
+COPIES = st.sampled_from(["", "-2", "-3"])
 LETTERS = st.lists(st.sampled_from("abc"), min_size=2, max_size=4)
 """Namespaces of engines. Nobody describes `c`'s, and somebody else's file lies in its folder."""
 RECORD = 3
@@ -173,7 +174,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self, pages: int, daily: int, letters: list[str]) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="omlxd-ledger-", dir=ram_folder()))
         self.root = self.home / "cache"
-        self.models = {letter: self.home / letter for letter in "abc"}
+        self.used: dict[str, dict[Path, str]] = {letter: {} for letter in "abc"}
+        """Folders that a namespace was loaded from, and what lay there then."""
         self.strangers = [Path("c" * 32) / "notes.txt", Path("d" * 40) / "00" / "x.safetensors"]
         self.strangers.append(Path(path_of("a", 99)))
         for stranger in self.strangers:
@@ -221,13 +223,22 @@ class LedgerMachine(RuleBasedStateMachine):
         in_use = {engine.letter for engine in self.engines}
         orphans = {
             letter * 32
-            for letter, folder in self.models.items()
+            for letter, used in self.used.items()
             if letter not in in_use
-            and not (folder.exists() and (self.root / (letter * 32) / FILE_NAME).exists())
+            and not (any(map(self.is_here, used.items())) and self.is_described(letter))
         }
         before = len(self.account.evicted)
         self.account.evict(excess, orphans)
         self.missing.update(self.account.evicted[before:])
+
+    def is_described(self, letter: str) -> bool:
+        return (self.root / (letter * 32) / FILE_NAME).exists()
+
+    def is_here(self, used: tuple[Path, str]) -> bool:
+        """A copy of a model is in its place, or has another name."""
+        return used[0].exists() or used[1] in [
+            path.read_text() for path in self.home.glob("model*/config.json")
+        ]
 
     def on_disk(self, letters: str = "abc") -> list[tuple[int, str, int]]:
         """(mtime, path, bytes) of those that count, the oldest first."""
@@ -289,26 +300,38 @@ class LedgerMachine(RuleBasedStateMachine):
     # ----------------------------------------------------------------- engines
 
     @precondition(lambda self: len(self.engines) < 4)
-    @rule(letter=st.sampled_from("abc"))
-    def begins(self, letter: str) -> None:
+    @rule(letter=st.sampled_from("abc"), copy=COPIES)
+    def begins(self, letter: str, copy: str = "") -> None:
         self.pids += 1
-        self.models[letter].mkdir(exist_ok=True)
+        folder = self.home / f"model-{letter}{copy}"
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "config.json").write_text(f"{self.pids}")
+        if self.aside is None:
+            used = self.used[letter] if self.is_described(letter) else {}
+            self.used[letter] = used | {folder: (folder / "config.json").read_text()}
         if letter != "c":
             info = NamespaceInfo(
                 model_id=letter,
-                model_path=str(self.models[letter]),
+                model_path=str(folder),
                 model_type="tiny",
                 block_size=4,
                 block_bytes=PAGE,
                 facts_digest=letter * 64,
             )
             describe_namespace(self.root, info, FileSystem(str(self.root / LOCK_NAME)))
-        self.ledger.engine_loaded(letter * 32, str(self.models[letter]))
+        self.ledger.engine_loaded(letter * 32, str(folder))
         self.engines.append(Engine(self.pids, letter))
 
-    @rule(letter=st.sampled_from("abc"))
-    def model_is_removed(self, letter: str) -> None:
-        shutil.rmtree(self.models[letter], ignore_errors=True)
+    @rule(letter=st.sampled_from("abc"), copy=COPIES)
+    def model_is_removed(self, letter: str, copy: str) -> None:
+        shutil.rmtree(self.home / f"model-{letter}{copy}", ignore_errors=True)
+
+    @rule(letter=st.sampled_from("abc"), copy=COPIES, to=COPIES)
+    def model_is_renamed(self, letter: str, copy: str, to: str) -> None:
+        folder, other = self.home / f"model-{letter}{copy}", self.home / f"model-{letter}{to}"
+        if folder.exists() and not other.exists():
+            folder.rename(other)
 
     @precondition(lambda self: self.engines)
     @rule(number=ENGINES, pages=st.integers(1, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -13,7 +14,13 @@ from hypothesis import strategies as st
 from kv_fakes import bytes_on_disk
 
 from omlxd.kv.files.fs import FileSystem
-from omlxd.kv.files.namespace import FILE_NAME, NamespaceInfo, describe_namespace
+from omlxd.kv.files.namespace import (
+    FILE_NAME,
+    MOST_COPIES,
+    NamespaceInfo,
+    describe_namespace,
+    read_namespace,
+)
 from omlxd.kv.ledger import ledger as ledger_module
 from omlxd.kv.ledger.eviction_order import FileOrder
 from omlxd.kv.ledger.ledger import Ledger
@@ -41,7 +48,9 @@ class House:
 
     def model(self, name: str) -> str:
         path = self.root / "models" / name
-        path.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.mkdir(parents=True)
+            (path / "config.json").write_text(name)
         return str(path)
 
     def describe(self, letter: str, model: str) -> None:
@@ -148,6 +157,80 @@ def test_a_namespace_that_was_superseded_goes_first_until_it_is_loaded_again(hou
     house.load("a", "one")
     house.store("b", 2)
     assert house.files() == "aa" + "bb" + "cc" + "bb" + "bb"
+
+
+@pytest.fixture
+def copies(house):
+    """Blocks of another model, and newer ones that two copies of a model with equal files have stored."""
+    house.load("b", "other")
+    house.store("b", 6)
+    house.ledger.engine_gone(0, 1, "b" * 32)
+    for model in ("one", "two"):
+        house.load("a", model)
+        house.store("a", 2)
+        house.ledger.engine_gone(0, 1, "a" * 32)
+    return house
+
+
+@pytest.mark.parametrize("gone", ["one", "two"])
+def test_a_copy_that_is_removed_leaves_the_others_their_blocks(copies, gone):
+    """Each of them hits what any of them has stored."""
+    shutil.rmtree(copies.model(gone))
+    copies.load("c", "new")
+    copies.store("c", 6)
+    assert copies.files() == "aaaa" + "c" * 6, "the least recently used went"
+    shutil.rmtree(copies.model("one" if gone == "two" else "two"))
+    copies.load("c", "new")
+    copies.store("c", 1)
+    assert copies.files() == "aaa" + "c" * 7 and copies.ledger.stats().orphans_evicted_total == 1
+
+
+def test_a_copy_with_other_weights_leaves_the_others_their_blocks(copies):
+    copies.load("c", "two")
+    copies.store("c", 2)
+    assert copies.files() == "bbbbaaaa" + "cc"
+    copies.ledger.engine_gone(0, 1, "c" * 32)
+    copies.load("c", "one")
+    copies.store("c", 1)
+    assert copies.files() == "bbbbaaa" + "ccc", "superseded in both"
+
+
+def test_a_folder_that_was_renamed_is_still_there(copies):
+    """Until it is loaded by its new name nothing says so but the files in it."""
+    models = copies.root / "models"
+    shutil.rmtree(models / "one")
+    (models / "two").rename(models / "three")
+    copies.load("c", "new")
+    copies.store("c", 2)
+    assert copies.files() == "bbbbaaaa" + "cc"
+    copies.load("a", "three")
+    copies.ledger.engine_gone(0, 1, "a" * 32)
+    (models / "three").rename(copies.root / "moved")
+    copies.load("c", "new")
+    copies.store("c", 1)
+    assert copies.files() == "bbbbaaa" + "ccc", "one that left its place is gone"
+
+
+def test_a_description_has_an_end(house):
+    for number in range(MOST_COPIES + 5):
+        house.describe("a", f"copy {number}")
+    info = read_namespace(house.cache, "a" * 32)
+    assert info is not None and info.names == [f"copy {number}" for number in range(20, 4, -1)]
+    shutil.rmtree(house.model("copy 20"))
+    info = read_namespace(house.cache, "a" * 32)
+    assert info is not None and info.model_id == "copy 19" and info.is_called("copy 20")
+
+
+def test_a_description_of_an_earlier_version_has_one_model(house):
+    house.describe("a", "one")
+    path = house.cache / ("a" * 32) / FILE_NAME
+    fields = json.loads(path.read_text())
+    del fields["copies"]
+    path.write_text(json.dumps(fields))
+    info = read_namespace(house.cache, "a" * 32)
+    assert info is not None and info.names == ["one"] and info.copies[0].is_here()
+    shutil.rmtree(house.model("one"))
+    assert not info.copies[0].is_here()
 
 
 def test_two_engines_of_one_folder_are_both_in_use(house):

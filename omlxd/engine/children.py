@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from ...common.files import safetensors_header
-from ..hashing import BlockHash, ExtraKey
-from .block_file import keys_of_text
-from .fs import entries_of, subfolders
-from .paths import file_kind, is_fan_dir
+from ..common.files import safetensors_header
+from ..kv.files.block_file import keys_of_text
+from ..kv.files.fs import entries_of, subfolders
+from ..kv.files.paths import file_kind, is_fan_dir
+from ..kv.hashing import BlockHash, ExtraKey
 
 _HEAD = 640
 """Bytes of a file that hold its kind, hash and parent, whatever its tokens are."""
