@@ -13,7 +13,7 @@ let current = "";
 
 function show() {
   const asked = location.hash.slice(2);
-  const name = asked in VIEWS ? asked : current || "chat";
+  const name = asked in VIEWS ? asked : "chat";
   if (name === current) return;
   VIEWS[current]?.hide?.();
   current = name;
@@ -45,7 +45,7 @@ onKeyNeeded((again) => new Promise((resolve) => {
     dialog.onclose = dialog.oncancel = null;
     find("key-form").onsubmit = null;
     resolve(key);
-    setTimeout(keyButton); // Once the key is in use.
+    setTimeout(() => keyButton(!key)); // Once the key is in use.
   };
   find("key-form").onsubmit = (event) => {
     event.preventDefault();
@@ -57,13 +57,15 @@ onKeyNeeded((again) => new Promise((resolve) => {
   input.focus();
 }));
 
-function keyButton() {
-  find("key-button").hidden = !hasKey();
+/** `needed`: the daemon asks for a key, and got none. */
+function keyButton(needed = false) {
+  find("key-button").hidden = !hasKey() && !needed;
+  find("key-button").textContent = needed ? "Enter key" : "Forget key";
 }
 
-find("key-button").addEventListener("click", () => {
+find("key-button").addEventListener("click", (event) => {
   useKey("");
-  chat.forget();
+  if (event.target.textContent === "Forget key") chat.forget();
   location.reload(); // No view shows any more what the key gave.
 });
 

@@ -18,6 +18,7 @@ let following = true; // The view stays at the end, whatever grows.
 let top = 0;
 let shown = PAGE; // messages, from the end
 let images = null;
+let before = null; // The conversation that "New chat" put away.
 let els = {};
 
 export function start(section) {
@@ -31,7 +32,7 @@ export function start(section) {
   new ResizeObserver(() => { if (following) toEnd(); else scrolled(); }).observe(els.log);
   new ResizeObserver(() => { if (following) toEnd(); }).observe(els.scroll);
   els.text = h("textarea", {
-    id: "chat-text", rows: 1, placeholder: "Ask something", enterkeyhint: "send",
+    id: "chat-text", rows: 1, dir: "auto", value: chat.draft ?? "", placeholder: "Ask something", enterkeyhint: "send",
     "aria-describedby": "chat-keys", onkeydown: typed, oninput: grow, onpaste: pasted,
   });
   els.file = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp,image/gif", multiple: true, hidden: true, onchange: chosen });
@@ -68,8 +69,8 @@ export function start(section) {
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running && !section.hidden) stop(); });
   addEventListener("pagehide", () => {
-    if (!running) return;
-    running.message.problem = INTERRUPTED;
+    chat.draft = els.text.value;
+    if (running) running.message.problem = "Interrupted: the page was left. Regenerate asks again.";
     save();
   });
   draw();
@@ -130,23 +131,32 @@ function notice(text) {
 
 // ------------------------------------------------------------------- keeping it
 
-const save = () => keep(chat);
+function save() {
+  if (!keep(chat)) notice("This conversation is too long for the browser to keep: what came last goes with this page.");
+}
 
 /** The conversation goes with the key that it was made with. */
 export function forget() {
   stop();
-  running = null;
+  running = before = null;
   chat = fresh();
+  if (els.text) els.text.value = "";
   save();
 }
 
 function clear() {
+  if (chat.messages.length) before = chat;
+  begin({ ...fresh(), options: chat.options }, "New chat");
+}
+
+function begin(other, said) {
   stop();
-  chat = { ...fresh(), options: chat.options };
+  chat = other;
   shown = PAGE;
+  notice("");
   save();
   draw();
-  say("New chat");
+  say(said);
   els.text.focus();
 }
 
@@ -158,6 +168,7 @@ function draw() {
   els.earlier.textContent = `Show earlier messages (${number(from)})`;
   els.log.replaceChildren(...chat.messages.slice(from).map((message, at) => article(message, from + at)));
   if (!chat.messages.length) els.log.append(h("p", { class: "empty" }, "Ask something. The bar under each answer shows how much of the prompt came from RAM, from SSD, and how much was computed."));
+  if (!chat.messages.length && before) els.log.append(h("p", { class: "empty" }, button("Back to the last chat", () => begin(before, "The last chat"), { class: "quiet" })));
   lastButtons();
   toEnd();
 }
@@ -205,7 +216,7 @@ function article(message, at) {
     node.append(code(message.content, message.name));
   } else {
     if (message.images?.length) node.append(h("ul", { class: "thumbs" }, ...message.images.map((url, index) => h("li", {}, h("img", { src: url, alt: `Image ${index + 1}` })))));
-    node.append(h("div", { class: "said" }, message.content));
+    node.append(h("div", { class: "said", dir: "auto" }, message.content));
   }
   node.append(h("div", { class: "acts" }));
   return node;
@@ -229,10 +240,17 @@ function lastButtons() {
     pressed.textContent = "Copied";
     say("Copied");
   }, { class: "quiet", "aria-label": "Copy the answer", failed: () => say("The browser does not let the page copy.") }));
-  acts(last).append(button("Regenerate", () => {
-    chat.messages.pop();
+  acts(last).append(button("Regenerate", async () => {
+    const [former] = chat.messages.splice(last);
     els.log.lastElementChild?.remove();
-    return answerNow();
+    const { messages } = chat;
+    await answerNow();
+    const made = messages[last];
+    if (made?.content || made?.reasoning || made?.calls?.length) return;
+    messages[last] = former; // Stopped, or refused, before anything came.
+    save();
+    draw();
+    if (made?.problem) notice(made.problem);
   }, { class: "quiet" }));
   if (answer.calls?.length) acts(last).append(results(answer.calls));
 }
@@ -262,7 +280,8 @@ function edit(at) {
   });
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    message.content = text.value.trim() || message.content;
+    if (!text.value.trim() && !message.images?.length) return text.focus();
+    message.content = text.value.trim();
     chat.messages.length = at + 1;
     draw();
     els.text.focus();
@@ -332,6 +351,7 @@ function stop() {
   running?.abort.abort();
 }
 
+const BUSY = "The model answers still: Escape or Stop ends its answer.";
 const INTERRUPTED = "Interrupted: the connection to the daemon broke. Regenerate asks again.";
 
 /** Gives the reason if the daemon refused the request. */
@@ -386,6 +406,7 @@ async function answerNow() {
     node.removeAttribute("aria-busy");
     els.send.textContent = "Send";
     els.send.classList.remove("stop");
+    if (els.notice.textContent === BUSY) notice("");
     view.update();
     lastButtons();
     if (following) toEnd();
@@ -423,7 +444,7 @@ function waits(view, began) {
 function typed(event) {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  if (running) notice("The model answers still: Escape or Stop ends its answer.");
+  if (running) notice(BUSY);
   else sendNow();
 }
 

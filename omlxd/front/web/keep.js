@@ -11,9 +11,10 @@ export function fresh() {
 export function kept(is) {
   const found = {};
   try {
-    const { session, messages, options } = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
+    const { session, messages, options, draft } = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
     if (typeof session === "string") found.session = session;
     if (typeof options === "object") found.options = { ...options };
+    if (typeof draft === "string") found.draft = draft;
     if (Array.isArray(messages)) found.messages = messages.filter(is);
   } catch {
     // What can't be read is no conversation.
@@ -21,19 +22,16 @@ export function kept(is) {
   return found;
 }
 
+/** False: the browser has no room for it. What was kept last then stays. */
 export function keep(chat) {
   const without = (name, value) => (name === "images" ? undefined : value);
   for (const filter of [undefined, without]) {
     try {
       sessionStorage.setItem(STORE, JSON.stringify(chat, filter));
-      return;
+      return true;
     } catch {
       // Too long for the browser: without its images, or in memory alone.
     }
   }
-  try {
-    sessionStorage.removeItem(STORE);
-  } catch {
-    // As above.
-  }
+  return false;
 }

@@ -8,6 +8,7 @@ const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)/;
 const TABLE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const TASK = /^\[([ xX])\]\s+/;
 const DEEPEST = 12;
 
 /** An element that shows a growing text: `show(text)` renders anew only the blocks that changed. */
@@ -24,6 +25,7 @@ export class Rendered {
     for (const gone of this.blocks.splice(same)) gone.node.remove();
     for (const block of sources.slice(same)) {
       const node = render(block, 0);
+      if (block.kind !== "code") node.dir = "auto";
       this.blocks.push({ source: block.source, node });
       this.element.append(node);
     }
@@ -59,10 +61,11 @@ function split(lines) {
       at += 1;
       while (at < lines.length) {
         const next = lines[at];
+        const item = ITEM.exec(next.trim() ? next : lines[at + 1] ?? "");
         const goesOn = next.trim()
-          ? ITEM.test(next) || /^\s{2,}/.test(next) || (lines[at - 1].trim() && !starts(next))
-          : at + 1 < lines.length && (ITEM.test(lines[at + 1]) || /^\s{2,}\S/.test(lines[at + 1]));
-        if (!goesOn) break;
+          ? item || /^\s{2,}/.test(next) || (lines[at - 1].trim() && !starts(next))
+          : item || /^\s{2,}\S/.test(lines[at + 1] ?? "");
+        if (!goesOn || (item && isOther(item, ITEM.exec(line)))) break;
         at += 1;
       }
       add("list", from, at);
@@ -78,6 +81,9 @@ function split(lines) {
   }
   return found;
 }
+
+/** Of the same depth, but with another mark: it begins another list. */
+const isOther = ([, indent, mark], [, first, firstMark]) => indent.length <= first.length + 1 && mark.at(-1) !== firstMark.at(-1);
 
 const starts = (line) =>
   FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
@@ -104,7 +110,7 @@ function list(lines, depth) {
   const items = [];
   for (const line of lines) {
     const match = ITEM.exec(line);
-    if (match && match[1].length <= indent.length + 1) items.push({ width: match[0].length || 2, lines: [line.slice(match[0].length)] });
+    if (match && match[1].length <= indent.length + 1) items.push({ width: match[0].length || 2, lines: [line.slice(match[0].length).replace(TASK, (_, done) => (done === " " ? "☐ " : "☑ "))] });
     else {
       const item = items.at(-1);
       const blank = /^\s*/.exec(line)[0].length;
@@ -125,7 +131,11 @@ const tight = (nodes) => (nodes[0]?.tagName === "P" ? [...nodes[0].childNodes, .
 function table(lines) {
   const cells = (line) =>
     line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
-  const row = (tag, line) => h("tr", {}, ...cells(line).map((cell) => h(tag, {}, ...inline(cell))));
+  const sides = cells(lines[1]).map((cell) => (!cell.endsWith(":") ? "" : cell.startsWith(":") ? "middle" : "right"));
+  const row = (tag, line) => {
+    const found = cells(line);
+    return h("tr", {}, ...sides.map((side, at) => h(tag, { class: side || null }, ...inline(found[at] ?? ""))));
+  };
   return h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Table" },
     h("table", {}, h("thead", {}, row("th", lines[0])), h("tbody", {}, ...lines.slice(2).map((line) => row("td", line)))));
 }
@@ -143,6 +153,7 @@ export function code(text, language = "") {
     h("pre", { tabindex: 0 }, h("code", {}, text)));
 }
 
+const ENTITIES = { lt: "<", gt: ">", amp: "&", quot: '"', nbsp: "\u00a0", "#39": "'" };
 const INLINE = [
   [/(?<!`)(`+)(?!`)([\s\S]+?)(?<!`)\1(?!`)/, (m) => h("code", {}, m[2].replace(/^ (.+) $/, "$1"))],
   [/!?\[([^\][]*)\]\(\s*<?([^\s()<>]*(?:\([^\s()]*\)[^\s()<>]*)*)>?(?:\s+"[^"]*")?\s*\)/, (m, deep) => link(m[2], inline(m[1], deep))],
@@ -153,8 +164,10 @@ const INLINE = [
   [/~~(?=\S)([\s\S]*?\S)~~/, (m, deep) => h("del", {}, ...inline(m[1], deep))],
   [/\*(?=[^\s*])([\s\S]*?[^\s*])\*(?!\*)/, (m, deep) => h("em", {}, ...inline(m[1], deep))],
   [/(?<!\w)_(?=[^\s_])([\s\S]*?[^\s_])_(?!\w)/, (m, deep) => h("em", {}, ...inline(m[1], deep))],
+  [/\\\([\s\S]+?\\\)|\\\[[\s\S]+?\\\]|\$\$[\s\S]+?\$\$/, (m) => m[0]], // A formula, as it was written.
   [/\\([!-/:-@[-`{-~])/, (m) => m[1]],
-  [/ {2,}\n/, () => h("br")],
+  [/&(lt|gt|amp|quot|nbsp|#39);/, (m) => ENTITIES[m[1]]],
+  [/ {2,}\n|<br ?\/?>/i, () => h("br")],
 ];
 const LONGEST = 8000;
 
@@ -163,7 +176,7 @@ function inline(text, deep = 0) {
   if (deep > DEEPEST || text.length > LONGEST) return [text];
   const made = [];
   // For each kind its next match; looked for again only once it was passed.
-  const next = INLINE.map(([pattern]) => ({ pattern: new RegExp(pattern, "g"), match: undefined }));
+  const next = INLINE.map(([pattern]) => ({ pattern: new RegExp(pattern, `g${pattern.flags}`), match: undefined }));
   for (let at = 0; at < text.length; ) {
     let best = null;
     for (const [index, each] of next.entries()) {
