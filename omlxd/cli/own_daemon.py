@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import IO
 
 from ..config import load_settings
+from ..config.settings import WITH_STDIN
 from .daemon_client import Daemon, DaemonError, NoDaemon
 
 END_S = 20.0
@@ -23,14 +25,15 @@ END_S = 20.0
 def own_daemon(*flags: str) -> Generator[Daemon]:
     """A new daemon, which ends with the block. Raises DaemonError if it can't serve.
 
-    SIGTERM and SIGHUP end the block; nothing ends it if this process is killed.
+    SIGTERM and SIGHUP end the block. The daemon ends with this process, killed or not.
     """
     before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "omlxd", "serve", "--port", "0", *flags],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # Open as long as we are there.
+                env={**os.environ, WITH_STDIN: "1"},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -76,5 +79,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         process.terminate()  # The second one ends its engines at once.
         process.wait()
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
     process.stdout.close()

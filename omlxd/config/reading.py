@@ -18,7 +18,7 @@ from .settings import BY_NAME, OPTIONS, PREFIX, SAMPLING, ModelSettings, Option,
 from .values import closest, convert, expected, is_loopback
 
 _MODEL_TYPES = get_type_hints(ModelSettings, include_extras=True)
-_INTERNAL = re.compile(rf"{PREFIX}(ENGINE_COMMAND|FETCH_MODEL|SERVICE|TRACES|SCRIPT_.*|TEST_.*)")
+_INTERNAL = re.compile(rf"{PREFIX}(ENGINE_COMMAND|FETCH_MODEL|SERVICE|TRACES|WITH_STDIN|SCRIPT_.*|TEST_.*)")
 """Variables that are no settings: of commands for each other, of tests and of tools."""
 _TABLES = ("serve", "defaults", "models")
 

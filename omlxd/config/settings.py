@@ -25,6 +25,8 @@ SharePrefix = Literal["auto", "on", "off"]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 Images = Annotated[int, Meta(ge=1, le=100_000)]
 PREFIX = "OMLXD_"
+WITH_STDIN = f"{PREFIX}WITH_STDIN"
+"""A variable that has `omlxd serve` stop once its standard input ends."""
 """Of a setting's variable."""
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:_\[\]-]+)\Z"
 

@@ -194,12 +194,15 @@ def daemons_of(home: Path) -> list[psutil.Process]:
     return found
 
 
-def test_a_terminal_that_goes_away_ends_the_daemon(tmp_path: Path):
+@pytest.mark.parametrize("how", ["terminal", "kill"])
+def test_who_goes_away_takes_the_daemon_along(tmp_path: Path, how: str):
     engine = shlex.join([sys.executable, str(STUB), "--notes", str(tmp_path)])
     more = {"OMLXD_PORT": str(free_port()), "OMLXD_MODEL": str(make(tmp_path / "tiny"))}
     screen = Pty(tmp_path, CHAT, variables(tmp_path, OMLXD_ENGINE_COMMAND=engine, **more))
     wait_for(screen, "context 1000 tokens")
     (serve,) = daemons_of(tmp_path)
+    if how == "kill":
+        serve.parent().kill()
     screen.close()
     wait_until(lambda: not alive(serve))  # Its parent is gone: who inherits it may never ask how it ended.
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from ...config import Settings
 from ...config.keys import keys_path
+from ...config.settings import WITH_STDIN
 from ...errors import ConfigError, ModelError
 from ...models.builder import remove_leftovers
 from ...models.catalog import default_model
@@ -102,6 +103,18 @@ def _hangup_means_reload() -> bool:
     return not terminal and not ignored
 
 
+def _stop_with_stdin(stop: asyncio.Event) -> None:
+    """Stop once nobody holds our standard input open any more: who started us is gone, however it ended."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            stop.set()
+
+    loop.add_reader(0, read)
+
+
 async def _serve(
     settings: Settings,
     sockets: list[socket.socket],
@@ -116,6 +129,8 @@ async def _serve(
 
     urls = urls_of(sockets)
     pool, stop = pool_and_stop(settings)
+    if os.environ.pop(WITH_STDIN, ""):
+        _stop_with_stdin(stop)
     notify = Notifier()
     loopback = all_loopback(sockets)
     if read is not None:
