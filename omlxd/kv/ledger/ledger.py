@@ -281,11 +281,17 @@ class Ledger:
         return self._files.nbytes + self._reserved
 
     def stored(self, files: Iterable[tuple[str, int]]) -> None:
-        """Granted bytes became files; they are the most recently used."""
+        """Granted bytes became files; they are the most recently used.
+
+        Two engines of one model may write the same record, and be heard in any order: then the file counts.
+        """
         self._writes.turn_the_page()
         for path, nbytes in files:
             self._reserved = max(0, self._reserved - nbytes)
             self._written += nbytes
+            if self._files.nbytes_of(path) not in (None, nbytes):
+                with contextlib.suppress(OSError):
+                    nbytes = disk_bytes((self.root / path).stat().st_size)
             self._files.add(path, nbytes)
 
     def released(self, nbytes: int) -> None:

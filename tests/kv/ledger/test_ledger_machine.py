@@ -133,7 +133,6 @@ class Account:
         self.files.pop(path, None)
         self.stuck.discard(path)
         self.files[path] = nbytes
-        self.written += nbytes
 
     def use(self, path: str) -> None:
         if path in self.files:
@@ -290,6 +289,7 @@ class LedgerMachine(RuleBasedStateMachine):
             for _, path, nbytes in self.on_disk(letter):
                 if account.files.get(path) != nbytes:
                     account.add(path, nbytes)
+                    account.written += nbytes
                     unwritten -= nbytes
             # A record replaced by one of its size looks as before, and what was removed since is gone.
             self.unseen += max(0, unsaid - (outstanding - unwritten))
@@ -379,7 +379,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
         def said() -> None:
             self.account.day.turn(self.today, self.account.reserved)
-            self.account.add(path, nbytes)
+            known, there = self.account.files.get(path, nbytes), self.root / path
+            self.account.add(path, there.stat().st_size if known != nbytes and there.exists() else nbytes)
+            self.account.written += nbytes
             self.account.reserved -= nbytes
             engine.outstanding -= nbytes
             self.ledger.stored([(path, nbytes)])
@@ -661,6 +663,20 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_budget, "AHEAD", AHEAD)
     for listing in ("entries_of", "subfolders"):
         monkeypatch.setattr(ledger_module, listing, may_fail(getattr(ledger_module, listing)))
+
+
+def test_two_engines_of_a_model_write_a_record():
+    machine = LedgerMachine()
+    machine.start(12, 0, ["a", "a"])
+    try:
+        for number, pages in enumerate((1, 3)):
+            machine.writes(number, [(RECORD, pages)], False)
+        for number in (1, 0):
+            machine.hears(number, 1)
+            machine.the_cap_holds()
+            machine.the_account_is_right()
+    finally:
+        machine.teardown()
 
 
 def test_quick():
