@@ -205,15 +205,23 @@ class Forget(msgspec.Struct):
 
 
 class Forgotten(msgspec.Struct):
-    """`files`, `bytes`: that left the account. `troubles`: why some could not be removed."""
+    """`files`, `bytes`: that left the account. `troubles`: why some could not be removed.
+
+    pinned  files that stay, as they are pinned by the names `pins`; of `/omlxd/cache/clear` alone
+    """
 
     files: int = 0
     bytes: int = 0
     troubles: list[str] = []
+    pinned: int = 0
+    pins: list[str] = []
 
 
 class ClearCache(msgspec.Struct):
-    """Remove from SSD the node `id` of `/omlxd/cache/tree` and all below it; "": all of the namespace."""
+    """Remove from SSD the node `id` of `/omlxd/cache/tree` and all below it; "": all of the namespace.
+
+    What is pinned stays.
+    """
 
     namespace: str
     id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,64}$")] = ""

@@ -82,6 +82,12 @@ async def pin(page: Any) -> None:
     await page.wait_for_selector(".pins li")
     focused = "document.activeElement.textContent"
     assert await page.evaluate(focused) == "Unpin", "who pressed the button stands on it still"
+    await page.focus(".tree")
+    await page.keyboard.press("Home")
+    await page.click("text=Clear all of")
+    await page.click("text=but for what is pinned")
+    await page.wait_for_selector(".node .problem >> text=pinned and stay: unpin")
+    assert "0 B" not in await page.inner_text(".pins li") and await sums(page) > 0
     await page.click(".pins button:has-text('Unpin')")
     await page.wait_for_selector("text=Nothing is.")
 

@@ -220,6 +220,9 @@ class FakeCold(ColdLedger):
     async def _ask(self, function: Any, *args: object) -> Any:
         raise Unavailable("This daemon has no SSD cache.")
 
+    async def pinned_files(self) -> dict[str, list[str]]:
+        return {}
+
     def removal(self, path: str) -> Removal | None:
         return self.evicted_log.of(path)
 
@@ -263,13 +266,13 @@ def ollama_pull(engines: Any) -> Route:
 
 
 @contextlib.asynccontextmanager
-async def served(app: Any) -> AsyncIterator[str]:
-    """The app on Hypercorn, at the base URL that is yielded; real sockets, loopback."""
+async def served(app: Any, port: int = 0) -> AsyncIterator[str]:
+    """The app on Hypercorn, at the base URL that is yielded; real sockets, loopback. `port` 0: a free one."""
     from hypercorn.asyncio import serve
     from hypercorn.config import Config
 
     config = Config()
-    config.bind = ["127.0.0.1:0"]
+    config.bind = [f"127.0.0.1:{port}"]
     config.accesslog = config.errorlog = None
     config.graceful_timeout = 0.2
     sockets = config.create_sockets()

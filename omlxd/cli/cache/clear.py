@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from ...common.units import human
+from ...common.units import counted, human
 from ...kv.files.namespace import FILE_NAME, NamespaceInfo
 from . import inventory
 from .check import check, summary
@@ -23,10 +24,12 @@ from .inventory import Found
 
 @dataclass(slots=True)
 class Plan:
-    """What would go: `files` of the namespaces `folders`."""
+    """What would go: `files` of the namespaces `folders`. `pinned`: files that stay, and by which pins."""
 
     folders: Mapping[str, NamespaceInfo | None]
     files: list[Found]
+    pinned: int = 0
+    pins: Sequence[str] = ()
 
     @property
     def bytes(self) -> int:
@@ -40,7 +43,11 @@ class Plan:
             if own:
                 size = human(sum(file.disk for file in own))
                 shared = "; models with equal files share it" if info and len(info.names) > 1 else ""
-                lines.append(f"{title(folder, info)}: {len(own)} files, {size}{shared}")
+                lines.append(f"{title(folder, info)}: {counted(len(own), 'file')}, {size}{shared}")
+        if self.pinned:
+            lines.append(
+                f"{counted(self.pinned, 'pinned file')} ({', '.join(self.pins)}) stay: --pinned removes them"
+            )
         return lines
 
 
@@ -66,10 +73,12 @@ def plan(
     folders: Mapping[str, NamespaceInfo | None],
     older_than_s: float | None,
     daemon: Holder | None = None,
+    pins: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Plan:
     """Everything of omlxd's in `folders`, or only blocks and records not used for `older_than_s` seconds.
 
     daemon  the one that holds the folder: temporary files are its own, and stay
+    pins    names by which files are pinned that stay
     """
     kinds = ["block", "record", *(["temporary"] if older_than_s is None and daemon is None else [])]
     before = math.inf if older_than_s is None else time.time() - older_than_s
@@ -77,7 +86,10 @@ def plan(
         file for file in inventory.walk(root, list(folders)) if file.kind in kinds and file.used < before
     ]
     # A prefix is used by whoever goes on from it, so what is older lies after what is newer in a chain.
-    return Plan(folders, sorted(files, key=lambda file: file.used))
+    found = sorted(files, key=lambda file: file.used)
+    free = [file for file in found if file.path not in pins]
+    names = sorted({ascii(name)[1:-1] for file in found for name in pins.get(file.path, ())})
+    return Plan(folders, free, len(found) - len(free), names)
 
 
 def remove(root: Path, planned: Plan, daemon: Holder | None = None) -> tuple[int, int, list[str]]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...common.units import human
+from ...common.units import counted, human
 from ...config import Settings, add_flags, settings_of
 from ...errors import ConfigError, OmlxdError
 from ..daemon_client import DaemonError
@@ -25,6 +25,7 @@ from .asked import NAMED
 from .check import check, summary
 from .clear import named, plan, remove, scrub
 from .holder import DaemonRuns, exclusive
+from .pinned import names_by_file, read_pins
 
 Verb = Callable[[argparse.Namespace, Settings, Path], int]
 """(arguments, settings, the cache dir) → exit status. Raises OmlxdError, OSError."""
@@ -84,6 +85,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     cleared = verb("clear", _clear, "remove KV, by model or by age")
     cleared.add_argument("--model", metavar="NAME", help="of this model (or the start of its namespace)")
     cleared.add_argument("--older-than", metavar="AGE", type=_age, help="not used for that long, as 30d, 12h")
+    cleared.add_argument("--pinned", action="store_true", help="also what is pinned, which stays otherwise")
     cleared.add_argument("--yes", action="store_true", help="don't ask")
     warm.add_arguments(verb("warm", warm.run, "have the daemon compute prompts while it is idle"))
     pin.add_arguments(verb("pin", pin.run, "have the daemon evict a prompt's KV last"))
@@ -174,6 +176,16 @@ def _scrub(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     return 0 if good else 1
 
 
+def _pins(root: Path) -> dict[str, list[str]]:
+    """The names that each pinned file is pinned by. Raises OmlxdError."""
+    try:
+        return names_by_file(read_pins(root))
+    except (OSError, ValueError) as error:
+        raise OmlxdError(
+            f"what is pinned in {root} can't be read: {error}; --pinned clears all the same"
+        ) from error
+
+
 def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     infos = inventory.namespaces(root)
     chosen = named(infos, args.model) if args.model else infos
@@ -183,12 +195,12 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     daemon = holder.find(root, settings, args.url)
     # A daemon that does not answer is told now, and not after the question.
     with exclusive(root) if daemon is None else contextlib.nullcontext():
-        planned = plan(root, chosen, args.older_than, daemon)
+        planned = plan(root, chosen, args.older_than, daemon, {} if args.pinned else _pins(root))
     if not planned.files:
-        print("nothing to remove")
+        print(*planned.as_text(), "nothing to remove", sep="\n")
         return 0
     print(*planned.as_text(), sep="\n")
-    what = f"{len(planned.files)} files, {human(planned.bytes)}, from {root}"
+    what = f"{counted(len(planned.files), 'file')}, {human(planned.bytes)}, from {root}"
     if not args.yes:
         if not sys.stdin.isatty():
             raise ConfigError("`omlxd cache clear` asks before it removes; give --yes where nobody answers.")
@@ -198,5 +210,5 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     files, nbytes, troubles = remove(root, planned, daemon)
     for trouble in troubles:
         print(f"can't remove {trouble}", file=sys.stderr)
-    print(f"removed {files} files, {human(nbytes)}")
+    print(f"removed {counted(files, 'file')}, {human(nbytes)}")
     return 1 if troubles else 0

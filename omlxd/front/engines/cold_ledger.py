@@ -19,11 +19,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from ...cli.cache.pinned import names_by_file
 from ...cli.owner_api import PinList, PinnedBlocks
 from ...common.units import human
 from ...errors import InvalidRequest, Unavailable
@@ -207,6 +208,7 @@ class ColdLedger:
         except Exception as error:
             log.warning("SSD cache %s: only read, nothing is stored: %s", self._root, error)
             return
+        self._drop_pins(ledger, self._pins.files())  # Of files that went without a daemon.
         stats = ledger.stats()
         log.debug(
             "SSD cache %s: %s of %s in %d files (counted in %.2f s)",
@@ -264,8 +266,14 @@ class ColdLedger:
         return await self._ask(Ledger.stats) if self._ledger is not None else None
 
     async def forget_files(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]]:
-        """See `Ledger.forget`. Raises Unavailable."""
-        return await self._ask(Ledger.forget, paths, remove)
+        """See `Ledger.forget`; those that are gone are pinned no more. Raises Unavailable."""
+
+        def settle(ledger: Ledger) -> tuple[int, int, list[str]]:
+            done = ledger.forget(paths, remove)
+            self._drop_pins(ledger, paths)
+            return done
+
+        return await self._ask(settle)
 
     async def settle_own(self, message: Reserve | Stored | Released) -> int:
         """As an engine's account, for files that this process writes; but nothing is evicted for them.
@@ -287,9 +295,18 @@ class ColdLedger:
         self._pins.load()
         ledger.pin(self._pins.files())
 
+    def _drop_pins(self, ledger: Ledger, paths: Iterable[str]) -> None:
+        """Unpin those of `paths` that are gone."""
+        self._pins.drop({path for path in paths if not ledger.bytes_of([path])})
+        ledger.pin(self._pins.files())
+
     async def pins(self) -> PinList:
         """The newest last. Raises Unavailable."""
         return await self._ask(self._pinned)
+
+    async def pinned_files(self) -> dict[str, list[str]]:
+        """The names that each pinned file is pinned by. Raises Unavailable."""
+        return await self._ask(lambda _: names_by_file(self._pins.by_name))
 
     def _pinned(self, ledger: Ledger) -> PinList:
         pins = [

@@ -7,53 +7,35 @@ what a session computes later is pinned once it is pinned again.
 from __future__ import annotations
 
 import logging
-from collections.abc import KeysView, Sequence
+from collections.abc import Collection, KeysView, Sequence
 from pathlib import Path
 
 import msgspec
 
-from ...common.files import read_small, write_atomic
+from ...cli.cache.pinned import FILE_NAME, PinnedChain, read_pins
+from ...common.files import write_atomic
 from ...errors import InvalidRequest, NotFound
-from ...kv.files.paths import is_stored_path
 
 log = logging.getLogger(__name__)
 
-FILE_NAME = "pins.json"
 MOST_NAMES = 1000
 SHARE = 0.5
 """Of the cache's limit that pinned files may take when they are pinned: the rest is for everybody else."""
-
-
-class PinnedChain(msgspec.Struct):
-    """`files`: relative to the cache dir, those first that are evicted first. `at`: seconds since 1970."""
-
-    model: str
-    files: list[str]
-    at: float
-
-
-_decoder = msgspec.json.Decoder(dict[str, PinnedChain])
 
 
 class Pins:
     """By name, the newest last. `root`: the cache dir. Of one thread."""
 
     def __init__(self, root: Path):
-        self._file = root / FILE_NAME
+        self._root, self._file = root, root / FILE_NAME
         self.by_name: dict[str, PinnedChain] = {}
 
     def load(self) -> None:
         """Take up what is in the file. Raises nothing: one that can't be read holds no pins, and stays."""
         try:
-            read = _decoder.decode(read_small(self._file))
-        except FileNotFoundError:
-            return
-        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+            self.by_name = read_pins(self._root)
+        except (OSError, ValueError) as error:
             log.warning("SSD cache: nothing is pinned: %s can't be read: %s", self._file, error)
-            return
-        for pin in read.values():
-            pin.files = [path for path in pin.files if is_stored_path(path)]
-        self.by_name = read
 
     def files(self) -> KeysView[str]:
         return dict.fromkeys(path for pin in self.by_name.values() for path in pin.files).keys()
@@ -69,6 +51,22 @@ class Pins:
         if name not in self.by_name:
             raise NotFound(f"Nothing is pinned as {name[:200]!r}; GET /omlxd/cache/pins lists what is.")
         self._replace({n: p for n, p in self.by_name.items() if n != name})
+
+    def drop(self, gone: Collection[str]) -> None:
+        """Take the files `gone` out of all pins; a pin that has no other goes. Raises nothing."""
+        pins = {name: [path for path in pin.files if path not in gone] for name, pin in self.by_name.items()}
+        if all(len(files) == len(self.by_name[name].files) for name, files in pins.items()):
+            return
+        left = {
+            name: msgspec.structs.replace(self.by_name[name], files=files)
+            for name, files in pins.items()
+            if files
+        }
+        try:
+            self._replace(left)
+        except OSError as error:
+            log.warning("SSD cache: %s can't be written: %s", self._file, error)
+            self.by_name = left
 
     def _replace(self, by_name: dict[str, PinnedChain]) -> None:
         write_atomic(self._file, msgspec.json.encode(by_name))

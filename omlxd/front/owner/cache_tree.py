@@ -40,8 +40,11 @@ class CacheTree:
         if not is_namespace_dir(asked.namespace):
             raise InvalidRequest("namespace: it is no folder of the cache.", param="namespace")
         said = b"".join([piece async for piece in self._said(asked.namespace, asked.id)]).decode()
-        paths = [path for path in said.split("\n") if is_stored_path(path)]
-        total = Forgotten()
+        pins = await self._engines.cold.pinned_files()
+        found = [path for path in said.split("\n") if is_stored_path(path)]
+        paths = [path for path in found if path not in pins]
+        stays = sorted({name for path in found for name in pins.get(path, ())})
+        total = Forgotten(pinned=len(found) - len(paths), pins=stays)
         for at in range(0, len(paths), AT_ONCE):
             done = await self._engines.cold.forget_files(paths[at : at + AT_ONCE], remove=True)
             total.files += done[0]

@@ -6,12 +6,14 @@ import { VirtualTree } from "./virtual.js";
 
 const WAIT_MS = 2000;
 const MOST_TRIES = 60;
+const AGAIN_MS = 3000;
 
 let els = {};
 let trees = [];
 let sessions = [];
 let pins = null;
 let loading = null;
+let again = 0;
 
 export function start(section) {
   els.problem = h("p", { class: "problem", role: "alert", hidden: true });
@@ -38,7 +40,15 @@ export async function show() {
   }
 }
 
-function failed(error) {
+export function hide() {
+  clearTimeout(again);
+}
+
+/** Say what failed. What is shown may be of a daemon that ended: look again, or wait until there is one. */
+async function failed(error) {
+  clearTimeout(again);
+  if (error.status === 0) again = setTimeout(show, AGAIN_MS);
+  else if (error.status === 404) await load().catch(() => {});
   els.problem.textContent = error.message;
   els.problem.hidden = false;
 }
@@ -253,14 +263,14 @@ function chosen(node) {
       ? `${tokens(node, node.blocks)} tokens in ${number(node.blocks)} blocks, ${bytes(node.bytes)}, last used ${ago(node.used)}. With all that goes on from it: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}.`
       : `${node.tree.model || "An unknown model"}, namespace ${node.tree.namespace.slice(0, 8)}: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}, of these ${number(node.tree.other_files)} records of answers.`),
     node.text && node.depth ? h("pre", { tabindex: 0 }, node.text) : null,
-    h("p", { class: "row" }, confirmed(`Clear ${what}`, `Remove ${bytes(node.allBytes)} from SSD`, () => clear(node))));
+    h("p", { class: "row" }, confirmed(`Clear ${what}`, () => `Remove ${bytes(node.allBytes)} from SSD${pins?.pins.length ? ", but for what is pinned" : ""}`, () => clear(node))));
 }
 
 /** A button that asks once more before it acts. */
 function confirmed(label, sure, act) {
   const box = h("span", { class: "row" });
   const first = button(label, () => {
-    const yes = button(sure, act, { class: "danger", failed });
+    const yes = button(sure(), act, { class: "danger", failed });
     box.replaceChildren(yes, button("Keep it", () => { box.replaceChildren(first); first.focus(); }));
     yes.focus();
   });
@@ -271,8 +281,9 @@ function confirmed(label, sure, act) {
 async function clear(node) {
   const done = await json("/omlxd/cache/clear", { body: { namespace: node.tree.namespace, id: node.id } });
   await load();
-  const text = `${number(done.files)} files, ${bytes(done.bytes)} are gone from SSD. What RAM holds stays until the model is unloaded.`;
-  put(els.node,h("p", {}, text), ...done.troubles.map((trouble) => h("p", { class: "problem" }, trouble)));
+  const text = `${counted(done.files, "file")}, ${bytes(done.bytes)} ${done.files === 1 ? "is" : "are"} gone from SSD. What RAM holds stays until the model is unloaded.`;
+  const stays = done.pinned && `${counted(done.pinned, "file")} of it ${done.pinned === 1 ? "is" : "are"} pinned and ${done.pinned === 1 ? "stays" : "stay"}: unpin ${done.pins.map(pinName).join(", ")} to clear ${done.pinned === 1 ? "it" : "them"}.`;
+  put(els.node, h("p", {}, text), stays ? h("p", { class: "problem" }, stays) : null, ...done.troubles.map((trouble) => h("p", { class: "problem" }, trouble)));
   els.tree.element.focus();
 }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -22,6 +23,7 @@ from cache_folder import (
 from kv_fakes import NAMESPACE
 
 from omlxd.cli.cache import command
+from omlxd.cli.cache.pinned import FILE_NAME
 from omlxd.kv.files.namespace import read_namespace
 from omlxd.kv.files.paths import namespace_dir
 
@@ -115,6 +117,19 @@ def test_clear_a_model_that_is_not_there(cache: Cache, capsys: pytest.CaptureFix
     assert cache.run("clear", "--model", "huge", "--yes") == 2
     assert "'huge'" in (told := capsys.readouterr().err) and "org/tiny" in told
     assert len(blocks_in(cache.root)) == 11
+
+
+def test_clear_leaves_what_is_pinned(cache: Cache, capsys: pytest.CaptureFixture[str]):
+    kept = str(cache.path(0).relative_to(cache.root))
+    (cache.root / FILE_NAME).write_text(json.dumps({"mine": {"model": "m", "files": [kept], "at": 1.0}}))
+    assert cache.run("clear", "--yes") == 0
+    told = capsys.readouterr().out
+    assert "1 pinned file (mine) stay: --pinned removes them" in told and "removed 10 files" in told
+    assert [str(path.relative_to(cache.root)) for path in blocks_in(cache.root)] == [kept]
+    (cache.root / FILE_NAME).write_text("{")
+    assert cache.run("clear", "--yes") == 1 and blocks_in(cache.root)
+    assert "what is pinned in" in capsys.readouterr().err
+    assert cache.run("clear", "--pinned", "--yes") == 0 and not blocks_in(cache.root)
 
 
 def test_clear_what_is_old(cache: Cache, capsys: pytest.CaptureFixture[str]):

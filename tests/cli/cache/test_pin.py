@@ -11,9 +11,10 @@ import pytest
 from daemon import Daemon, prose, wait_until
 
 from omlxd.cli.cache import command
+from omlxd.cli.cache.pinned import FILE_NAME, PinnedChain
 from omlxd.errors import ConfigError, InvalidRequest, NotFound, OmlxdError
 from omlxd.front.engines.cold_ledger import ColdLedger
-from omlxd.front.engines.pins import FILE_NAME, MOST_NAMES, PinnedChain, Pins
+from omlxd.front.engines.pins import MOST_NAMES, Pins
 from omlxd.kv.ledger.eviction_order import FileOrder
 
 NS = "a" * 32
@@ -74,6 +75,30 @@ async def test_pins_survive_a_restart_and_take_half_of_the_cache_at_most(tmp_pat
     pins = await small.pin("mine", None)
     assert pins is not None and pins.pins == [] and json.loads((tmp_path / FILE_NAME).read_text()) == {}
     await small.close()
+
+
+async def test_a_pin_goes_with_its_files(tmp_path: Path):
+    for number in range(4):
+        file = tmp_path / path(number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(4096))
+
+    async def pinned(cold: ColdLedger) -> list[tuple[str, int, int]]:
+        return [(pin.name, pin.files, pin.bytes) for pin in (await cold.pins()).pins]
+
+    cold = ColdLedger(tmp_path, 100_000)
+    assert await cold.open()
+    await cold.pin("one", PinnedChain("m", [path(1), path(0)], 1.0))
+    await cold.pin("two", PinnedChain("m", [path(3), path(2)], 2.0))
+    assert await cold.pinned_files() == {path(n): ["one" if n < 2 else "two"] for n in (1, 0, 3, 2)}
+    await cold.forget_files([path(0), path(1), path(3)], True)
+    assert await pinned(cold) == [("two", 1, 4096)]
+    await cold.close()
+    (tmp_path / path(2)).unlink()
+    again = ColdLedger(tmp_path, 100_000)
+    assert await again.open()
+    assert await pinned(again) == [] and json.loads((tmp_path / FILE_NAME).read_text()) == {}
+    await again.close()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": {"model": "m"}}', '{"a": {"files": 3}}'])

@@ -17,11 +17,15 @@ TREE, CLEAR = "/omlxd/cache/tree", "/omlxd/cache/clear"
 
 
 class Cold(FakeCold):
-    """`gone`: what was taken out of it, a list an order."""
+    """`gone`: what was taken out of it, a list an order. `pinned`: names by file."""
 
     def __init__(self, root: Path):
         super().__init__(root, LedgerStats(*[0] * len(LedgerStats.__dataclass_fields__)))
         self.gone: list[list[str]] = []
+        self.pinned: dict[str, list[str]] = {}
+
+    async def pinned_files(self) -> dict[str, list[str]]:
+        return self.pinned
 
     async def forget_files(self, paths: list[str], remove: bool):
         assert remove
@@ -53,6 +57,17 @@ async def test_the_tree_is_told_and_a_node_cleared(engines: FakeEngines, monkeyp
         assert KEYS[-1].block_hash.hex() in engines.cold.gone[0][0], "what is last in the chain goes first"
         again = await http.post(CLEAR, json={"namespace": tiny["namespace"], "id": "ff" * 10})
         assert again.json()["files"] == 0
+
+
+async def test_what_is_pinned_stays(engines: FakeEngines):
+    async with client(create_app(engines)) as http:
+        (tiny,) = [tree for tree in (await http.get(TREE)).json()["trees"] if tree["model"] == "org/tiny"]
+        name = KEYS[0].block_hash.hex()
+        first = f"{tiny['namespace']}/{name[:2]}/{name}.safetensors"
+        engines.cold.pinned = {first: ["mine", "yours"], "other": ["his"]}
+        done = (await http.post(CLEAR, json={"namespace": tiny["namespace"], "id": name[:20]})).json()
+    assert (done["files"], done["pinned"], done["pins"]) == (8, 1, ["mine", "yours"])
+    assert not any(first in paths for paths in engines.cold.gone)
 
 
 @pytest.mark.parametrize("body", [{}, {"namespace": "../.."}, {"namespace": "0" * 32, "id": "--help"}])
