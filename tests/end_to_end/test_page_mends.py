@@ -239,3 +239,34 @@ async def test_everything_is_in_the_window(size: tuple[int, int]):
         log = await page.locator("#chat .scroll").bounding_box()
         assert log["height"] >= 80, log
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+async def test_views_find_the_daemon_that_is_back():
+    async with browser() as chromium:
+        async with served(app_of(FakeEngine())) as url:
+            page = await (await chromium.new_context()).new_page()
+            await page.goto(url)
+            await page.wait_for_selector(READY, state="attached")
+            await page.fill("#chat-text", "hello")
+            await page.keyboard.press("Enter")
+            await page.wait_for_selector(".figures .legend")
+            await page.click("nav >> text=Cache")
+            await page.wait_for_selector(".sessions tbody tr")
+        port = int(url.rpartition(":")[2])
+        async with served(app_of(FakeEngine()), port):
+            await page.click("text=Why?")
+            await page.wait_for_selector("#cache [role=alert] >> text=no request is kept")
+            await page.wait_for_selector("#cache >> text=No request has been made since")
+        await page.click("text=Look again")
+        await page.wait_for_selector("#cache [role=alert] >> text=does not answer")
+        async with served(app_of(FakeEngine()), port):
+            await page.wait_for_selector("#cache [role=alert]", state="hidden")
+            await page.route("**/omlxd/models", lambda route: route.abort())
+            await page.click("nav >> text=Models")
+            await page.wait_for_selector("#models [role=alert] >> text=does not answer")
+            await page.unroute("**/omlxd/models")
+            await page.route("**/omlxd/models", lambda route: route.fulfill(json={"models": []}))
+            await page.wait_for_selector("#models > [role=alert]", state="hidden")
+            await page.fill("#pull-name", " ")
+            await page.click("text=Pull >> nth=-1")
+            await page.wait_for_selector(".pull [role=alert] >> text=Write the hub id")

@@ -9,6 +9,7 @@ let els = {};
 let timer = 0;
 let pulling = null;
 let looks = 0;
+let lost = false; // What is shown says that the daemon did not answer.
 
 export function start(section) {
   els.problem = h("p", { class: "problem", role: "alert", hidden: true });
@@ -16,12 +17,16 @@ export function start(section) {
   els.name = h("input", { id: "pull-name", placeholder: "mlx-community/Qwen3-8B-4bit", spellcheck: "false", autocomplete: "off", required: true });
   els.pull = h("button", { type: "submit", class: "main" }, "Pull");
   els.progress = h("div", { class: "progress", role: "status" });
-  const form = h("form", { class: "pull" },
+  const form = h("form", { class: "pull", novalidate: true },
     h("label", { for: "pull-name" }, "A hub id"), h("div", { class: "row" }, els.name, els.pull), els.progress);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (pulling) pulling.abort();
-    else pull(els.name.value.trim());
+    else if (els.name.value.trim()) pull(els.name.value.trim());
+    else {
+      put(els.progress, problem("Write the hub id of a model first."));
+      els.name.focus();
+    }
   });
   section.append(
     h("h2", { class: "unseen" }, "Models"), els.problem, els.list,
@@ -40,6 +45,7 @@ export function hide() {
 }
 
 function failed(error) {
+  lost = error.status === 0;
   els.problem.textContent = error.message;
   els.problem.hidden = false;
 }
@@ -48,6 +54,8 @@ async function look() {
   const mine = (looks += 1);
   try {
     const { models } = await json("/omlxd/models");
+    if (lost) els.problem.hidden = true;
+    lost = false;
     if (mine === looks) draw(models);
   } catch (error) {
     if (error.status === 401) hide();
@@ -92,6 +100,8 @@ function card(model) {
       act(model.pinned ? "Unpin" : "Pin", "/omlxd/models/pin", { model: model.id, pinned: !model.pinned }, model.pinned ? "unpinned" : "pinned")));
 }
 
+const problem = (sentence) => h("p", { class: "problem", role: "alert" }, sentence);
+
 async function pull(model) {
   const mine = (pulling = new AbortController());
   els.pull.textContent = "Stop";
@@ -115,7 +125,7 @@ async function pull(model) {
     }
     if (!ended) throw new Error("The daemon ended the download.");
   } catch (error) {
-    put(els.progress, error.name === "AbortError" ? h("p", { class: "hint" }, "Stopped. What is here is kept.") : h("p", { class: "problem", role: "alert" }, error.message));
+    put(els.progress, error.name === "AbortError" ? h("p", { class: "hint" }, "Stopped. What is here is kept.") : problem(error.message));
   } finally {
     pulling = null;
     els.pull.textContent = "Pull";
