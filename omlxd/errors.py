@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from .chat import ErrorCode, Failed
 
-LEAST_CONTEXT, AGENT_CONTEXT = 5000, 32_000
-"""Tokens. Below the first nobody runs an agent; one needs the second, as its tools alone take some 18,000."""
-LONGER = "`omlxd serve --model mlx-community/Qwen3-8B-4bit` downloads and serves a model that has it."
+AGENT_CONTEXT = 32_000
+"""Tokens that an agent needs, as its tools alone take some 18,000."""
+LEAST_CONTEXT, LONGER_CONTEXT = 5000, 40_960
+"""Tokens: a model with less than the first is nobody's choice for long prompts; `LONGER` takes the second."""
+LONGER = f"`omlxd serve --model mlx-community/Qwen3-8B-4bit` serves a model that takes {LONGER_CONTEXT}."
 
 
 class OmlxdError(Exception):
@@ -68,8 +70,9 @@ class PromptTooLong(OmlxdError):
     def __init__(self, tokens: int, limit: int, *, least: bool = False):
         self.tokens, self.least = tokens, least
         message = f"prompt is too long: {'at least ' if least else ''}{tokens} tokens > {limit} maximum"
-        if LEAST_CONTEXT < limit < AGENT_CONTEXT:
-            message += f". An agent needs a longer context than this model's {limit + 1} tokens: {LONGER}"
+        if limit > LEAST_CONTEXT:
+            helps = tokens < LONGER_CONTEXT and not least and limit < AGENT_CONTEXT
+            message += f". {LONGER}" if helps else ". Shorten the prompt."
         super().__init__(message)
 
 

@@ -147,10 +147,18 @@ def test_another_wheel_is_refused(wheels: Path, tmp_path: Path, monkeypatch, cap
     assert "HASH" in capfd.readouterr().err.upper()
 
 
-def test_an_agent_is_told_of_a_model_with_a_longer_context():
+def test_who_has_a_long_prompt_is_told_of_a_model_that_takes_it():
     error = PromptTooLong(18_000, 8191)
     assert error.message.startswith("prompt is too long: 18000 tokens > 8191 maximum")
     for protocol in ("anthropic", "openai"):
         assert "`omlxd serve --model" in message_of(error, protocol)
-        assert "8192 tokens" in message_of(error, protocol) and "8191" in message_of(error, protocol)
-    assert "serve" not in PromptTooLong(200_000, 131_071).message
+        assert "8191" in message_of(error, protocol) and "takes 40960" in message_of(error, protocol)
+    for error in (
+        PromptTooLong(102_331, 8191),
+        PromptTooLong(18_000, 8191, least=True),
+        PromptTooLong(200_000, 131_071),
+        PromptTooLong(40_000, 32_767),
+    ):
+        assert error.message.endswith(" maximum. Shorten the prompt.")
+        assert message_of(error, "openai").endswith(" for it. Shorten the prompt.")
+    assert PromptTooLong(9, 8).message.endswith("maximum")
