@@ -122,7 +122,13 @@ class Explainer:
         stands = self.stands
         names = chain if stands is None else [*chain, *map(checkpoint_name, filter(stands, chain))]
         files = tuple(block_path(self.namespace, name) for name in names)
-        return Explanation("none", len(tokens), chain_tokens=len(chain) * self.block_size, files=files)
+        return Explanation(
+            "none",
+            len(tokens),
+            self.block_size,
+            chain_tokens=len(chain) * self.block_size,
+            files=files,
+        )
 
     def _usable(self, hashes: Sequence[BlockHash], chain: int) -> int:
         """Blocks that a request could begin from: up to the deepest checkpoint, where one is needed."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 
-from ...chat import GenerateRequest
 from ...cli.owner_api import CachedFiles, PinBlocks, PinList, WhyMissBody
+from ...common.units import counted
 from ...errors import InvalidRequest, NotFound
-from ..engines.model import ModelEngine
+from ...explanation import Explanation
 from ..engines.pins import PinnedChain, in_order
 from ..engines.pool import EnginePool
 from .why_miss import Explaining
@@ -29,13 +29,11 @@ class Pinning:
         name, chain = asked.name, None
         if asked.pinned:
             engine, request, kept = await self._explaining.request_of(asked)
-            found = await _files_of(engine, request)
+            found = await engine.explain(request, files=True)
             if not found.files:
-                raise NotFound(
-                    "Nothing of it is cached; send it once, or `omlxd cache warm` it, then pin it."
-                )
+                raise NotFound(_why_none(found))
             name = name or asked.session or (kept.trace.id if kept else f"{asked.path} {int(time.time())}")
-            chain = PinnedChain(found.model, in_order(found.files), time.time())
+            chain = PinnedChain(engine.model_id, in_order(found.files), time.time())
         if not name or len(name) > MOST_NAME:
             raise InvalidRequest(f"name: write 1 to {MOST_NAME} characters.", param="name")
         return await self._engines.cold.pin(name, chain)
@@ -45,9 +43,13 @@ class Pinning:
 
     async def files(self, asked: WhyMissBody) -> CachedFiles:
         engine, request, _ = await self._explaining.request_of(asked)
-        return await _files_of(engine, request)
+        found = await engine.explain(request, files=True)
+        return CachedFiles(engine.model_id, list(found.files), found.chain_tokens)
 
 
-async def _files_of(engine: ModelEngine, request: GenerateRequest) -> CachedFiles:
-    found = await engine.explain(request, files=True)
-    return CachedFiles(engine.model_id, list(found.files), found.chain_tokens)
+def _why_none(found: Explanation) -> str:
+    """Why there is nothing of a prompt to pin."""
+    if found.prompt_tokens < found.block_size:
+        tokens = counted(found.prompt_tokens, "token")
+        return f"Nothing of it is cached: its {tokens} are less than one block of {found.block_size}."
+    return "Nothing of it is cached; send it once, or `omlxd cache warm` it, then pin it."

@@ -143,6 +143,9 @@ def test_a_pinned_session_stays_while_others_go(tmp_path: Path, capsys):
             cache("pin", "nobody", "--url", daemon.url)
         with pytest.raises(OmlxdError, match="Nothing of it is cached"):
             cache("pin", tmp_path / "prompt.txt", "--url", daemon.url)
+        (tmp_path / "short.txt").write_text("Hello")
+        with pytest.raises(OmlxdError, match=r"its \d+ tokens? are less than one block of 64"):
+            cache("pin", tmp_path / "short.txt", "--url", daemon.url)
         with pytest.raises(ConfigError, match="--off: say what"):
             cache("pin", "--off", "--url", daemon.url)
         assert cache("export", archive, "--session", "mine", "--url", daemon.url) == 0
