@@ -71,7 +71,7 @@ function draw(models) {
 function card(model) {
   const facts = [
     model.disk_bytes && `${bytes(model.disk_bytes)} on disk`,
-    model.memory_bytes ? `${bytes(model.memory_bytes)} in memory` : model.load_bytes && `needs about ${bytes(model.load_bytes)}`,
+    model.memory_bytes ? `its process holds ${bytes(model.memory_bytes)}` : model.load_bytes && `needs about ${bytes(model.load_bytes)}`,
     model.context_length && `context ${number(model.context_length)}`,
     model.images && "reads images", model.tools && "takes tools", model.in_flight && `${model.in_flight} in flight`,
     model.state === "ready" && !model.pinned && model.expires_in_s !== null && `goes in ${seconds(model.expires_in_s)}`,

@@ -177,13 +177,13 @@ function memory(status, look) {
     const held = model.values;
     const weights = model.weight_bytes ?? 0;
     const hot = held.kv_hot_bytes ?? 0;
-    return whole(model.id, 0, [
+    return whole(`MLX arrays of ${model.id}`, 0, [
       ["weights", "third", weights], ["live KV and work", "ssd", Math.max(0, held.mlx_active_bytes - weights - hot)],
       ["RAM tier", "ram", hot], ["freed, kept for reuse", "computed", held.mlx_cache_bytes ?? 0]], bytes);
   });
   const processes = loaded.reduce((all, model) => all + (model.resident ?? 0), 0) + status.resident;
   els.memory.replaceChildren(...rows, whole("This machine", look.memory_total, [
-    ["omlxd", "ram", processes], ["others", "computed", Math.max(0, look.memory_total - look.memory_available - processes)]], bytes));
+    ["processes of omlxd", "ram", processes], ["others", "computed", Math.max(0, look.memory_total - look.memory_available - processes)]], bytes));
 }
 
 function tiers(status) {
