@@ -373,12 +373,14 @@ class Progress(Struct, frozen=True, tag="progress"):
     """Prefill has reached `done` of `total` prompt tokens. The first one carries the restored prefix.
 
     restore_s, prefill_s  as Usage has them, so far
+    cold  of the first one: tokens that came from SSD
     """
 
     done: int
     total: int
     restore_s: float = 0.0
     prefill_s: float = 0.0
+    cold: int = 0
 
 
 class ReasoningDelta(Struct, frozen=True, tag="reasoning"):

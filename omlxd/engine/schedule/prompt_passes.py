@@ -127,7 +127,7 @@ class PromptPasses:
         """Report, once, of how many tokens its KV was `restored`."""
         if not sequence.begun:
             sequence.begun = True
-            sequence.sink.progress(Progress(restored, sequence.prompt_length))
+            sequence.sink.progress(Progress(restored, sequence.prompt_length, cold=sequence.restored_cold))
 
     # ----------------------------------------------------------------- one sequence
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from prometheus_client.core import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics import disable_created_metrics
 
-from ...chat import Event, Failed, Finished, ReasoningDelta, TextDelta, ToolCallDelta, Usage
+from ...chat import Event, Failed, Finished, Progress, ReasoningDelta, TextDelta, ToolCallDelta, Usage
 from ...errors import OmlxdError
 from .last_hour import LastHour
 
@@ -117,13 +117,25 @@ class Requests:
 class RequestWatch:
     """One request: a context around it all, and `event` for each event as it arrives."""
 
-    __slots__ = ("_gap", "_last", "_outcome", "_owner", "_reason", "_ttft", "began", "first", "model_id")
+    __slots__ = (
+        "_gap",
+        "_last",
+        "_outcome",
+        "_owner",
+        "_prompt",
+        "_reason",
+        "_ttft",
+        "began",
+        "first",
+        "model_id",
+    )
 
     def __init__(self, owner: Requests, model_id: str, began: float):
         self._owner = owner
         self.model_id = model_id
         self.began = began
         self.first: float | None = None
+        self._prompt: Progress | None = None
         self._last = 0.0
         self._outcome, self._reason = "disconnected", "abort"
         self._gap = owner._gap.labels(model_id)
@@ -138,6 +150,9 @@ class RequestWatch:
             elif now - self._last > SAME_STEP_S:
                 self._gap.observe(now - self._last)
             self._last = now
+        elif isinstance(event, Progress):
+            if self._prompt is None:
+                self._prompt = event  # It says what was restored.
         elif isinstance(event, Finished):
             self._outcome, self._reason = "ok", _REASONS[event.reason]
             self._owner._finished(self, event, now)
@@ -155,5 +170,8 @@ class RequestWatch:
         elif isinstance(error, Exception) and self._outcome == "disconnected":
             self._outcome, self._reason = "internal", "error"
         if self._outcome == "disconnected":
-            self._owner.last_hour.add(Usage(), None if self.first is None else self.first - self.began)
+            usage = Usage()
+            if (known := self._prompt) is not None:
+                usage = Usage(known.total, known.done - known.cold, known.cold)
+            self._owner.last_hour.add(usage, None if self.first is None else self.first - self.began)
         self._owner._ended(self.model_id, self._outcome, self._reason)

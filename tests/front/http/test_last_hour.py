@@ -3,9 +3,11 @@
 import time
 
 import pytest
+from prometheus_client.core import CollectorRegistry
 
-from omlxd.chat import Usage
+from omlxd.chat import Progress, TextDelta, Usage
 from omlxd.front.http.last_hour import SLOT_S, SLOTS, LastHour
+from omlxd.front.http.request_metrics import Requests
 
 
 @pytest.fixture
@@ -43,3 +45,12 @@ def test_a_clock_that_goes_back_loses_nothing(clock: list[float]):
     clock[0] -= 500
     hour.add(Usage(prompt_tokens=1), 0.1)
     assert [slot.prompt for slot in hour.since(0)] == [2]
+
+
+def test_a_request_that_was_stopped_counts_what_it_hit(clock: list[float]):
+    requests = Requests(CollectorRegistry())
+    with requests.watch("m", time.monotonic()) as watch:
+        for event in (Progress(192, 200, cold=64), Progress(200, 200), TextDelta("a")):
+            watch.event(event)
+    (slot,) = requests.last_hour.since(0)
+    assert (slot.requests, slot.prompt, slot.cached_hot, slot.cached_cold) == (1, 200, 128, 64)
