@@ -374,7 +374,8 @@ async def test_a_request_that_was_stopped_is_known_by_its_prompt():
             async for line in looks.aiter_lines():
                 if line.startswith("data:") and (slots := json.loads(line[5:])["slots"]):
                     break
-        assert (slots[0]["requests"], slots[0]["first"], slots[0]["prompt"]) == (1, 1, 0)
+        told = [slots[0][name] for name in ("requests", "first", "prompt", "cached_hot")]
+        assert told == [1, 1, 100, 48]
 
 
 # --------------------------------------------------------------------------- the command
