@@ -25,9 +25,11 @@ SharePrefix = Literal["auto", "on", "off"]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 Images = Annotated[int, Meta(ge=1, le=100_000)]
 PREFIX = "OMLXD_"
+"""Of a setting's variable."""
 WITH_STDIN = f"{PREFIX}WITH_STDIN"
 """A variable that has `omlxd serve` stop once its standard input ends."""
-"""Of a setting's variable."""
+BY_SERVICE = f"{PREFIX}SERVICE"
+"""A variable that `omlxd service install` gives the daemon; it also marks a launchd file as ours."""
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:_\[\]-]+)\Z"
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.parsers.expat import ExpatError
 
+from ...config.settings import BY_SERVICE
 from .manager import (
     ServiceError,
     Status,
@@ -28,7 +29,7 @@ from .manager import (
     tail,
     write_whole,
 )
-from .plan import EXIT_TIMEOUT_S, FILES, LAUNCHD_NAME, MARK, THROTTLE_S, Plan
+from .plan import EXIT_TIMEOUT_S, FILES, LAUNCHD_NAME, THROTTLE_S, Plan
 
 LABEL = "dev.omlxd.serve"
 
@@ -56,7 +57,7 @@ class Launchd:
     def install(self, plan: Plan) -> bool:
         """Write the files and start listening; False when just that was installed already."""
         content = plistlib.dumps(agent(plan, self._logs / "stdio.log"))
-        there, was_loaded = read_ours(self.file, MARK), self._loaded()
+        there, was_loaded = read_ours(self.file, BY_SERVICE), self._loaded()
         if there == content and was_loaded:
             return False
         same_port = _port(there) == str(plan.port)
@@ -83,14 +84,14 @@ class Launchd:
 
     def uninstall(self) -> bool:
         """Stop, and remove what `install` wrote; False when there was nothing."""
-        if read_ours(self.file, MARK) is None:
+        if read_ours(self.file, BY_SERVICE) is None:
             return False
         self._bootout()
         self.file.unlink(missing_ok=True)
         return True
 
     def start(self) -> None:
-        check_installed(self.file, MARK)
+        check_installed(self.file, BY_SERVICE)
         if not self._loaded():
             self._bootstrap()
         done = run("launchctl", "kickstart", self._service)
@@ -99,7 +100,7 @@ class Launchd:
 
     def stop(self) -> None:
         """Stop the daemon and close its port, until `start` or the next login."""
-        check_installed(self.file, MARK)
+        check_installed(self.file, BY_SERVICE)
         self._bootout()
 
     def restart(self) -> None:
@@ -108,7 +109,7 @@ class Launchd:
         self.start()
 
     def status(self) -> Status:
-        if read_ours(self.file, MARK) is None:
+        if read_ours(self.file, BY_SERVICE) is None:
             return Status(state="not installed", file=self.file)
         done = run("launchctl", "print", self._service)
         if done.status:
@@ -126,7 +127,7 @@ class Launchd:
 
     def logs(self, lines: int, follow: bool) -> list[str]:
         """The command that shows them."""
-        check_installed(self.file, MARK)
+        check_installed(self.file, BY_SERVICE)
         agent = plistlib.loads(self.file.read_bytes())
         words = agent["ProgramArguments"]
         files = [Path(agent["StandardErrorPath"])]

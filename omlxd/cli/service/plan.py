@@ -13,6 +13,7 @@ import msgspec
 import omlxd
 
 from ...config import BY_NAME, OPTIONS, load_settings
+from ...config.settings import BY_SERVICE
 from ...errors import ConfigError
 from ...models.resolve import is_local
 
@@ -24,8 +25,6 @@ CARRIED = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 """Variables of the installing shell that say where models are. No token is among them."""
 LAUNCHD_NAME = "Listeners"
 """The key under `Sockets` in our LaunchAgent."""
-MARK = "OMLXD_SERVICE"
-"""A variable of the service; also how we know that a file is ours."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +59,7 @@ def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool
     if settings.log_file is None and log_file is not None:
         options["log_file"] = str(log_file)
     arguments = [word for name, text in options.items() for word in _words(name, text)]
-    variables = {MARK: "1"} | {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
+    variables = {BY_SERVICE: "1"} | {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
     program = (str(Path(sys.executable).absolute()), "-m", "omlxd", "serve", *arguments)
     return Plan(
         program=program,

@@ -25,12 +25,11 @@ import msgspec
 from ...common.private_trace import PrivateFormatter
 from ...config import Settings
 from ...config.keys import KEY_PATTERN
+from ...config.settings import BY_SERVICE
 from ...errors import ConfigError
 from ..http.trace import printable
 
 HIDDEN = "***"
-SERVICE = "OMLXD_SERVICE"
-"""A variable that `omlxd service install` sets (`MARK` of cli/service/plan.py)."""
 _HEADERS = re.compile(
     r"(?i)(\bbearer\s+|\bx-api-key['\"]?\s*[:=,]\s*b?['\"]?|\bapi[_-]key['\"]?\s*[:=]\s*b?['\"]?)([^\s'\",)]{4,})"
 )
@@ -131,7 +130,8 @@ class Logs:
             return logging.StreamHandler()
         try:
             folder = settings.log_file.parent
-            if folder == settings.base_path or SERVICE in os.environ:  # Programs tidy up ~/Library/Logs.
+            # Programs that tidy up ~/Library/Logs remove a service's too.
+            if folder == settings.base_path or BY_SERVICE in os.environ:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return _PrivateFile(
                 settings.log_file,

@@ -29,14 +29,15 @@ WARN_AGAIN_S = 60.0
 
 
 def make_base(settings: Settings) -> None:
-    """Make the base folder, unless it is there: its owner alone can read it. Raises ConfigError.
+    """Make the base folder, unless it is there. Its files show what was asked: its owner alone can read it.
 
-    Its files show what was asked.
+    Raises ConfigError.
     """
     try:
         settings.base_path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        source = settings.sources["base_path"].replace("default", "--base-path")
+        source = settings.sources["base_path"]
+        source = "--base-path" if source == "default" else source
         raise ConfigError(f"{source}: {settings.base_path} can't be made: {error.strerror}.") from error
 
 

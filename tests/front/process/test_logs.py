@@ -16,14 +16,14 @@ from app_client import body, client
 from fake_engine import EVERYTHING, FakeEngine, app_of
 
 from omlxd.chat import Failed
-from omlxd.cli.service.plan import MARK
 from omlxd.common.private_trace import LineFormatter, private_trace
 from omlxd.config import load_settings
 from omlxd.config.keys import add_key, keys_path
+from omlxd.config.settings import BY_SERVICE
 from omlxd.errors import ConfigError
 from omlxd.front.engines.link import EngineLines
 from omlxd.front.http.trace import RequestTrace
-from omlxd.front.process.logs import SERVICE, JsonFormatter, Logs, Redactor, TextFormatter
+from omlxd.front.process.logs import JsonFormatter, Logs, Redactor, TextFormatter
 from tests.front.process.test_serve import start  # noqa: F401 (a fixture)
 
 KEY = "s3cret-key-of-mine"
@@ -125,9 +125,9 @@ def test_no_folder_is_made_for_a_file_but_omlxds_own(tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match=rf"--log-file: {other} can't be written: No such file"):
         Logs(settings(tmp_path / "base", log_file=str(other)))
     assert not other.parent.exists()
-    monkeypatch.setenv(SERVICE, "1")
+    monkeypatch.setenv(BY_SERVICE, "1")
     Logs(settings(tmp_path / "base", log_file=str(other)))
-    assert other.is_file() and MARK == SERVICE
+    assert other.is_file()
 
 
 def test_what_an_engine_prints_keeps_its_level_and_name(caplog):

@@ -19,7 +19,10 @@ import psutil
 import pytest
 from daemon import PATIENCE_S, wait_until
 
+from omlxd.config import load_settings
+from omlxd.errors import ConfigError
 from omlxd.front.process import serve
+from omlxd.front.process.own_process import make_base
 from tests.models.test_resolve import make
 
 REPO = Path(__file__).resolve().parents[3]
@@ -276,6 +279,9 @@ def test_a_base_folder_that_cannot_be_made_ends_it_with_2(start, tmp_path: Path)
     daemon = start("--base-path", str(tmp_path / "file" / "x"))
     assert daemon.process.wait(PATIENCE_S) == 2 and not daemon.first_line
     assert daemon.logged() == f"omlxd: --base-path: {tmp_path}/file/x can't be made: Not a directory.\n"
+    (file := tmp_path / "default.toml").write_text(f'[serve]\nbase-path = "{tmp_path}/file/x"\n')
+    with pytest.raises(ConfigError, match=r"default\.toml line 2 .*: .*/file/x can't be made"):
+        make_base(load_settings({"config": str(file)}, {}))
 
 
 def test_a_model_that_cannot_be_loaded_is_told_to_clients(start):
