@@ -296,8 +296,9 @@ class Offline(msgspec.Struct):
 def offline(asked: Offline) -> Explanation:
     """As an engine of that model would explain it, knowing only what lies on disk. Raises OmlxdError."""
     root = Path(asked.root)
-    infos = [info for info in _namespaces(root) if not asked.model or _is_called(info, asked.model)]
-    infos = [info for info in infos if Path(info.model_path).is_dir()]
+    infos = [info for info in _namespaces(root) if Path(info.model_path).is_dir()]
+    if name := asked.model:
+        infos = [info for info in infos if info.is_called(name) or info.has_short_name(name)]
     if not infos:
         what = f"of {asked.model!r} " if asked.model else ""
         raise OmlxdError(f"nothing {what}lies in {root} whose model's folder is still there")
@@ -332,10 +333,6 @@ def offline(asked: Offline) -> Explanation:
         model_id=info.model_id,
         model_path=info.model_path,
     ).explain_request(asked.request)
-
-
-def _is_called(info: NamespaceInfo, name: str) -> bool:
-    return info.is_called(name) or name in [copy.model_id.rpartition("/")[2] for copy in info.copies]
 
 
 def _used(folder: Path) -> float:

@@ -59,11 +59,7 @@ def named(folders: Mapping[str, NamespaceInfo | None], name: str) -> Mapping[str
     """The namespaces that `name` means: a model's id, the end of one, or 6 digits or more of a namespace."""
     infos = {folder: info for folder, info in folders.items() if info is not None}
     exact = {folder: info for folder, info in infos.items() if info.is_called(name)}
-    last = {
-        folder: info
-        for folder, info in infos.items()
-        if any(copy.model_id.rpartition("/")[2] == name for copy in info.copies)
-    }
+    last = {folder: info for folder, info in infos.items() if info.has_short_name(name)}
     prefix = {f: i for f, i in folders.items() if len(name) >= 6 and f.startswith(name.lower())}
     return exact or last or prefix
 

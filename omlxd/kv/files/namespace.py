@@ -101,6 +101,10 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Whether `name` is the id or the folder of a model that used it."""
         return any(name in (copy.model_id, copy.model_path) for copy in self.copies)
 
+    def has_short_name(self, name: str) -> bool:
+        """Whether `name` is the last part of the id of a model that used it."""
+        return any(copy.model_id.rpartition("/")[2] == name for copy in self.copies)
+
 
 def describe_namespace(root: Path, info: NamespaceInfo, fs: FileSystem) -> None:
     """Write the description of a namespace under cache dir `root`, all of it or nothing. Raises no OSError.
