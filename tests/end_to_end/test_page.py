@@ -7,7 +7,7 @@ import base64
 from typing import Any
 
 import pytest
-from browser import Tab, browser, needs_chromium, tab
+from browser import KEY, Tab, browser, needs_chromium, tab
 from fake_engine import EVERYTHING, INFO, USAGE, FakeEngine, app_of, served
 from media_files import png
 from msgspec.structs import replace
@@ -94,7 +94,7 @@ async def test_the_keyboard_alone_sends_stops_edits_and_asks_again():
     engine = FakeEngine((TextDelta("It begins"), 600.0, Finished("stop", USAGE)))
     async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
         page = await one.open()
-        await page.wait_for_selector("#chat-model option", state="attached")
+        await one.ready()
         assert await page.evaluate("document.activeElement.id") == "chat-text"
         await one.ask("wait", end=False)
         await page.wait_for_selector("text=It begins")
@@ -148,31 +148,29 @@ async def reach(page: Any, name: str) -> None:
 
 
 async def test_a_key_is_asked_for_and_kept_for_the_tab():
-    app = app_of(FakeEngine(), api_key="s3cret")
+    app = app_of(FakeEngine(), api_key=KEY)
     async with served(app) as url, browser() as chromium, tab(chromium, url) as one:
         one.expected = ("401",)  # The browser's own line about the answer.
         page = await one.open()
         await page.wait_for_selector("dialog[open] >> text=asks for a key")
-        await page.keyboard.type("wrong")
-        await page.keyboard.press("Enter")
+        await one.give_key("wrong")
         await page.wait_for_selector("dialog[open] >> text=This key is wrong")
-        await page.keyboard.type("s3cret")
-        await page.keyboard.press("Enter")
-        await page.wait_for_selector("#chat-model option", state="attached")
+        await one.give_key()
+        await one.ready()
         await one.ask("hi")
         await page.reload()
-        await page.wait_for_selector("#chat-model option", state="attached")
+        await one.ready()
         assert not await page.is_visible("dialog")
         assert await one.context.cookies() == []
         assert await page.evaluate("localStorage.length") == 0
-        assert "s3cret" not in page.url
+        assert KEY not in page.url
         other = await one.context.new_page()
         await other.goto(url)
         await other.wait_for_selector("dialog[open]")
         await other.close()
         await page.click("text=Forget key")
         await page.wait_for_selector("dialog[open]")
-        assert "s3cret" not in await page.evaluate("JSON.stringify(sessionStorage)")
+        assert KEY not in await page.evaluate("JSON.stringify(sessionStorage)")
 
 
 async def test_images_are_dropped_pasted_and_chosen_where_the_model_sees():
@@ -196,7 +194,7 @@ async def test_images_are_dropped_pasted_and_chosen_where_the_model_sees():
         assert engine.info is not None
         engine.info = replace(engine.info, images=False)
         await page.reload()
-        await page.wait_for_selector("#chat-model option", state="attached")
+        await one.ready()
         assert not await page.is_visible("text=+ Image")
         await transfer(one, "drop", picture)
         await page.wait_for_selector("[role=alert] >> text=reads no images")
@@ -225,7 +223,7 @@ async def test_the_charts_move(monkeypatch: pytest.MonkeyPatch):
     engine.values = {"mlx_active_bytes": 5e6, "kv_hot_bytes": 2e6, "kv_hot_budget_bytes": 4e6}
     async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
         page = await one.open()
-        await page.wait_for_selector("#chat-model option", state="attached")
+        await one.ready()
         await page.click("nav >> text=Status")
         await page.wait_for_selector(".tiles >> text=Hit rate")
         assert await page.locator(".chart >> nth=0 >> rect").count() == 0

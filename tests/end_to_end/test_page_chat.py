@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browser import browser, needs_chromium, tab
+from browser import KEY, browser, needs_chromium, tab
 from fake_engine import USAGE, FakeEngine, app_of, served
 
 from omlxd.chat import Finished, TextDelta
@@ -57,7 +57,7 @@ async def test_nothing_is_lost_by_a_stop_an_empty_edit_a_reload_or_a_new_chat():
     async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
         await one.page.goto(url)
         page = one.page
-        await page.wait_for_selector("#chat-model option", state="attached")
+        await one.ready()
         await one.ask("hello")
         engine.script = (600.0, Finished("stop", USAGE))
         await page.click("text=Regenerate")
@@ -91,7 +91,7 @@ async def test_a_chat_that_is_too_long_to_keep_says_so_and_loses_nothing_before_
     engine = FakeEngine((TextDelta("x" * 2_000_000), Finished("stop", USAGE)))
     async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
         page = await one.open()
-        await page.wait_for_selector("#chat-model option", state="attached")
+        await one.ready()
         for _ in range(3):
             await one.ask("more")
         await page.wait_for_selector("[role=alert] >> text=too long for the browser to keep")
@@ -101,15 +101,13 @@ async def test_a_chat_that_is_too_long_to_keep_says_so_and_loses_nothing_before_
 
 
 async def test_who_gives_no_key_may_give_it_later():
-    app = app_of(FakeEngine(), api_key="s3cret")
+    app = app_of(FakeEngine(), api_key=KEY)
     async with served(app) as url, browser() as chromium, tab(chromium, url) as one:
         one.expected = ("401",)
         page = await one.open()
         await page.wait_for_selector("dialog[open]")
         await page.keyboard.press("Escape")
         await page.click("text=Enter key")
-        await page.wait_for_selector("dialog[open]")
-        await page.keyboard.type("s3cret")
-        await page.keyboard.press("Enter")
-        await page.wait_for_selector("#chat-model option", state="attached")
+        await one.give_key()
+        await one.ready()
         assert await page.inner_text("#key-button") == "Forget key"

@@ -36,7 +36,7 @@ async def test_models_and_cache_of_a_real_daemon(tmp_path: Path):
             daemon.settled()
         async with browser() as chromium, tab(chromium, daemon.url) as one:
             page = await one.open()
-            await page.wait_for_selector("#chat-model option", state="attached")
+            await one.ready()
             await page.click("text=Options")
             await page.fill("#chat-max_tokens", "8")
             await one.ask(prose(60, 9))
@@ -62,7 +62,7 @@ async def test_models_and_cache_of_a_real_daemon(tmp_path: Path):
             await page.keyboard.press("Home")
             await page.click("text=Clear all of")
             await page.click("text=Remove")
-            await page.wait_for_selector("text=are gone from SSD")
+            await page.wait_for_selector("text=Gone from SSD")
             assert before > 0 and await sums(page, empty=True) == 0
             await page.click("nav >> text=Models")
             await page.click("button:has-text('Unload')")
@@ -86,7 +86,7 @@ async def pin(page: Any) -> None:
     await page.keyboard.press("Home")
     await page.click("text=Clear all of")
     await page.click("text=but for what is pinned")
-    await page.wait_for_selector(".node .problem >> text=pinned and stay: unpin")
+    await page.wait_for_selector(".node .problem >> text=to clear the rest")
     assert "0 B" not in await page.inner_text(".pins li") and await sums(page) > 0
     await page.click(".pins button:has-text('Unpin')")
     await page.wait_for_selector("text=Nothing is.")
@@ -261,7 +261,7 @@ async def test_axe_finds_nothing(axe: str, scheme: str, tmp_path: Path):
         options = {"color_scheme": scheme, "bypass_csp": False}
         async with browser() as chromium, tab(chromium, daemon.url, **options) as one:
             page = await one.open()
-            await page.wait_for_selector("#chat-model option", state="attached")
+            await one.ready()
             await page.click("text=Options")
             await page.fill("#chat-max_tokens", "8")
             await one.ask("hello")

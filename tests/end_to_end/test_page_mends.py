@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from app_client import body
-from browser import browser, needs_chromium, tab
+from browser import KEY, READY, browser, needs_chromium, tab
 from fake_engine import USAGE, FakeEngine, FakeEngines, app_of, served
 
 from omlxd.chat import Finished, Progress, TextDelta
@@ -21,7 +21,6 @@ from tests.front.owner.test_cache_tree import cached
 pytestmark = [pytest.mark.slow, needs_chromium]
 
 WAITS = (Progress(48, 100), TextDelta("It"), TextDelta(" begins"), 600.0, Finished("stop", USAGE))
-READY = "#chat-model option"
 AT_END = """(() => { const box = document.querySelector("#chat .scroll");
     return box.scrollHeight - box.scrollTop - box.clientHeight < 80; })()"""
 
@@ -33,7 +32,7 @@ async def test_the_answer_to_a_long_message_is_seen():
         tab(chromium, url, viewport={"width": 1200, "height": 800}) as one,
     ):
         page = await one.open()
-        await page.wait_for_selector(READY, state="attached")
+        await one.ready()
         await one.ask("Short one.")
         for _ in range(2):
             await one.ask("\n".join(f"Line {at}" for at in range(60)))
@@ -51,7 +50,7 @@ async def test_what_is_refused_goes_back_into_its_field():
     async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
         one.expected = ("400",)
         page = await one.open()
-        await page.wait_for_selector(READY, state="attached")
+        await one.ready()
         await page.click("text=Options")
         await page.fill("#chat-tools", "{oops")
         await one.ask("first", end=False)
@@ -77,7 +76,7 @@ async def test_a_double_click_sends_and_a_stopped_answer_has_its_figures():
     async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
         one.expected = ("503",)  # These engines have no cache.
         page = await one.open()
-        await page.wait_for_selector(READY, state="attached")
+        await one.ready()
         await page.fill("#chat-text", "wait\u202e for it")
         await page.dblclick(".composer .main")
         await page.wait_for_selector("text=It begins")
@@ -125,7 +124,7 @@ async def test_an_open_edit_is_ended_before_another_message_goes():
     engine = FakeEngine()
     async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
         page = await one.open()
-        await page.wait_for_selector(READY, state="attached")
+        await one.ready()
         await one.ask("one")
         await page.click("text=Edit")
         assert await page.locator("text=Regenerate").count() == 0
@@ -147,20 +146,18 @@ async def test_a_damaged_store_is_a_chat_all_the_same():
             once = "if (!sessionStorage.length) sessionStorage.setItem('omlxd.chat', "
             await one.context.add_init_script(f"{once}{json.dumps(stored)})")
             page = await one.open()
-            await page.wait_for_selector(READY, state="attached")
+            await one.ready()
             await one.ask("hello")
             assert ("kept" in await page.inner_text(".log")) == ("kept" in stored)
 
 
 async def test_a_key_that_is_forgotten_takes_the_conversation_along():
-    app = app_of(FakeEngine(), api_key="s3cret")
+    app = app_of(FakeEngine(), api_key=KEY)
     async with served(app) as url, browser() as chromium, tab(chromium, url) as one:
         one.expected = ("401",)
         page = await one.open()
-        await page.wait_for_selector("dialog[open]")
-        await page.keyboard.type("s3cret")
-        await page.keyboard.press("Enter")
-        await page.wait_for_selector(READY, state="attached")
+        await one.give_key()
+        await one.ready()
         await one.ask("a private word")
         await page.click("text=Forget key")
         await page.wait_for_selector("dialog[open]")
@@ -227,7 +224,7 @@ async def test_everything_is_in_the_window(size: tuple[int, int]):
         tab(chromium, url, viewport={"width": width, "height": height}) as one,
     ):
         page = await one.open()
-        await page.wait_for_selector(READY, state="attached")
+        await one.ready()
         await one.ask("hello " * 80)
         await page.click("text=Options")
         for name in ("#chat-text", ".composer .main", "nav >> text=Models"):

@@ -20,6 +20,11 @@ needs_chromium = pytest.mark.skipif(
     reason="install a Chromium (`apt-get install chromium`) and `pip install playwright`",
 )
 
+KEY = "s3cret"
+"""What tests have the daemon ask for."""
+READY = "#chat-model option"
+"""There once the page knows the models, and can send."""
+
 
 class Tab:
     """A page in a context of its own. `problems`: what it said on its console, and whom else it asked."""
@@ -49,6 +54,15 @@ class Tab:
     async def open(self, view: str = "chat") -> Any:
         await self.page.goto(f"{self.url}/#/{view}")
         return self.page
+
+    async def ready(self) -> None:
+        await self.page.wait_for_selector(READY, state="attached")
+
+    async def give_key(self, key: str = KEY) -> None:
+        """Type it into the dialog that asks for one, once that is there."""
+        await self.page.wait_for_selector("dialog[open]")
+        await self.page.keyboard.type(key)
+        await self.page.keyboard.press("Enter")
 
     async def ask(self, text: str, end: bool = True) -> None:
         """Type and send it by the keyboard alone; wait for the end of the answer."""

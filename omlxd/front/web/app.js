@@ -33,6 +33,7 @@ function show() {
 // ------------------------------------------------------------------- the key
 
 const dialog = find("key-dialog");
+let keyMissing = false; // The daemon asks for a key, and its owner gave none.
 
 onKeyNeeded((again) => new Promise((resolve) => {
   const input = find("key-input");
@@ -42,10 +43,11 @@ onKeyNeeded((again) => new Promise((resolve) => {
   find("key-title").textContent = again ? "This key is wrong" : "This daemon asks for a key";
   const close = (key) => {
     dialog.close();
-    dialog.onclose = dialog.oncancel = null;
+    dialog.oncancel = null;
     find("key-form").onsubmit = null;
     resolve(key);
-    setTimeout(() => keyButton(!key)); // Once the key is in use.
+    keyMissing = !key;
+    setTimeout(keyButton); // Once the key is in use.
   };
   find("key-form").onsubmit = (event) => {
     event.preventDefault();
@@ -57,15 +59,14 @@ onKeyNeeded((again) => new Promise((resolve) => {
   input.focus();
 }));
 
-/** `needed`: the daemon asks for a key, and got none. */
-function keyButton(needed = false) {
-  find("key-button").hidden = !hasKey() && !needed;
-  find("key-button").textContent = needed ? "Enter key" : "Forget key";
+function keyButton() {
+  find("key-button").hidden = !hasKey() && !keyMissing;
+  find("key-button").textContent = keyMissing ? "Enter key" : "Forget key";
 }
 
-find("key-button").addEventListener("click", (event) => {
+find("key-button").addEventListener("click", () => {
   useKey("");
-  if (event.target.textContent === "Forget key") chat.forget();
+  if (!keyMissing) chat.forget();
   location.reload(); // No view shows any more what the key gave.
 });
 

@@ -148,7 +148,7 @@ function pinList() {
 const CAUSES = {
   differs: ({ stored_used }) => `Another text stands stored there (last used ${ago(stored_used)}).`,
   other_image: ({ stored_used }) => `Another image stands stored there (last used ${ago(stored_used)}).`,
-  never_stored: () => "Never stored, and nothing else in its place (or gone before this daemon began).",
+  never_stored: () => "Never stored, or removed longer ago than a daemon remembers; nothing else is there.",
   other_namespace: ({ elsewhere }) => elsewhere?.length && elsewhere.every((other) => other.adapter && !other.differs?.length)
     ? `It is stored, but for ${[...new Set(elsewhere.map((other) => other.adapter))].join(", ")}; adapters share no KV with the model or each other.`
     : "It is stored, but as made with another model file or setting.",
@@ -157,7 +157,9 @@ const CAUSES = {
   cleared: ({ gone_at }) => `It was stored, and cleared ${ago(gone_at)}.`,
   damaged: ({ gone_at }) => `Its file was damaged, and removed ${ago(gone_at)}.`,
   reuse_off: ({ reason }) => `Prefixes are not reused: ${reason}`,
-  none: () => "Nothing missed: every full block before the prompt's last token is there.",
+  none: ({ prompt_tokens, block_size }) => prompt_tokens <= block_size
+    ? `Nothing missed: the prompt is no longer than one block of ${block_size} tokens.`
+    : "Nothing missed: every full block before the prompt's last token is there.",
 };
 
 async function why(request) {
@@ -168,7 +170,7 @@ async function why(request) {
   const sides = [["This prompt", told.given ?? "", told.stored], ["What is stored", told.stored ?? "", told.given]].filter(([, text]) => text);
   put(els.why,
     h("div", { class: "row" }, h("h3", { id: "why-title" }, "Why it missed"), h("span", { class: "gap" }), button("Close", () => { els.why.hidden = true; }, { class: "quiet" })),
-    h("p", {}, `${model}: prompt of ${number(told.prompt_tokens)} tokens, blocks of ${told.block_size}. ${restored}${computed}.`),
+    h("p", {}, `${model}: prompt of ${counted(told.prompt_tokens, "token")}, blocks of ${told.block_size}. ${restored}${computed}.`),
     h("p", {}, h("b", {}, ["none", "reuse_off", "no_checkpoint"].includes(told.cause) ? "" : `First miss at token ${number(told.position)}. `), (CAUSES[told.cause] ?? (() => told.cause))(told)),
     told.elsewhere?.length ? h("ul", {}, ...told.elsewhere.map((other) => h("li", {}, `Namespace ${other.name.slice(0, 8)} holds ${number(other.tokens)} tokens of it${other.adapter ? `, for ${other.adapter}` : ""}${other.differs?.length ? `; it differs in ${other.differs.join(", ")}` : ""}.`))) : null,
     sides.length ? h("div", { class: "sides" }, ...sides.map(([name, text, other]) => h("figure", {}, h("figcaption", {}, name), beside(told.before ?? "", text, other)))) : null);
@@ -281,8 +283,8 @@ function confirmed(label, sure, act) {
 async function clear(node) {
   const done = await json("/omlxd/cache/clear", { body: { namespace: node.tree.namespace, id: node.id } });
   await load();
-  const text = `${counted(done.files, "file")}, ${bytes(done.bytes)} ${done.files === 1 ? "is" : "are"} gone from SSD. What RAM holds stays until the model is unloaded.`;
-  const stays = done.pinned && `${counted(done.pinned, "file")} of it ${done.pinned === 1 ? "is" : "are"} pinned and ${done.pinned === 1 ? "stays" : "stay"}: unpin ${done.pins.map(pinName).join(", ")} to clear ${done.pinned === 1 ? "it" : "them"}.`;
+  const text = `Gone from SSD: ${counted(done.files, "file")}, ${bytes(done.bytes)}. What RAM holds stays until the model is unloaded.`;
+  const stays = done.pinned && `Left alone: ${counted(done.pinned, "pinned file")}; unpin ${done.pins.map(pinName).join(", ")} to clear the rest.`;
   put(els.node, h("p", {}, text), stays ? h("p", { class: "problem" }, stays) : null, ...done.troubles.map((trouble) => h("p", { class: "problem" }, trouble)));
   els.tree.element.focus();
 }

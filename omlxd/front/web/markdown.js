@@ -57,7 +57,7 @@ function split(lines) {
     } else if (QUOTE.test(line)) {
       while (at < lines.length && lines[at].trim() && (QUOTE.test(lines[at]) || !starts(lines[at]))) at += 1;
       add("quote", from, at);
-    } else if (ITEM.test(line)) {
+    } else if ((match = ITEM.exec(line))) {
       at += 1;
       while (at < lines.length) {
         const next = lines[at];
@@ -65,7 +65,7 @@ function split(lines) {
         const goesOn = next.trim()
           ? item || /^\s{2,}/.test(next) || (lines[at - 1].trim() && !starts(next))
           : item || /^\s{2,}\S/.test(lines[at + 1] ?? "");
-        if (!goesOn || (item && isOther(item, ITEM.exec(line)))) break;
+        if (!goesOn || (item && isOther(item, match))) break;
         at += 1;
       }
       add("list", from, at);
