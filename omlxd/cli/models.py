@@ -320,7 +320,7 @@ def _load(args: argparse.Namespace) -> int:
 
 def _unload(args: argparse.Namespace) -> int:
     result = find_daemon(args.url).fetch("/omlxd/models/unload", Unloaded, UnloadModel(args.model), 120.0)
-    waits = f"{result.id} goes at the end of its {counted(result.in_flight, 'request')} in flight"
+    waits = f"{result.id} goes once its answers end ({counted(result.in_flight, 'request')} in flight)"
     _say(args, result, lambda: f"{result.id} is unloaded" if result.gone else waits)
     return 0
 

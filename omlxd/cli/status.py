@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ..common.units import human
+from ..common.units import counted, human
 from .daemon_client import add_url, find_daemon
 from .owner_api import DaemonStatus, ModelStatus
 
@@ -88,7 +88,7 @@ def cold_line(status: DaemonStatus) -> str:
     cold = status.cold
     if cold is None:
         return "SSD cache: none"
-    text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {human(cold.cap)} in {cold.files} files"
+    text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {human(cold.cap)} in {counted(cold.files, 'file')}"
     text += f", {cold.evicted_files} evicted since the start" if cold.evicted_files else ""
     if cold.folder_away:
         return f"{text}; OFF, the folder is away: put it back, or restart omlxd"

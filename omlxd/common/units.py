@@ -107,8 +107,8 @@ def human(nbytes: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 request`, `2 requests`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    """`1 request`, `2,000 requests`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def total_ram() -> int:

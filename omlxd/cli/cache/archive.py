@@ -15,6 +15,7 @@ from typing import IO, Any, Protocol
 import msgspec
 
 from ...common.files import read_small
+from ...common.units import counted
 from ...errors import InvalidRequest
 from ...kv.files.fs import FileSystem, put_in_place, write_all
 from ...kv.files.namespace import FILE_NAME, NamespaceInfo
@@ -95,7 +96,8 @@ def take_archive(source: IO[bytes], root: Path, room: Room) -> Imported:
         if not is_export:
             raise InvalidRequest(f"It is no export of omlxd: {error}.") from None
         raise InvalidRequest(
-            f"It is cut off or damaged from here on: {error}. {result.taken} files before are imported."
+            f"It is cut off or damaged from here on: {error}. "
+            f"Imported before that: {counted(result.taken, 'file')}."
         ) from None
     return result
 

@@ -47,7 +47,8 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
                 count, nbytes = count + 1, nbytes + (root / path).stat().st_size
     print(f"{args.archive}: {counted(count, 'file')}, {human(nbytes)}")
     if missing and args.session:
-        print(f"{missing} more are in RAM alone: send it once more, wait, and export again", file=sys.stderr)
+        more = f"in RAM alone: {counted(missing, 'more file')}"
+        print(f"{more}; send the prompt once more, wait, and export again", file=sys.stderr)
     return 1 if missing and args.session else 0
 
 
@@ -99,7 +100,7 @@ def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
     print(f"{counted(done.taken, 'file')} imported, {done.there} were there, {len(done.bad)} bad")
     if done.full:
         most = daemon.cap if daemon else settings.cold_cache_bytes
-        print(f"{done.full} files left out: the SSD cache may take {human(most)}")
+        print(f"{counted(done.full, 'file')} left out: the SSD cache may take {human(most)}")
     return 1 if done.bad or done.full else 0
 
 

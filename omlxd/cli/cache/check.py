@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...common.units import human
+from ...common.units import counted, human
 from ...kv.files.paths import is_stored_path
 from . import inventory
 from .inventory import Found
@@ -145,7 +145,7 @@ def _line(bad: Bad) -> str:
 def summary(outcome: Outcome) -> str:
     """One or two sentences."""
     removed = sum(bad.removed for bad in outcome.bad)
-    text = f"checked {outcome.checked} files, {human(outcome.bytes)}: "
+    text = f"checked {counted(outcome.checked, 'file')}, {human(outcome.bytes)}: "
     text += f"{len(outcome.bad)} bad, {removed} removed" if outcome.bad else "all good"
     extra: Iterable[tuple[int, str]] = (
         (outcome.gone, "vanished meanwhile"),

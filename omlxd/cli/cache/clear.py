@@ -45,9 +45,8 @@ class Plan:
                 shared = "; models with equal files share it" if info and len(info.names) > 1 else ""
                 lines.append(f"{title(folder, info)}: {counted(len(own), 'file')}, {size}{shared}")
         if self.pinned:
-            lines.append(
-                f"{counted(self.pinned, 'pinned file')} ({', '.join(self.pins)}) stay: --pinned removes them"
-            )
+            own = f"{counted(self.pinned, 'pinned file')} ({', '.join(self.pins)})"
+            lines.append(f"left alone: {own}; --pinned removes pinned files too")
         return lines
 
 
@@ -166,7 +165,7 @@ def _sweep(root: Path) -> str:
             files, nbytes = files + 1, nbytes + path.stat().st_size
             path.unlink()
     empty = sum(prune(root, folder) for folder in folders)
-    return f"removed {files} leftovers, {human(nbytes)}, and {empty} empty folders"
+    return f"removed {counted(files, 'leftover')}, {human(nbytes)}, and {counted(empty, 'empty folder')}"
 
 
 def _orphans(root: Path, wanted: bool, daemon: Holder | None) -> bool:
@@ -188,7 +187,7 @@ def _orphans(root: Path, wanted: bool, daemon: Holder | None) -> bool:
         return True
     for trouble in troubles:
         print(f"can't remove {trouble}")
-    print(f"removed {files} files of orphans, {human(nbytes)}")
+    print(f"removed {counted(files, 'file')} of orphans, {human(nbytes)}")
     return not troubles
 
 

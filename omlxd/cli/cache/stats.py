@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...common.units import human, spoken
+from ...common.units import counted, human, spoken
 from ...kv.checkpoint import KIND
 from ...kv.files.namespace import NamespaceInfo
 from ..owner_api import DaemonStatus
@@ -139,7 +139,7 @@ def as_text(stats: CacheStats) -> str:
     rows = [(*what, "OLDEST USE", "NEWEST USE"), *map(_row, stats.namespaces)]
     lines = [stats.cache_dir, *table(rows)] if stats.namespaces else [stats.cache_dir, "nothing cached yet"]
     cap = f"{human(stats.cap_bytes)} ({stats.cap_source})" if stats.cap_bytes else "no SSD cache in settings"
-    lines.append(f"total: {human(stats.bytes)} in {stats.files} files; cap: {cap}")
+    lines.append(f"total: {human(stats.bytes)} in {counted(stats.files, 'file')}; cap: {cap}")
     if stats.daemon:
         lines.append("daemon: running" + (f", process {stats.daemon_pid}" if stats.daemon_pid else ""))
     else:
@@ -147,9 +147,11 @@ def as_text(stats: CacheStats) -> str:
     if stats.live is not None:
         lines += _live(stats.live)
     if stats.temporary:
-        lines.append(f"temporary: {stats.temporary} files, {human(stats.temporary_bytes)}")
+        lines.append(f"temporary: {counted(stats.temporary, 'file')}, {human(stats.temporary_bytes)}")
     if stats.misplaced or stats.strangers:
-        lines.append(f"not blocks: {stats.misplaced + stats.strangers} entries; see `omlxd cache check`")
+        lines.append(
+            f"entries that are no blocks: {stats.misplaced + stats.strangers}; see `omlxd cache check`"
+        )
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...common.units import counted
 from ...config import Settings
 from ...errors import ConfigError
 from ..daemon_client import STREAM_S, Daemon, DaemonError, Usage, find_daemon
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
             print(f"omlxd: {place}: {error.message}", file=sys.stderr)
             status = 1
             continue
-        print(f"{place}: {used.computed} tokens computed, {used.all} were cached", flush=True)
+        print(f"{place}: {counted(used.computed, 'token')} computed, {used.all:,} cached", flush=True)
     return status
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ...common.units import counted
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...explanation import Explanation, OtherNamespace
@@ -136,7 +137,7 @@ def as_text(miss: WhyMiss) -> str:
     restored = why.hot_tokens + why.cold_tokens
     tiers = "" if miss.reached >= 0 or not restored else f" ({why.hot_tokens} RAM, {why.cold_tokens} SSD)"
     lines = [
-        f"{miss.model}: prompt of {why.prompt_tokens} tokens, blocks of {why.block_size}, "
+        f"{miss.model}: prompt of {counted(why.prompt_tokens, 'token')}, blocks of {why.block_size}, "
         f"namespace {why.namespace[:8] or '-'}",
         f"restored{then or ', were it sent now'}: {restored} tokens{tiers}",
     ]
@@ -152,7 +153,7 @@ def as_text(miss: WhyMiss) -> str:
             lines.append(f"  stored  {why.stored!r}…")
         lines.append(f"  prompt  {why.prompt!r}…")
     if why.cause in ("never_stored", "evicted") and not why.complete:
-        lines.append(f"(after {why.looked} files the search for another text there was ended)")
+        lines.append(f"(after {counted(why.looked, 'file')} the search for another text there was ended)")
     return "\n".join(lines)
 
 
@@ -205,13 +206,13 @@ def _listed(requests: list[RequestLine]) -> list[str]:
 
 
 def _listed_row(each: RequestLine) -> tuple[str, ...]:
-    counted = each.cached_tokens >= 0
+    known = each.cached_tokens >= 0
     return (
         each.id,
         ago(each.began),
         each.model,
-        str(each.prompt_tokens) if counted else "-",
-        str(each.cached_tokens) if counted else "-",
+        str(each.prompt_tokens) if known else "-",
+        str(each.cached_tokens) if known else "-",
         each.outcome,
         each.session[:36] or "-",
     )

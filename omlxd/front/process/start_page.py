@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...common.units import human
+from ...common.units import counted, human
 from ...config import Settings, load_settings
 from ...errors import AGENT_CONTEXT, ConfigError, OmlxdError
 
@@ -54,7 +54,7 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
     stats, complete = await _count(pool)
     rows.append(("cache", _cache(pool.cold.folder, stats, complete)))
     if stats is not None and settings.hot_cache_bytes == 0:
-        rows.append(("", "none in RAM: --hot-cache-max-size 0 means no RAM cache, auto means no limit"))
+        rows.append(("", "none in RAM: --hot-cache-max-size 0 means no RAM cache; auto: as memory allows"))
     rows.append(("page", f"{url}/"))
     if engine is not None and not trouble:
         rows += _commands(engine, url, settings, key_required)
@@ -89,7 +89,7 @@ async def _count(pool: EnginePool) -> tuple[LedgerStats | None, bool]:
 def _cache(folder: str, stats: LedgerStats | None, complete: bool) -> str:
     if stats is None:
         return "in RAM alone; there is no SSD cache"
-    held = f"{stats.files:,} files, {human(stats.bytes_used)} of {human(stats.cold_cache_bytes)}"
+    held = f"{counted(stats.files, 'file')}, {human(stats.bytes_used)} of {human(stats.cold_cache_bytes)}"
     return f"{folder}: {held}" + ("" if complete else ", and still counting")
 
 

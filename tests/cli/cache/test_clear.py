@@ -124,7 +124,7 @@ def test_clear_leaves_what_is_pinned(cache: Cache, capsys: pytest.CaptureFixture
     (cache.root / FILE_NAME).write_text(json.dumps({"mine": {"model": "m", "files": [kept], "at": 1.0}}))
     assert cache.run("clear", "--yes") == 0
     told = capsys.readouterr().out
-    assert "1 pinned file (mine) stay: --pinned removes them" in told and "removed 10 files" in told
+    assert "left alone: 1 pinned file (mine); --pinned removes" in told and "removed 10 files" in told
     assert [str(path.relative_to(cache.root)) for path in blocks_in(cache.root)] == [kept]
     (cache.root / FILE_NAME).write_text("{")
     assert cache.run("clear", "--yes") == 1 and blocks_in(cache.root)

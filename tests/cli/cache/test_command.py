@@ -74,7 +74,7 @@ def test_stats_as_text(cache: Cache, capsys: pytest.CaptureFixture[str]):
     told = capsys.readouterr().out
     assert "org/tiny" in told and "(unknown)" in told and namespace_dir(OTHER_NAMESPACE)[:8] in told
     assert "in 11 files; cap: 100 GB (default)" in told and "daemon: none on this folder" in told
-    assert "temporary: 1 files" in told and "not blocks: 1 entries" in told
+    assert "temporary: 1 file, " in told and "entries that are no blocks: 1;" in told
 
 
 def test_stats_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

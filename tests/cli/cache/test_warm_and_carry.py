@@ -90,7 +90,7 @@ def test_an_export_is_its_owners_alone_and_says_what_has_no_file(tmp_path: Path,
     root.mkdir()
     words = ("export", tmp_path / "a.tar", "--session", "s", "--paged-ssd-cache-dir", root)
     assert cache(*words) == 1
-    assert "1 more are in RAM alone" in capsys.readouterr().err
+    assert "in RAM alone: 1 more file;" in capsys.readouterr().err
     assert (tmp_path / "a.tar").stat().st_mode & 0o777 == 0o600
     with pytest.raises(OmlxdError, match=r"^/.*a\.tar: File exists"):
         cache(*words)
@@ -124,7 +124,7 @@ def test_a_warm_cache_is_carried_to_another_machine(tmp_path: Path, capsys):
         for computed in (True, False):
             assert cache("warm", tmp_path / "prompt.txt", "--url", daemon.url) == 0
             row = capsys.readouterr().out
-            assert (" 0 were cached" in row) == computed and "prompt.txt" in row
+            assert (" 0 cached" in row) == computed and "prompt.txt" in row
         model = daemon.model
         with pytest.raises(ConfigError, match="--newer-than: 'soon' is no age"):
             cache("export", archive, "--model", "x", "--newer-than", "soon")

@@ -72,7 +72,7 @@ def test_the_cache_is_counted_although_no_model_is_loaded(start, tmp_path: Path)
     daemon = start(*flags, model=False)
     lines = [daemon.process.stdout.readline() for _ in range(2)]
     assert "none is loaded" in lines[0]
-    assert lines[1] == f"  cache    {tmp_path / 'cache'}: 1 files, 1 MB of 1 GB\n"
+    assert lines[1] == f"  cache    {tmp_path / 'cache'}: 1 file, 1 MB of 1 GB\n"
 
 
 def test_a_terminal_gets_the_same_with_colours(tmp_path: Path):
