@@ -14,11 +14,24 @@ from ..common.files import read_small
 from ..common.units import disk_total, human, total_ram
 from ..errors import ConfigError
 from .keys import keys_path, read_keys
-from .settings import BY_NAME, OPTIONS, PREFIX, SAMPLING, ModelSettings, Option, Settings, full_name
+from .settings import (
+    BY_NAME,
+    BY_SERVICE,
+    OPTIONS,
+    PREFIX,
+    SAMPLING,
+    WITH_STDIN,
+    ModelSettings,
+    Option,
+    Settings,
+    full_name,
+)
 from .values import closest, convert, expected, is_loopback
 
 _MODEL_TYPES = get_type_hints(ModelSettings, include_extras=True)
-_INTERNAL = re.compile(rf"{PREFIX}(ENGINE_COMMAND|FETCH_MODEL|SERVICE|TRACES|WITH_STDIN|SCRIPT_.*|TEST_.*)")
+_INTERNAL = re.compile(
+    rf"{BY_SERVICE}|{WITH_STDIN}|{PREFIX}(ENGINE_COMMAND|FETCH_MODEL|TRACES|SCRIPT_.*|TEST_.*)"
+)
 """Variables that are no settings: of commands for each other, of tests and of tools."""
 _TABLES = ("serve", "defaults", "models")
 

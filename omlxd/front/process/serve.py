@@ -7,10 +7,11 @@ have opened them already (front/process/sockets.py).
 Stopping, on SIGTERM or ^C: no new connections, answers under way end (`DRAIN_S`), the engine
 flushes its blocks and quits, exit 0; early_stop.py sees to those that come before there is anything to
 end. A second signal ends everything at once, exit 1; once all has ended in order it changes nothing, and
-the exit status stays 0. SIGHUP reads the configuration again (reload.py), unless
-a terminal's end sent it: then it is a SIGTERM. If the files of `--model` are no model, nothing listens,
-exit 2: no service manager need try again. If a GGUF file can't be imported after all, the daemon stops by
-itself, exit 1.
+the exit status stays 0. SIGHUP reads the configuration again (reload.py), unless a terminal's end sent it:
+then it is a SIGTERM. With `WITH_STDIN` the end of standard input is one, too.
+
+If the files of `--model` are no model, nothing listens, exit 2: a service manager need not try again. If
+the import of a GGUF file fails, which takes longer to show, the daemon stops by itself, exit 1.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ async function loadTree() {
   linked(nodes);
   els.tree.show(nodes);
   const sum = (name) => nodes.reduce((all, node) => all + (node.depth ? node[name] : 0), 0);
-  els.sums.textContent = `${number(sum("blocks"))} blocks in ${counted(nodes.length - trees.length, "run")}, ${bytes(sum("bytes"))}; read in ${((performance.now() - began) / 1000).toFixed(1)} s.`;
+  els.sums.textContent = `${counted(sum("blocks"), "block")} in ${counted(nodes.length - trees.length, "run")}, ${bytes(sum("bytes"))}; read in ${((performance.now() - began) / 1000).toFixed(1)} s.`;
   els.tree.element.hidden = !nodes.length;
 }
 
@@ -262,8 +262,8 @@ function chosen(node) {
   const what = node.depth ? "this prefix and all that goes on from it" : `all of ${node.text}`;
   put(els.node,
     h("p", {}, node.depth
-      ? `${tokens(node, node.blocks)} tokens in ${number(node.blocks)} blocks, ${bytes(node.bytes)}, last used ${ago(node.used)}. With all that goes on from it: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}.`
-      : `${node.tree.model || "An unknown model"}, namespace ${node.tree.namespace.slice(0, 8)}: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}, of these ${number(node.tree.other_files)} records of answers.`),
+      ? `${tokens(node, node.blocks)} tokens in ${counted(node.blocks, "block")}, ${bytes(node.bytes)}, last used ${ago(node.used)}. With all that goes on from it: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}.`
+      : `${node.tree.model || "An unknown model"}, namespace ${node.tree.namespace.slice(0, 8)}: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}, of these ${counted(node.tree.other_files, "record")} of answers.`),
     node.text && node.depth ? h("pre", { tabindex: 0 }, node.text) : null,
     h("p", { class: "row" }, confirmed(`Clear ${what}`, () => `Remove ${bytes(node.allBytes)} from SSD${pins?.pins.length ? ", but for what is pinned" : ""}`, () => clear(node))));
 }

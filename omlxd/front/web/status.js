@@ -1,6 +1,6 @@
 // What the daemon does now, and did in the last hour. The stream is open only while somebody looks.
 
-import { bytes, h, number, seconds } from "./dom.js";
+import { bytes, counted, h, number, seconds } from "./dom.js";
 import { chart, whole } from "./charts.js";
 import { Refused, events, send } from "./net.js";
 
@@ -192,7 +192,7 @@ function tiers(status) {
   const { cold } = status;
   if (cold) {
     rows.push(whole("SSD", cold.cap, [["in use", "ssd", cold.bytes]], bytes),
-      h("p", { class: "hint" }, `${number(cold.files)} files in ${cold.dir}${cold.evicted_files ? `, ${number(cold.evicted_files)} evicted` : ""}${cold.folder_away ? "; the folder is away" : ""}`));
+      h("p", { class: "hint" }, `${counted(cold.files, "file")} in ${cold.dir}${cold.evicted_files ? `, ${number(cold.evicted_files)} evicted` : ""}${cold.folder_away ? "; the folder is away" : ""}`));
   } else rows.push(h("p", { class: "hint" }, "There is no SSD cache."));
   els.tiers.replaceChildren(...rows);
 }
