@@ -54,14 +54,13 @@ class Pins:
 
     def drop(self, gone: Collection[str]) -> None:
         """Take the files `gone` out of all pins; a pin that has no other goes. Raises nothing."""
-        pins = {name: [path for path in pin.files if path not in gone] for name, pin in self.by_name.items()}
-        if all(len(files) == len(self.by_name[name].files) for name, files in pins.items()):
-            return
         left = {
-            name: msgspec.structs.replace(self.by_name[name], files=files)
-            for name, files in pins.items()
-            if files
+            name: msgspec.structs.replace(pin, files=files)
+            for name, pin in self.by_name.items()
+            if (files := [path for path in pin.files if path not in gone])
         }
+        if left == self.by_name:
+            return
         try:
             self._replace(left)
         except OSError as error:
