@@ -307,9 +307,11 @@ class EngineHost:
         self._traffic.note_request(sequence, rendered, standing)
 
     def cancel(self, sequence: Sequence) -> None:
-        """The client of `sequence` has gone away."""
+        """The client of `sequence` has gone away. Any thread."""
+        sink = sequence.sink  # First: the engine thread lets it go, at the latest when it takes this cancel.
         self.scheduler.cancel(sequence)
-        sequence.sink.abandon()
+        if sink is not None:  # Else the answer's last event is on its way.
+            sink.abandon()
 
     def _learn(self, rendered: RenderedPrompt, sequence: Sequence, answer: Answer) -> None:
         """A turn is over: later prompts get it as it was generated, each image a placeholder again."""

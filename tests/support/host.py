@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from omlxd.chat import (
 )
 from omlxd.engine.host import EngineHost
 from omlxd.engine.output.sink import OutputThread
+from omlxd.engine.sequence import Sequence
 
 
 class Host:
@@ -55,10 +57,13 @@ class Host:
             self._events[id].put(event)
 
     def send(self, request: GenerateRequest) -> int:
+        return self.start(request, lambda: None).id
+
+    def start(self, request: GenerateRequest, end: Callable[[], None]) -> Sequence:
+        """`end` is called once nothing more is sent of it."""
         id = next(self._ids)
         self._events[id] = queue.SimpleQueue()
-        self.engine.start(id, request, lambda: None)
-        return id
+        return self.engine.start(id, request, end)
 
     def events(self, id: int) -> list[Event]:
         out: list[Event] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omlxd import wire
 from omlxd.chat import Event, Failed, Finished, Sampling, TextDelta, Usage
 from omlxd.engine.output.sink import OutputThread, RequestSink
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence
 from omlxd.models import demo
 
@@ -155,4 +157,25 @@ def test_a_request_that_is_over_is_freed_without_the_collector(tmp_path: Path):
         wait_until(lambda: not held())
     finally:
         gc.enable()
+        host.close()
+
+
+def test_a_client_that_leaves_as_its_answer_ends_costs_nothing(tmp_path: Path, monkeypatch):
+    """The thread that reads frames cancels it, and with that thread the engine would end."""
+    host = Host(demo.build_demo(tmp_path / "demo"))
+    ended = threading.Event()
+    try:
+        over = host.start(chat(max_tokens=500), ended.set)
+
+        def cancel_at_once(sequence: Sequence) -> None:
+            Scheduler.cancel(host.engine.scheduler, sequence)
+            wait_until(lambda: sequence.sink is None)
+
+        monkeypatch.setattr(host.engine.scheduler, "cancel", cancel_at_once)
+        host.engine.cancel(over)
+        assert ended.wait(60)
+        monkeypatch.undo()
+        host.engine.cancel(over)
+        assert isinstance(host.ask(chat(max_tokens=3))[-1], Finished)
+    finally:
         host.close()
