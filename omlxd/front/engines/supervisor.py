@@ -279,7 +279,9 @@ class Supervisor:
 
     def _unloaded(self) -> None:
         log.info("unloaded %s", self.model_id)
-        if not self._owner.is_awaited:
+        if self._owner.is_awaited:  # Also by requests from before the unload, which waited for a turn.
+            self._wanted.set()
+        else:
             self._wanted.clear()
         self.state = "loading" if self._wanted.is_set() else "unloaded"
         self._settle_gone()

@@ -242,6 +242,18 @@ async def test_close_lets_the_engine_quit_and_reaps_it(tmp_path: Path):
             made.generate(ask("x"))
 
 
+async def test_a_request_that_waits_for_a_turn_is_answered_without_another_one(tmp_path: Path):
+    async with engine("--notes", str(tmp_path)) as made:
+        first = made.generate(ask("gate one"))
+        assert isinstance(await anext(first), Progress)
+        assert made.begin_turn()
+        waits = asyncio.create_task(collect(made, "two"))
+        await asyncio.sleep(0)  # It has begun, and the engine has not got it.
+        (tmp_path / "gate").touch()
+        assert words(await rest_of(first)) == ["one"]
+        assert words(await asyncio.wait_for(waits, 60)) == ["two"] and made.supervisor.starts == 2
+
+
 @pytest.mark.slow
 async def test_an_unload_does_not_wait_for_an_engine_that_is_stopped():
     async with engine() as made:

@@ -290,6 +290,13 @@ class Machine(RuleBasedStateMachine):
         self.now(check)
         self.ticks(ticks)
 
+    @precondition(lambda self: self.made.state == "ready")
+    @rule(ticks=TICKS)
+    def turns(self, ticks: int) -> None:
+        """What it was loaded from has changed."""
+        self.now(self.made.begin_turn)
+        self.ticks(ticks)
+
     # ----------------------------------------------------------------- the engine
 
     @rule(
@@ -415,7 +422,7 @@ class Machine(RuleBasedStateMachine):
                 self.made.state == "ready" and request.life == self.made.supervisor.starts
             )
             assert request.frame or request.life
-            if self.made.state == "ready" and not request.life:
+            if self.made.state == "ready" and not request.life and not self.made._turning:
                 assert request in self.made._again and self.made._trial, "it waits for nobody"
         if self.made.state in ("unloaded", "failed"):
             assert self.link is None
