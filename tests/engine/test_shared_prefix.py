@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from cold_run import Reference, assert_same, prompt
+from daemon import wait_until
 from families import build_family
 from guesses import guess_by, half_right
 from kv_fakes import check_pool
@@ -247,6 +248,24 @@ def test_a_spoiled_prompt_leaves_no_segment_to_others(model: Path):
         assert_nothing_is_left(rig)
         rig.loaded.model = whole
         assert rig.run(tokens, 5).got == good
+
+
+def test_what_a_restore_held_is_free_without_the_collector(model: Path, tmp_path: Path):
+    """It looks rarely, and where memory is short prompts were refused for segments that nobody ran with."""
+    with sharing(model, tmp_path) as rig:
+        rig.run(PROMPTS[0], 2)
+        rig.run(PROMPTS[1], 2)
+    with sharing(model, tmp_path, hot=0) as rig:
+        gc.collect()
+        gc.disable()
+        try:
+            first = rig.start(PROMPTS[0], LONG)
+            assert first.first.wait(60)
+            assert rig.run(PROMPTS[1], 2).cold, "it restores beside segments that the first one holds"
+            assert first.tokens()
+            wait_until(lambda: not rig.on_engine(lambda: len(rig.loaded.segments)), 30)
+        finally:
+            gc.enable()
 
 
 # --------------------------------------------------------------------------- admission

@@ -157,7 +157,7 @@ class ColdReads:
     def _restore(self, sequence: Sequence, ready: Ready, shared: _Shared) -> None:
         splits = self._splits(sequence)
 
-        def settled() -> None:
+        def settled(restore: Restore) -> None:
             if not sequence.cancelled:
                 self._promote(sequence)
             try:

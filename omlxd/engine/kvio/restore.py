@@ -114,12 +114,12 @@ class StagedArrival:
 
 
 class Restore:
-    """One of `reads`: begun and settled on the engine thread, where `ready` ends it.
+    """One of `reads`: begun and settled on the engine thread, where `ready`, which gets it, ends it.
 
     splits  if it ends early, the rest is read and computed at once: the sequence's table keeps it
     """
 
-    def __init__(self, reads: ColdReads, sequence: Request, ready: Callable[[], None], splits: bool):
+    def __init__(self, reads: ColdReads, sequence: Request, ready: Callable[[Restore], None], splits: bool):
         self._reads, self._splits = reads, splits
         self._began, self._read = 0.0, 0
         self.ended_early = False
@@ -218,7 +218,7 @@ class Restore:
             sequence.cache, sequence.kv_length, sequence.offered, sequence.resume_at = None, 0, 0, 0
             if sequence.table is not None:
                 sequence.table.truncate(0)
-        self._ready()
+        self._ready(self)
 
     def _accept(self) -> None:
         """The good prefix becomes the sequence's cache."""
