@@ -39,6 +39,7 @@ import tempfile
 import threading
 
 from ..common.private_trace import LineFormatter
+from ..common.stacks import show_threads_on_signal
 from . import blas
 
 DEFAULTS = {"MLX_CUDA_GRAPH_CACHE_SIZE": "4000", "MLX_ENABLE_TF32": "0"}
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--mlx-blas", action="store_true", help="leave matrix products to MLX's own BLAS")
     args = parser.parse_args()
     _log_to_stderr()
+    show_threads_on_signal()
     os.umask(0o077)  # All that an engine writes is its owner's cache.
     _die_with_parent()
     prepare_mlx(own_blas=args.mlx_blas)

@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
+from omlxd.common.stacks import SIGNAL
 from omlxd.models.demo import build_demo
 
 REPO = Path(__file__).resolve().parents[2]
@@ -117,7 +118,7 @@ class Daemon:
             self.close()
             raise RuntimeError(f"the daemon did not start: {self.logged()}")
         self.url, self.model = found[1], found[2]
-        self.http = httpx.Client(base_url=self.url, timeout=300, trust_env=False)
+        self.http = _Client(self, base_url=self.url, timeout=300, trust_env=False)
         if wait:
             self.wait_ready()
 
@@ -204,6 +205,13 @@ class Daemon:
     def logged(self) -> str:
         return self._log_path.read_text()
 
+    def show_stacks(self) -> str:
+        """Its log, with where its processes stand now at the end."""
+        for pid in [self.process.pid, *self.engines()]:
+            os.kill(pid, SIGNAL)
+        time.sleep(2.0)
+        return self.logged()
+
     # ----------------------------------------------------------------- its processes
 
     def engine_pid(self) -> int:
@@ -265,6 +273,21 @@ class Daemon:
         self._log.close()
         if hasattr(self, "http"):
             self.http.close()
+
+
+class _Client(httpx.Client):
+    """Says where the daemon stands when an answer does not come."""
+
+    def __init__(self, daemon: Daemon, **options: Any):
+        super().__init__(**options)
+        self._daemon = daemon
+
+    def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+        try:
+            return super().send(request, **options)
+        except httpx.ReadTimeout as error:
+            error.add_note(self._daemon.show_stacks())
+            raise
 
 
 def alive(process: psutil.Process) -> bool:

@@ -79,6 +79,9 @@ class GuestLink:
         self._drop()
         self.end(self._ended)
 
+    def show_threads(self) -> None:
+        self._link.show_threads()
+
     def kill(self) -> None:
         """Of the whole engine: what hangs in it hangs for all."""
         self._link.kill()

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import psutil
 
 from ... import wire
+from ...common.stacks import SIGNAL
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -156,6 +157,11 @@ class EngineLink:
     def terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
+
+    def show_threads(self) -> None:
+        """Have the engine print where its threads stand, which is logged."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(SIGNAL)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -410,7 +410,11 @@ class Supervisor:
                 return None  # Whoever unloads it has a deadline of its own.
             return watch.load_progress(life.link.pid)
 
-        silent_s = await watch.stalled(progress, stall_s)
+        def show_threads(silent_s: float) -> None:
+            log.warning("%s: no progress for %.0f s; where its threads stand:", self.model_id, silent_s)
+            life.link.show_threads()
+
+        silent_s = await watch.stalled(progress, stall_s, show_threads)
         log.error("%s: no progress for %.0f s, it is ended", self.model_id, silent_s)
         life.stalled = True
         life.link.kill()

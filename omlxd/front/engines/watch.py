@@ -28,14 +28,18 @@ LOAD_SPARE_BYTES = 2 << 30
 LOAD_ATTEMPTS = 3
 
 
-async def stalled(progress: Callable[[], object], stall_s: float) -> float:
+async def stalled(
+    progress: Callable[[], object], stall_s: float, at_half: Callable[[float], None] = lambda silent_s: None
+) -> float:
     """Wait until `progress()` stays the same for `stall_s`; returns the seconds of silence.
 
+    at_half   is called with them once half of that is over
     progress  any value that changes while work gets done; None: there is no work. The engine is asked
               nothing: a thread that answers says nothing about the thread that computes.
     """
     pause, seen = min(5.0, stall_s / 8), None
     silent = longest = 0.0
+    told = False
     looked_at = time.monotonic()
     while True:
         await asyncio.sleep(pause)
@@ -46,9 +50,14 @@ async def stalled(progress: Callable[[], object], stall_s: float) -> float:
         if state is None or state != seen:
             if state is not None and seen is not None:
                 longest = max(longest, silent)
-            silent, seen = 0.0, state
-        elif silent >= max(stall_s, SLOW_CHUNKS * longest):
+            silent, seen, told = 0.0, state, False
+            continue
+        most = max(stall_s, SLOW_CHUNKS * longest)
+        if silent >= most:
             return silent
+        if silent >= most / 2 and not told:
+            told = True
+            at_half(silent)
 
 
 def resident(pid: int | None) -> int | None:

@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import ConfigError
+from .tasks import show_on_signal
 
 if TYPE_CHECKING:
     from ...config import Settings
@@ -104,6 +105,7 @@ def _stop_on_signals(stop: asyncio.Event, pool: EnginePool) -> None:
         numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, on_signal)
+    show_on_signal()
 
 
 def leave(status: int) -> NoReturn:

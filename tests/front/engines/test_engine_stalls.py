@@ -1,11 +1,13 @@
 """An engine that makes no progress is noticed and restarted; one that is only slow, or idle, is not."""
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from daemon import Daemon, wait_until
 from engine_processes import (
     STALL_S,
     ask,
@@ -18,10 +20,11 @@ from engine_processes import (
 )
 
 from omlxd.chat import Failed
+from omlxd.common.stacks import SIGNAL
 from omlxd.front.engines.client import EngineProcess
 
 
-async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress():
+async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress(caplog: pytest.LogCaptureFixture):
     async with engine(stall_s=STALL_S) as made:
         await up(made)
         other = made.generate(ask("one sleep:300"))
@@ -29,7 +32,18 @@ async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress():
         failed = events[-1]
         assert isinstance(failed, Failed) and "no progress" in failed.message and failed.retry_after
         assert isinstance([event async for event in other][-1], Failed)
+        assert "where its threads stand" in caplog.text
         await up(made)
+
+
+@pytest.mark.slow
+def test_a_daemon_shows_where_it_stands_by_a_signal(tmp_path: Path):
+    with Daemon(tmp_path) as daemon:
+        for pid in (daemon.process.pid, daemon.engine_pid()):
+            os.kill(pid, SIGNAL)
+        for place in ("schedule/scheduler.py", "tasks:\n", "in EngineLink._send_all"):
+            wait_until(lambda place=place: place in daemon.logged(), why=daemon.logged)
+        assert daemon.state() == "ready"
 
 
 @pytest.mark.slow
