@@ -109,7 +109,14 @@ class ColdReads:
         return True
 
     def _again(self, sequence: Sequence, ready: Ready) -> None:
-        if sequence.cancelled or not self._cold_names(sequence) or not self.begin(sequence, ready):
+        waits = False
+        try:
+            waits = (
+                not sequence.cancelled and bool(self._cold_names(sequence)) and self.begin(sequence, ready)
+            )
+        except Exception:  # It matches again before its next pass, and others wait behind it.
+            log.exception("%s: its blocks can't be read", sequence.name)
+        if not waits:
             ready()  # What is hot is appended before the next pass.
 
     def _cold_names(self, sequence: Sequence) -> set[BlockHash]:

@@ -252,6 +252,30 @@ def test_a_cancelled_one_keeps_no_reference_and_wakes_who_waits(
         assert not rig.scheduler.bridge.reads._under_way  # type: ignore[union-attr]
 
 
+def test_one_whose_read_can_not_begin_keeps_nobody_waiting(
+    cache: Path, model: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+):
+    with Rig(model, cache, hot=0, fs=SlowDisk(0.03)) as rig:
+        reads = rig.scheduler.bridge.reads  # type: ignore[union-attr]
+        begin, broken = reads.begin, list[str]()
+
+        def begin_or_not(sequence: Any, ready: Any) -> bool:
+            if sequence is started[1].sequence and sequence.state is State.RESTORING and not broken:
+                broken.append(sequence.name)
+                raise MemoryError
+            return begin(sequence, ready)
+
+        monkeypatch.setattr(reads, "begin", begin_or_not)
+        held = threading.Event()
+        rig.scheduler.post(lambda: held.wait(60) and None)
+        started = [rig.start(TOKENS, 8) for _ in range(3)]
+        held.set()
+        assert [output.tokens() for output in started] == [reference.once(TOKENS, 8)[0]] * 3
+        rig.settle()
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
+        assert broken and not reads._under_way
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
 def test_a_model_with_checkpoints_is_computed_where_that_is_faster(family: str, tmp_path: Path):
