@@ -116,13 +116,13 @@ class EventPump:
         self._put(error.as_event())
 
     def _put(self, event: Event) -> None:
+        self._waiting.append(event)  # First: the client is answered whatever becomes of what follows.
+        self._unread += _size(event)
+        self._arrived.set()
         if not isinstance(event, ChoiceEvent):
             self._seen(event)
         elif not isinstance(event.event, (Finished, Failed)):  # one for all choices follows
             self._seen(event.event)
-        self._waiting.append(event)
-        self._unread += _size(event)
-        self._arrived.set()
 
 
 def _size(event: Event) -> int:

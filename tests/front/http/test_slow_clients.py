@@ -16,7 +16,7 @@ import psutil
 import pytest
 from fake_engine import USAGE, FakeEngine, app_of, served
 
-from omlxd.chat import Failed, Finished, GenerateRequest, Progress, RawPrompt, TextDelta
+from omlxd.chat import Event, Failed, Finished, GenerateRequest, Progress, RawPrompt, TextDelta
 from omlxd.front.http.event_pump import BATCH, EventPump
 from omlxd.front.http.slow_reader import PIECE_BYTES, PacedSend, TooSlow
 from tests.front.process.test_serve import Daemon, start  # noqa: F401  (a fixture)
@@ -107,6 +107,16 @@ async def test_a_slow_client_that_reads_on_gets_everything():
                 await asyncio.sleep(0.002)
         assert got.count(b"x" * 2000) == 500
         writer.close()
+
+
+async def test_who_counts_events_and_fails_keeps_no_client_waiting():
+    def broken(event: Event) -> None:
+        raise ValueError(event)
+
+    pump = EventPump(FakeEngine([PIECE, Finished("stop", USAGE)]).generate(REQUEST), broken)
+    events = await asyncio.wait_for(pump.next(None), 60)
+    assert events[0] == PIECE and isinstance(events[-1], Failed)
+    await pump.close()
 
 
 async def test_an_answer_that_nobody_reads_is_kept_up_to_a_limit():
