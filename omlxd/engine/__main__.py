@@ -98,10 +98,15 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
-    EngineService(sock).run()
+    status = 0
+    try:
+        EngineService(sock).run()
+    except Exception:
+        logging.getLogger(__name__).exception("this engine ends")
+        status = 6
     logging.shutdown()
     # MLX and its threads have nothing to say any more; ordinary interpreter exit can hang on them.
-    os._exit(0)
+    os._exit(status)
 
 
 def _log_to_stderr() -> None:

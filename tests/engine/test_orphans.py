@@ -74,6 +74,34 @@ class Engine:
         self.process.wait(GONE_S)
 
 
+BROKEN = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from omlxd.engine import __main__, service
+
+def run(self):
+    ThreadPoolExecutor(1).submit(threading.Event().wait)  # As a read of a disk that hangs.
+    raise ValueError
+
+service.EngineService.run = run
+__main__.main()
+"""
+
+
+def test_an_engine_whose_main_thread_fails_is_gone_whatever_its_other_threads_do():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fd = theirs.fileno()
+        ended = subprocess.run(
+            [sys.executable, "-c", BROKEN, "--fd", str(fd)],
+            pass_fds=[fd],
+            cwd=REPO,
+            stderr=subprocess.PIPE,
+            timeout=GONE_S,
+        )
+    assert ended.returncode == 6 and b"this engine ends" in ended.stderr
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     made = Engine(tmp_path)
