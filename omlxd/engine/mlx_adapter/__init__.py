@@ -13,7 +13,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
   classes (products.py; tests/engine/mlx_adapter/test_products.py);
 - a CUDA kernel may write into an array that it was given (attention_kernel.py, fused_attention.py);
 - layers of llama, qwen2 and qwen3 keep their weights under the names of fused_step.py, which checks the rest;
-- `mlx::core::clear_cache` is a symbol of its library (engine/mlx_adapter/arrays.py);
+- `mlx::core::clear_cache` and `set_cache_limit` are symbols of its library (engine/mlx_adapter/arrays.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
   `as_linear` of its embedding;
 - `model.layers` are the modules that a pass calls one after the other (loading.py, `LayerHook`);

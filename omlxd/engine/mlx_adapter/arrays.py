@@ -6,9 +6,11 @@ nothing. 490 MB for a prefix of 3,328 tokens of an 8B shape, huge pages, one vir
 these 15 ms; reading the prefix's files into either, 44 ms. The bytes may be anything, another request's KV
 or a NaN: write all that is ever read of such an array.
 
-`mx.clear_cache` of 0.32.4 waits for every CPU stream and holds Python's lock meanwhile; a stream that reads
-by a Python object, as those above do, waits for that lock: a deadlock. So ctypes calls the library's own
-function, which releases the lock. The wheels for Linux and macOS export it; another build gives nothing back.
+`mx.clear_cache` and `mx.set_cache_limit` of 0.32.4 wait for every CPU stream and hold Python's lock
+meanwhile; a stream that reads by a Python object, as those above do, waits for that lock: a deadlock, in
+which nothing of Python ever runs again. So ctypes calls the library's own functions, which releases the
+lock. The wheels for Linux and macOS export them; another build gives nothing back. (24 other calls of MLX
+were tried beside such reads, 4 s each: none hung.)
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 
@@ -81,14 +83,18 @@ class _Unwritten:
 
 log = logging.getLogger(__name__)
 
-SYMBOL = "_ZN3mlx4core11clear_cacheEv"
-"""`void mlx::core::clear_cache()`, by its C++ name."""
+CLEAR, CACHE_LIMIT = "_ZN3mlx4core11clear_cacheEv", "_ZN3mlx4core15set_cache_limitEm"
+"""`void mlx::core::clear_cache()` and `size_t mlx::core::set_cache_limit(size_t)`, by their C++ names."""
 
-_clear = getattr(ctypes.CDLL(mx.__file__), SYMBOL, None)
-if _clear is None:
-    log.warning("this build of MLX has no %s: memory that it keeps is not given back", SYMBOL)
+_library = ctypes.CDLL(mx.__file__)
+_clear: Any = getattr(_library, CLEAR, None)
+_limit_cache: Any = getattr(_library, CACHE_LIMIT, None)
+if _clear is None or _limit_cache is None:
+    log.warning("this build of MLX has no %s: memory that it keeps is not given back", CLEAR)
+    _clear, _limit_cache = None, mx.set_cache_limit
 else:
     _clear.argtypes, _clear.restype = (), None
+    _limit_cache.argtypes, _limit_cache.restype = (ctypes.c_size_t,), ctypes.c_size_t
 
 
 MOST = 2 << 30
@@ -113,7 +119,7 @@ def set_limits(weights: int, budget: Budget) -> None:
     cache = cache if budget.freed is None else min(cache, budget.freed)
     memory = _DEFAULT_LIMIT if budget.most is None else max(0, budget.most)
     wired = 0
-    mx.set_cache_limit(cache)
+    _limit_cache(cache)
     mx.set_memory_limit(memory)
     if backend() == "metal":
         wired = int(mx.device_info()["max_recommended_working_set_size"])
