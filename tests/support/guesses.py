@@ -29,7 +29,7 @@ def guess_by(monkeypatch: pytest.MonkeyPatch, guesser: Guesser, *, forced: bool 
 
     monkeypatch.setattr(RowSpeculator, "_propose", instead)
     monkeypatch.setattr(
-        Speculation, "best_width", lambda self, offers, own=0.0: max(count for _, count in offers)
+        Speculation, "best_width", lambda self, offers, own=0.0, flat=0: max(count for _, count in offers)
     )
 
 
@@ -49,10 +49,10 @@ def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
 def draft_always(monkeypatch: pytest.MonkeyPatch, width: int = 4) -> None:
     """The draft model guesses `width` tokens for every row that has no other guess."""
     monkeypatch.setattr(
-        Speculation, "draft_width", lambda self, offers, rates, most=15, own=0.0: min(width, most)
+        Speculation, "draft_width", lambda self, offers, rates, most=15, own=0.0, flat=0: min(width, most)
     )
     monkeypatch.setattr(
-        Speculation, "best_width", lambda self, offers, own=0.0: max(count for _, count in offers)
+        Speculation, "best_width", lambda self, offers, own=0.0, flat=0: max(count for _, count in offers)
     )
     monkeypatch.setattr(RowSpeculator, "draft_rate", 0.01)
 

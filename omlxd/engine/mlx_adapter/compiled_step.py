@@ -5,16 +5,16 @@ evaluates it and launches its kernels. `mx.compile` replays the graph that was b
 with the same shapes; lengths are arrays there. attention_kernel.py puts each layer's new KV into its place,
 so that no copy of it is a kernel of its own.
 
-A function belongs to (rows, capacity of the KV, and of the windows). A model that can't be traced so, or
-whose attention is not `attention.attend`, goes on step by step, and so does a step that must make a window's
-arrays longer, or shorter after a pass of several tokens. Where the kernel does not run (Metal, CPU) nothing
-is compiled.
+A function belongs to (tokens, rows, capacity of the KV, and of the windows). A model that can't be traced so,
+or whose attention is not `attention.attend`, goes on step by step, and so does a step that must make a
+window's arrays longer, or shorter after a pass of several tokens. Where the kernel does not run (Metal, CPU)
+nothing is compiled.
 
 One row of OLMo 3's kind, four layers of 512, windows in two of them, in bfloat16 on an H200: 0.52 ms a token,
 and 0.96 step by step.
 
 A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
-depend on when rows joined. So do passes with guesses, up to products.MOST_ROWS rows times tokens, but for
+depend on when rows joined. So do passes with guesses, up to `FusedStep.most_rows` rows times tokens, but for
 packed KV: their logits are those of steps without guesses, bit for bit.
 """
 
@@ -23,15 +23,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from . import attention, attention_packed, cuda_driver, products, segment_attention, segments
+from . import attention, attention_packed, cuda_driver, segment_attention, segments
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import COPIED, Cache, arrays_of
 from .fused_attention import ARCHITECTURES, MOST_NEW
@@ -42,11 +43,12 @@ from .segments import SegmentedBatchKVCache, SegmentedKVCache
 
 log = logging.getLogger(__name__)
 
-FUNCTIONS = 64
-"""Compiled functions that are kept."""
+FUNCTIONS = 128
+"""Compiled functions that are kept. One of 30 layers takes 9 MB of RAM."""
 
 AFTER = 4
-"""Steps of a batch before its shape is compiled, which takes as long as some steps."""
+"""Steps of a batch before its shape is compiled, which takes as long as some steps. A fused step is compiled
+at once: SmolLM2's took 15 ms on an H200 and 12 where it was not, 3 behind it."""
 
 
 class Untraceable(Exception):
@@ -66,15 +68,15 @@ class Next:
     ends: list[int]
     lengths: list[int]
 
-    def arrays(self, count: int = 1) -> tuple[mx.array, mx.array, mx.array]:
-        """(rows,) each: starts, ends, and tokens before the next one; of `count` tokens (count * rows,)."""
-        tokens = range(count)
+    def arrays(self, counts: Sequence[int], size: int) -> tuple[mx.array, mx.array, mx.array]:
+        """(size,) each: starts, ends, and tokens before it, of `counts` next tokens of each row; 0 behind."""
+        rows = list(zip(self.starts, self.ends, self.lengths, counts, strict=True))
         places = (
-            self.starts * count,
-            [end + i for i in tokens for end in self.ends],
-            [length - 1 + i for i in tokens for length in self.lengths],
+            [start for start, _, _, count in rows for _ in range(count)],
+            [end + i for _, end, _, count in rows for i in range(count)],
+            [length - 1 + i for _, _, length, count in rows for i in range(count)],
         )
-        starts, ends, offset = (mx.array(at, mx.int32) for at in places)
+        starts, ends, offset = (mx.array(at + [0] * (size - len(at)), mx.int32) for at in places)
         return starts, ends, offset
 
 
@@ -108,7 +110,7 @@ def _shape(layer: Any, name: str = "keys") -> tuple[int, ...]:
 
 class StepKV:
     """Stands for a layer's cache while a step is traced. `offset`, `starts`, `ends`: (rows,); of a fused pass
-    of several tokens as `FusedStep` has them.
+    of several tokens they and `firsts` as `FusedStep` and `FusedAttention` have them.
 
     `keys` and `values` hold the new token once attention was computed. `window`: 0 where all tokens are kept.
     `shared`: what rows hold in segments before them. `how`: keys and values are packed so.
@@ -124,8 +126,10 @@ class StepKV:
         window: int = 0,
         shared: Shared | None = None,
         how: Quantisation | None = None,
+        firsts: mx.array | None = None,
     ):
         self.keys, self.values, self.shared, self.how = keys, values, shared, how
+        self.firsts = firsts
         self.starts, self.ends, self.offset, self._window = starts, ends, offset, window
         self._fresh: tuple[mx.array, mx.array] | None = None
         self.done = False
@@ -184,7 +188,7 @@ def fused_step(model: Any) -> FusedStep | None:
             if cuda_driver.architecture() not in ARCHITECTURES:
                 raise Unfusable("another GPU than an H100's kind")
             step = FusedStep(model)
-            if not all(map(products.usable, step.weights)):
+            if not step.most_rows:
                 raise Unfusable("MLX's own products are used")
             step.check(model, StepKV)
             found = step
@@ -256,12 +260,19 @@ class CompiledStep:
         self._off = not attention.installed()
         self._fused = None if self._off else fused_step(model)
         self._functions: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self.compiles = False
+        """Whether the newest call was the first of its shape."""
         self._how: Quantisation | None = None  # Of packed KV: the same in all steps of a model.
 
-    def __call__(self, tokens: mx.array, cache: Cache, steps: int) -> mx.array | None:
-        """Logits of `tokens` (rows, n); n > 1 where the step is fused, and up to `most_new(rows)`.
+    def __call__(
+        self, tokens: mx.array, cache: Cache, steps: int, counts: Sequence[int] = ()
+    ) -> mx.array | None:
+        """Logits of `tokens` (rows, n); n > 1 where the step is fused, and up to `most_tokens(cache)` in all.
 
-        steps  that the batch has done since its rows changed: the first makes the arrays contiguous
+        steps   that the batch has done since its rows changed: the first makes the arrays contiguous
+        counts  tokens of each row, where `tokens` is (any,): those of the first row, of the second, and so
+                on, then what has no meaning. Where rows have fewer than others, their KV is trimmed later as
+                if they had as many
         """
         if self._off or any(type(layer) not in TRACED for layer in cache):
             return None
@@ -269,8 +280,9 @@ class CompiledStep:
         shared = getattr(first, "shared", None)
         if shared is not None and (first.keys is None or not segment_attention.in_use()):
             return None
-        count, fused = tokens.shape[1], self._fuses(tokens, first.keys)
-        several = fused and not hasattr(first, "how") and 1 < count <= self.most_new(len(tokens))
+        counts = counts or [tokens.shape[1]] * len(tokens)
+        count, fused = max(counts), self._fuses(tokens, first.keys)
+        several = fused and 1 < count <= MOST_NEW and tokens.size <= self.most_tokens(cache)
         if not (steps or fused) or not (count == 1 or several):
             return None
         if fused and (not steps or _next(first, count) is None):
@@ -279,21 +291,23 @@ class CompiledStep:
         places = {window: _next(cache[windows.index(window)], count) for window in dict.fromkeys(windows)}
         if not all(places.values()):
             return None
-        shape: tuple[Any, ...] = count, *(_shape(at.layer) for at in places.values() if at is not None)
+        size = tokens.size
+        shape: tuple[Any, ...] = size, *(_shape(at.layer) for at in places.values() if at is not None)
         self._how = next((layer.how for layer in cache if hasattr(layer, "how")), None)
         held: list[Any] = []
         if shared is not None:
-            shared = first.shared_by(count) if count > 1 else shared
+            shared = first.shared_by(counts, size) if count > 1 else shared
             held = [*shared[:-1], *(layer.shared.layer for layer in cache)]
             shape += shared.table.shape[0], shared.tokens, shared.most
-        new = shape not in self._functions and steps < AFTER
-        if new and not fused:
+        new = self.compiles = shape not in self._functions
+        if new and not fused and steps < AFTER:
             return None
         keys, values = [layer.keys for layer in cache], [layer.values for layer in cache]
         try:
-            function = partial(self._trace, windows) if new else self._function(shape, cache, windows)
-            arrays = [at.arrays(count) for at in places.values() if at is not None]
-            logits, keys, values = function(tokens, keys, values, arrays, held)
+            function = self._function(shape, cache, windows)
+            arrays = [at.arrays(counts, size) for at in places.values() if at is not None]
+            firsts = [mx.array([0, *accumulate(counts)], mx.int32)] if count > 1 else []
+            logits, keys, values = function(tokens, keys, values, arrays, held, firsts)
         except Exception as error:
             log.info("decode steps are not compiled: %s", error)
             self._off = True
@@ -315,14 +329,14 @@ class CompiledStep:
 
     def _fuses(self, tokens: mx.array, keys: Any) -> bool:
         fused, dtype = self._fused, (keys[1] if isinstance(keys, list) else keys).dtype
-        return fused is not None and tokens.size <= products.MOST_ROWS and dtype == fused.heads.dtype
+        return fused is not None and tokens.size <= fused.most_rows and dtype == fused.heads.dtype
 
-    def most_new(self, rows: int) -> int:
-        """Tokens of each row in a pass at most, for the bits of as many steps; 0: no pass has those."""
+    def most_tokens(self, cache: Cache) -> int:
+        """Of a pass that has the bits of steps with up to `MOST_NEW` tokens of a row; 0: there is none."""
         fused = self._fused
-        if fused is None or not fused.is_repeatable:
+        if self._off or fused is None or not fused.is_repeatable or hasattr(cache[0], "how"):
             return 0
-        return min(products.MOST_ROWS // rows, MOST_NEW)
+        return fused.most_rows if all(type(layer) in TRACED for layer in cache) else 0
 
     def _function(self, shape: tuple[Any, ...], cache: Cache, windows: list[int]) -> Callable[..., Any]:
         function = self._functions.pop(shape, None)
@@ -344,9 +358,11 @@ class CompiledStep:
         values: list[Any],
         places: list[tuple[mx.array, mx.array, mx.array]],
         held: list[Any],
+        firsts: list[mx.array],
     ) -> tuple[mx.array, list[Any], list[Any]]:
         """`windows`: of each layer. `places`: as `Next.arrays`, of each window in the order of the layers.
-        `held`: what all layers have of `Shared`, and each layer's number; empty where no row has segments."""
+        `held`: what all layers have of `Shared`, and each layer's number; empty where no row has segments.
+        `firsts`: empty where each row has one token."""
         at = dict(zip(dict.fromkeys(windows), places, strict=True))
         addresses, table, counts, each, most, *numbers = held or [None] * 5
         shared = [Shared(addresses, table, counts, each, most, number) for number in numbers]
@@ -359,6 +375,7 @@ class CompiledStep:
                 window,
                 its,
                 self._how if isinstance(own_keys, list) else None,
+                *firsts,
             )
             for own_keys, own_values, window, its in of_layers
         ]

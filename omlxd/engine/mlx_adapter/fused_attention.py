@@ -4,7 +4,8 @@
 its place, reads each row's own KV alone, and its last block of a head puts the parts together: one launch
 where MLX and attention_kernel.py take eight. A row is cut into parts by its own length alone, and each part's
 sums have a fixed order, so that a row's bits do not depend on the rows beside it. Of several new tokens each
-is a row of its own, which ends where the token does: their bits are those of as many launches of one.
+is a row of its own, which ends where the token does: their bits are those of as many launches of one. Rows
+that are held have as many new tokens as each has.
 
 KV goes by asynchronous copies into rings of shared memory, one for each warp, and from there into tensor
 cores: tokens are the long side of a tile, the query heads of a KV head the short one. fused_step.py calls it.
@@ -118,7 +119,7 @@ template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_fl
 
 _BODY = """
   // grid (parts of a row x new tokens, KV heads x PARTS, rows that are held). Row `row` is token `token` of
-  // row `blockIdx.z`: blocks that read the same KV run at the same time.
+  // row `blockIdx.z`, whose tokens follow each other: blocks that read the same KV run at the same time.
   constexpr int CHUNKS = D / 8, TILE = 16, STAGE = 2 * TILE * CHUNKS, EACH = D / 64;
   extern __shared__ uint4 rings[];
   __shared__ T queries[8 * D];
@@ -126,7 +127,9 @@ _BODY = """
   __shared__ float tops[WARPS][8], masses[WARPS][8];
   __shared__ int is_last;
   const int token = blockIdx.x % tokens, own_part = blockIdx.x / tokens;
-  const int row = token * gridDim.z + blockIdx.z, kv_head = blockIdx.y / PARTS;
+  const int first = tokens > 1 ? firsts[blockIdx.z] : blockIdx.z;
+  if (tokens > 1 && token >= firsts[blockIdx.z + 1] - first) return;
+  const int row = first + token, kv_head = blockIdx.y / PARTS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
   const int begin = starts[row], end = ends[row];
   // A warp prepares a vector: one of H queries, the new key, the new value, those of earlier new tokens. All
@@ -219,7 +222,7 @@ _BODY = """
   #pragma unroll 1
   for (int h = warp < H + 2 ? warp + WARPS : warp; h < vectors_here; h += WARPS) {
     const int before = end - 1 - kept - (h - H - 2) / 2;  // Of an earlier token: how much earlier.
-    read(h, h < H + 2 ? row : row - before * (int)gridDim.z);
+    read(h, h < H + 2 ? row : row - before);
     prepare(h);
   }
   for (int i = H * D / 2 + threadIdx.x; i < 8 * D / 2; i += 32 * WARPS)
@@ -368,7 +371,8 @@ _BODY = """
 
 _ARGUMENTS = (
     "const T* q, const T* k, const T* v, const T* q_norm, const T* k_norm, const float* turns, "
-    "const T* keys, const T* values, const int* starts, const int* ends, const int* counters, "
+    "const T* keys, const T* values, const int* starts, const int* ends, const int* firsts, "
+    "const int* counters, "
     "T* out, float* sums, float* weights, const int capacity, const int tokens"
 )
 
@@ -416,8 +420,9 @@ class FusedAttention:
         held: tuple[mx.array, mx.array],
         starts: mx.array,
         ends: mx.array,
+        firsts: mx.array | None = None,
     ) -> mx.array:
-        """(rows, heads * width). Several new tokens of a row are rows: the first of each, then the second.
+        """(rows, heads * width). Several new tokens of a row that is held are rows, one behind the other.
 
         new    q (rows, heads * width), k and v (rows, KV heads * width) as the projections give them
         norms  weights of the queries' and the keys' norm, (width,)
@@ -425,8 +430,10 @@ class FusedAttention:
         held   (rows held, KV heads, capacity, width), in one piece, each for up to `MOST_NEW` of the rows;
                column `ends[row] - 1` is written in place
         starts, ends  (rows,): columns of a row; each token of one ends a column behind the token before
+        firsts        (rows held + 1,): the first row of each that is held, and what follows the last, behind
+                      which rows are nobody's; None: each has one
         """
-        return self._run(new, norms, turns, held, starts, ends, parts_alone=False)[0]
+        return self._run(new, norms, turns, held, starts, ends, firsts, parts_alone=False)[0]
 
     def parts(self, *given: Any) -> tuple[mx.array, mx.array]:
         """(vectors (rows, heads, parts, width), their logarithms' largest and masses (…, 2)) in float32, of
@@ -447,12 +454,14 @@ class FusedAttention:
         held: Any,
         starts: Any,
         ends: Any,
+        firsts: Any = None,
         *,
         parts_alone: bool,
     ) -> list[mx.array]:
         heads, shape = self.heads, self._shape
         rows, (rows_held, _, capacity, width) = new[0].shape[0], held[0].shape
         parts = heads.heads // most_heads(heads.heads // heads.kv_heads)
+        most = 1 if firsts is None else min(MOST_NEW, rows - rows_held + 1)
         if rows not in self._counters:
             self._counters[rows] = mx.zeros((rows * parts,), mx.int32)
             mx.eval(self._counters[rows])
@@ -469,11 +478,12 @@ class FusedAttention:
                 *held,
                 starts,
                 ends,
+                ends if firsts is None else firsts,
                 self._counters[rows],
             ],
-            scalars=[capacity, rows // rows_held],
+            scalars=[capacity, most],
             grid=(
-                32 * shape.warps * min(shape.most, -(-capacity // shape.least)) * (rows // rows_held),
+                32 * shape.warps * min(shape.most, -(-capacity // shape.least)) * most,
                 parts,
                 rows_held,
             ),

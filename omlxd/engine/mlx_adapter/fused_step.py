@@ -69,13 +69,15 @@ class Residual(NamedTuple):
 
 
 class FusedStep:
-    """Logits (rows, n, vocabulary) of tokens (rows, n), by `compiled_step.StepKV` of each layer.
+    """Logits (…, vocabulary) of tokens, by `compiled_step.StepKV` of each layer.
 
-    n tokens of a row have the bits of n steps of one: each is a row of the products and of attention, where
-    it ends. So `offset`, `starts` and `ends` of the layers are (n * rows,): of the first token of each row,
-    then of the second. rows * n is at most products.MOST_ROWS, n at most fused_attention.MOST_NEW.
+    Several tokens of a row have the bits of as many steps of one: each is a row of the products and of
+    attention, where it ends. So `offset`, `starts` and `ends` of the layers are of each token, and their
+    `firsts` tells whose it is. There are at most `most_rows` tokens, and fused_attention.MOST_NEW of a row.
 
-    attend  in place of the kernel. It may return (result, keys, values) instead of writing into what is held
+    attend     in place of the kernel. It may return (result, keys, values) instead of writing into what is
+               held
+    most_rows  that the products' kernel takes at most; 0: MLX's own products are used
 
     Raises Unfusable.
     """
@@ -100,22 +102,17 @@ class FusedStep:
         self._norm = _norm(inner.norm, self._eps)
         self.attend = attend or FusedSegments(self.heads)
         self.is_repeatable = False
-
-    @property
-    def weights(self) -> list[list[mx.array]]:
-        """Of each product's launch, for one layer, and the head's."""
         first = self._layers[0]
-        groups = (first.qkv, (first.out,), first.gate_up, (first.down,), (self._head,))
-        return [[linear.weight for linear in group] for group in groups]
+        each = (*first.qkv, first.out, *first.gate_up, first.down, self._head)
+        self.most_rows = products.most_rows([linear.weight for linear in each])
 
     def __call__(self, tokens: mx.array, layers: list[Any]) -> mx.array:
-        rows, n = tokens.shape
         turns = self.turns(layers[0].offset)
-        residual = self.begin(self._embedding(tokens.T.reshape(-1)), self._layers[0])
+        residual = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0])
         norms = [layer.norm for layer in self._layers[1:]] + [self._norm]
         for weights, kv, norm in zip(self._layers, layers, norms, strict=True):
             residual = self.layer(weights, residual, turns, kv, norm)
-        return self.head(residual).reshape(n, rows, -1).swapaxes(0, 1)
+        return self.head(residual).reshape(*tokens.shape, -1)
 
     def begin(self, x: mx.array, layer: Layer) -> Residual:
         """What a layer takes in, of (rows, hidden)."""
@@ -142,7 +139,7 @@ class FusedStep:
         else:
             held = kv.keys, kv.values
             attended = self.attend(
-                (q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends, shared=kv.shared
+                (q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends, kv.firsts, kv.shared
             )
             if isinstance(attended, tuple):  # Where nothing is written in place.
                 attended, kv.keys, kv.values = attended
@@ -192,20 +189,22 @@ class FusedStep:
         heads, rows, n, length = self.heads, 3, 4, 700
         starts, ends = [0, 5, length - 1], [length, length - 7, length]
         keys = [mx.random.key(i) for i in range(3)]
-        x = mx.random.normal((n * rows, self._norm.shape[0]), key=keys[0]).astype(heads.dtype)
+        x = mx.random.normal((rows, n, self._norm.shape[0]), key=keys[0]).astype(heads.dtype)
         shape = rows, heads.kv_heads, length + n, heads.width
         held = [mx.random.normal(shape, key=key).astype(heads.dtype) for key in keys[1:]]
         mx.eval(held)
 
         def run(tokens: range, arrays: list[mx.array]) -> list[mx.array]:
-            """The head's logits, and keys and values."""
-            count, own = len(tokens), slice(tokens.start * rows, tokens.stop * rows)
-            begin, end = mx.array(starts * count), mx.array([e + i for i in tokens for e in ends])
+            """The head's logits (rows, tokens, vocabulary), and keys and values."""
+            count, own = len(tokens), x[:, tokens.start : tokens.stop].reshape(-1, x.shape[-1])
+            begin = mx.array([start for start in starts for _ in tokens])
+            end = mx.array([e + i for e in ends for i in tokens])
+            firsts = mx.arange(rows + 1) * count if count > 1 else None
             its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
-            kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its)
+            kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its, firsts=firsts)
             weights = self._layers[0]
-            got = self.layer(weights, self.begin(x[own], weights), self.turns(kv.offset), kv, self._norm)
-            out = [self.head(got), kv.keys, kv.values]
+            got = self.layer(weights, self.begin(own, weights), self.turns(kv.offset), kv, self._norm)
+            out = [self.head(got).reshape(rows, count, -1), kv.keys, kv.values]
             mx.eval(out)
             del stay
             return out
@@ -216,7 +215,7 @@ class FusedStep:
             each.append(logits)
         copies = [array + 0 for array in held]
         mx.eval(copies)
-        pairs = zip([mx.concatenate(each), *arrays], run(range(n), copies), strict=True)
+        pairs = zip([mx.concatenate(each, axis=1), *arrays], run(range(n), copies), strict=True)
         self.is_repeatable = all(bool(mx.array_equal(a, b).item()) for a, b in pairs)
         return self.is_repeatable
 

@@ -2,8 +2,8 @@
 
 MLX hands a product of one row to a kernel of its own and one of several rows to cuBLAS, whose sums come in
 another order. So an answer depended on who else was decoding. The kernel of products_kernel.py takes 1 to
-`MOST_ROWS` rows, adds in one order, and does in the same launch what stands around a product in a layer:
-RMSNorm before it, biases, silu(gate) * up, the residual after it.
+`SET` rows, for fused_step.py up to `MOST_ROWS`, adds in one order, and does in the same launch what stands
+around a product in a layer: RMSNorm before it, biases, silu(gate) * up, the residual after it.
 
 `prepare` compiles and checks it for the shapes of a model's weights, beside MLX's own in results and in time;
 a shape whose check fails goes on by MLX. It never runs on Metal or a CPU.
@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .device import backend
-from .products_kernel import MOST_ROWS, TYPES, Around, run
+from .products_kernel import MOST_ROWS, SET, TYPES, Around, run
 
 log = logging.getLogger(__name__)
 
@@ -29,21 +29,23 @@ CLOSE = 0.006
 largest result's size: half a unit of bfloat16's last place is 0.004."""
 
 SLOWER = 1.25
-"""Times MLX's own that it may take, for all of a model's products with each of `_ROWS`: what a noisy clock
-says is no reason to add in another order after a restart."""
+"""Times MLX's own that it may take, for all of a model's products with each of `_ROWS` up to `SET` together,
+and with each beyond it: what a noisy clock says is no reason to add in another order after a restart."""
 
 TURNS = 5
 """Of each in the measurement."""
 
-_ROWS = (1, 8, 32)
+_ROWS = (1, 8, SET, 2 * SET, MOST_ROWS)
 
-_in_use: dict[tuple[Any, ...], bool] = {}
+_in_use: dict[tuple[Any, ...], int] = {}
+"""Rows that the kernel takes at most, by a weight's shape and type; 0: it is not in use."""
+
 _own_linear, _own_as_linear = nn.Linear.__call__, nn.Embedding.as_linear
 
 
-def usable(weights: Sequence[mx.array]) -> bool:
-    """Whether the kernel is in use for all of these."""
-    return all(_in_use.get((*weight.shape, weight.dtype), False) for weight in weights)
+def most_rows(weights: Sequence[mx.array]) -> int:
+    """Rows that the kernel takes at most for all of these; 0: it is not in use for one."""
+    return min(_in_use.get((*weight.shape, weight.dtype), 0) for weight in weights)
 
 
 def products(
@@ -73,7 +75,7 @@ def products(
     if (scaled is not None or squares is not None) and x.dtype == mx.float16:
         raise ValueError("RMSNorm in two launches is for bfloat16")
     around = Around(biases or [None] * len(weights), norm, eps, residual, silu, squares, scaled)
-    if x.size > MOST_ROWS * x.shape[-1] or x.dtype != weights[0].dtype or not usable(weights):
+    if x.size > most_rows(weights) * x.shape[-1] or x.dtype != weights[0].dtype:
         return _plain(x, weights, around)
     if norm is not None and x.dtype == mx.float16:
         x, around = mx.fast.rms_norm(x, norm, eps), around._replace(norm=None)
@@ -113,14 +115,14 @@ def uninstall() -> None:
 
 def _linear(self: Any, x: mx.array) -> mx.array:
     weight = self["weight"]
-    if x.size <= MOST_ROWS * x.shape[-1] and x.dtype == weight.dtype and usable([weight]):
+    if x.size <= SET * x.shape[-1] and x.dtype == weight.dtype and most_rows([weight]):
         return products(x, [weight], biases=[self.get("bias")])[0]
     return _own_linear(self, x)
 
 
 def _as_linear(self: Any, x: mx.array) -> mx.array:
     weight = self["weight"]
-    if x.size <= MOST_ROWS * x.shape[-1] and x.dtype == weight.dtype and usable([weight]):
+    if x.size <= SET * x.shape[-1] and x.dtype == weight.dtype and most_rows([weight]):
         return products(x, [weight])[0]
     return _own_as_linear(self, x)
 
@@ -140,14 +142,16 @@ def prepare(model: Any) -> None:
     if not right:
         return
     ours, own = _seconds([weight for weights in right.values() for weight in weights])
-    quick = sum(ours) <= SLOWER * sum(own)
-    _in_use.update(dict.fromkeys(right, quick))
-    if quick:
+    few = _ROWS.index(SET) + 1
+    quick = [sum(ours[:few]) <= SLOWER * sum(own[:few])]
+    quick += [a <= SLOWER * b for a, b in zip(ours[few:], own[few:], strict=True)]
+    most = max((_ROWS[few - 1 + i] for i in range(len(quick)) if all(quick[: i + 1])), default=0)
+    _in_use.update(dict.fromkeys(right, most))
+    if most:
         install()
     log.info(
-        "products of up to %d rows: by %s, checked in %.1f s; milliseconds of all, ours and MLX's: %s",
-        MOST_ROWS,
-        "omlxd's kernel" if quick else "MLX's own kernels",
+        "products: %s, checked in %.1f s; milliseconds of all, ours and MLX's: %s",
+        f"of up to {most} rows by omlxd's kernel" if most else "by MLX's own kernels",
         time.perf_counter() - began,
         ", ".join(
             f"{rows} rows {a * 1e3:.2f} and {b * 1e3:.2f}"
@@ -184,7 +188,7 @@ def _difference(weight: mx.array) -> float:
     rows, width = weight.shape
     x = mx.random.normal((MOST_ROWS, width), key=mx.random.key(0)).astype(weight.dtype)
     out = _ours(x, weight)
-    for some in (1, 7, 8, 9, 17):
+    for some in (1, 7, 8, 9, 17, 33, 70):
         if not mx.array_equal(_ours(x[-some:], weight), out[-some:]).item():
             return float("inf")
     far = 0.0

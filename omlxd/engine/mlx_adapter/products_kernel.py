@@ -13,7 +13,11 @@ import mlx.core as mx
 from . import cuda_driver, nvrtc
 from .attention_source import HEADER, TYPES
 
-MOST_ROWS = 32
+MOST_ROWS = 128
+
+SET = 32
+"""Rows of x that a block of threads computes at most. Of more, other blocks compute the next ones, at the
+same time by the same weights."""
 
 WARPS = 8
 """Parts of K, each added by a warp of its own. So it and `CHUNKS` belong to the order of sums, and are one
@@ -97,13 +101,17 @@ template <typename T> struct Products {
 // A block computes 16 * MT rows of weights at once, for all rows of x (NT eights): fragments of mma.m16n8k16
 // with the weights as its m, whose k is dealt out so that a lane copies 16 bytes at a time, into places of a
 // ring of ST stages that it alone reads. Warp w adds the pieces w, w + KW ... of CHM * 32 of K; G such groups
-// of warps are a block. With SILU a sixteen has 8 rows of the gate and 8 of what it lets through.
+// of warps are a block. With SILU a sixteen has 8 rows of the gate and 8 of what it lets through. In the
+// largest form blockIdx.x says which of x's rows are a block's.
 template <typename T, int NT, int MT, int G, int KW, int CHM, int CH, int ST, int DB, bool NORM, bool SILU,
           bool SQUARES, bool SCALED>
 __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
   constexpr int ROWS = 16 * MT * G, COLS = 8 * NT, PAD = ROWS + 4, SUBS = CHM / CH;
   constexpr int WP = CH * MT * 2, STAGE = (WP + CH * NT) * 32;
   constexpr int HALF = SILU ? ROWS / 2 : ROWS;
+  constexpr bool SETS = COLS == MOST_COLS;
+  const int block = SETS ? blockIdx.y : blockIdx.x, blocks = SETS ? gridDim.y : gridDim.x;
+  const int before = SETS ? blockIdx.x * COLS : 0, rows = p.rows - before;
   extern __shared__ uint4 omlxd_shared[];
   const int warp = threadIdx.x >> 5, slice = warp % KW, part = warp / KW;
   const int lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
@@ -123,10 +131,10 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
   bool is_row[NT];
   #pragma unroll
   for (int t = 0; t < NT; t++) {
-    is_row[t] = t * 8 + group < p.rows;
-    x[t] = p.x + (long)(is_row[t] ? t * 8 + group : 0) * p.k + quad * 8;
+    is_row[t] = t * 8 + group < rows;
+    x[t] = p.x + (long)(is_row[t] ? before + t * 8 + group : 0) * p.k + quad * 8;
   }
-  int load_tile = blockIdx.x, load_step = 0;
+  int load_tile = block, load_step = 0;
   const T* from[2 * MT];
   auto aim = [&]() {
     int t = load_tile, i = 0;
@@ -162,7 +170,7 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
       }
       if (++load_step == steps) {
         load_step = 0;
-        load_tile += gridDim.x;
+        load_tile += blocks;
         if (load_tile < all) aim();
       }
     }
@@ -184,7 +192,8 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
         #pragma unroll
         for (int u = 0; u < 8; u++) {
           const int col = warp + c * KW * G, i = base + u * 32 + lane;
-          some[c][u] = col < p.rows && i < p.parts ? __ldg(p.squares + (long)col * p.parts + i) : 0.f;
+          const float* from = p.squares + (long)(before + col) * p.parts + i;
+          some[c][u] = col < rows && i < p.parts ? __ldg(from) : 0.f;
         }
       #pragma unroll
       for (int c = 0; c < EACH; c++)
@@ -196,14 +205,14 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
       #pragma unroll
       for (int o = 16; o; o >>= 1) of_row[c] += __shfl_xor_sync(~0u, of_row[c], o);
       const int col = warp + c * KW * G;
-      if (lane == 0 && col < p.rows) squares[col] = rsqrtf(of_row[c] / p.k + p.eps);
+      if (lane == 0 && col < rows) squares[col] = rsqrtf(of_row[c] / p.k + p.eps);
     }
   }
   float square[NT];
   #pragma unroll
   for (int t = 0; t < NT; t++) square[t] = 0.f;
   int stage = 0, which = 0;
-  for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
+  for (int tile = block; tile < all; tile += blocks) {
     float sum[MT][NT][4];
     #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -278,15 +287,15 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
     #pragma unroll
     for (int q = 0; q < ROUNDS; q++) {
       const int j = q * THREADS + threadIdx.x, col = j / HALF, at = t * HALF + j % HALF;
-      const bool is_result = j < HALF * p.rows && at < n;
-      if (p.residual) more[q] = is_result ? p.residual[(long)col * n + at] : T{};
+      const bool is_result = j < HALF * rows && at < n;
+      if (p.residual) more[q] = is_result ? p.residual[(long)(before + col) * n + at] : T{};
       if (SCALED) times[q] = is_result ? p.scaled[at] : T{};
     }
     __syncthreads();
     #pragma unroll
     for (int q = 0; q < ROUNDS; q++) {
       const int j = q * THREADS + threadIdx.x, col = j / HALF, r = j % HALF, at = t * HALF + r;
-      const bool is_result = j < HALF * p.rows && at < n;
+      const bool is_result = j < HALF * rows && at < n;
       float value = 0.f;
       if (is_result) {
         float scale = SQUARES ? squares[col] : 1.f;
@@ -312,17 +321,18 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
         }
         if (p.residual) value += omlxd_float<T>(more[q]);
         const T result = omlxd_round<T>(value);
-        y[(long)col * n + at] = result;
+        y[(long)(before + col) * n + at] = result;
         if (SCALED) {
           value = omlxd_float<T>(result);
-          p.next[(long)col * n + at] = omlxd_round<T>(value * omlxd_float<T>(times[q]));
+          p.next[(long)(before + col) * n + at] = omlxd_round<T>(value * omlxd_float<T>(times[q]));
         }
       }
       if (SCALED) {  // The squares of 16 results, whatever the tile.
         value *= value;
         #pragma unroll
         for (int o = 8; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
-        if (is_result && (r & 15) == 0) p.next_squares[(long)col * ((n + 15) / 16) + at / 16] = value;
+        if (is_result && (r & 15) == 0)
+          p.next_squares[(long)(before + col) * ((n + 15) / 16) + at / 16] = value;
       }
     }
     which++;
@@ -360,7 +370,7 @@ def source_of(
     constants = [eights, form.sixteens, form.groups, WARPS, CHUNKS, form.chunks, form.stages, form.buffers]
     template = ", ".join(str(one).lower() for one in [*constants, norm, silu, squares, scaled])
     return function, (
-        f"{HEADER}using T = {kind};\n{_BODY}\n"
+        f"{HEADER}using T = {kind};\nconstexpr int MOST_COLS = {SET};\n{_BODY}\n"
         f'extern "C" __global__ void __launch_bounds__({32 * WARPS * form.groups}, {form.blocks})\n'
         f"{function}({', '.join(arguments)}) {{\n"
         f"  Products<T> p = {{}};\n  {fields} p.eps = __int_as_float(eps);\n"
@@ -390,11 +400,12 @@ def _launch(
 ) -> Callable[..., list[mx.array]]:
     """One launch as a compiled function: it costs the host 11 microseconds, else 19."""
     rows = math.prod(shape[:-1])
-    eights = next(eights for eights in FORMS if rows <= 8 * eights)
+    eights = next(eights for eights in FORMS if min(rows, SET) <= 8 * eights)
     form = FORMS[eights]
     function, code = _code(TYPES[dtype], eights, biases, norm, residual, silu, parts > 0, scaled)
     tiles = -(-2 * lengths[0] // form.tile) if silu else sum(-(-length // form.tile) for length in lengths)
-    threads = 32 * WARPS * form.groups
+    threads, sets = 32 * WARPS * form.groups, -(-rows // SET)
+    blocks = min(tiles, -(-form.blocks * cuda_driver.multiprocessors() // sets))
     (bits,) = struct.unpack("i", struct.pack("f", eps))  # MLX refuses every float here.
     outputs = [(length, dtype) for length in (lengths[:1] if silu else lengths)]
     if scaled:
@@ -408,7 +419,7 @@ def _launch(
             scalars=[rows, shape[-1], parts, *lengths, bits],
             output_shapes=[(*shape[:-1], length) for length, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
-            grid=(min(tiles, form.blocks * cuda_driver.multiprocessors()) * threads, 1, 1),
+            grid=(sets * threads, blocks, 1) if 8 * eights == SET else (blocks * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             shared_memory=form.shared(eights),
             ensure_row_contiguous=True,

@@ -262,15 +262,16 @@ class FusedSegments(FusedAttention):
         held: Pair,
         starts: mx.array,
         ends: mx.array,
+        firsts: mx.array | None = None,
         shared: Shared | None = None,
     ) -> mx.array:
         if shared is None:
-            return super().__call__(new, norms, turns, held, starts, ends)
+            return super().__call__(new, norms, turns, held, starts, ends, firsts)
         heads, rows = self.heads, new[0].shape[0]
         if self._read is None:
             group = heads.heads // heads.kv_heads
             self._read = SegmentReader(heads.width, group, heads.dtype, [self.cut], heads)
-        sums, weights = self.parts(new, norms, turns, held, starts, ends)
+        sums, weights = self.parts(new, norms, turns, held, starts, ends, firsts)
         given = [new[0], (norms or new)[0], turns]
         tail = sums, weights, self.cut
         out = self._read(
@@ -335,9 +336,10 @@ def _shared_of(held: Sequence[Pair], rows: Sequence[Sequence[int]]) -> Shared:
 def example(heads: Heads, rows: int, count: int = 1) -> tuple[Shared, mx.array, list[Pair]]:
     """(what so many rows hold in segments of random numbers, each row's tokens, what must stay as long).
 
-    All rows come `count` times, one behind the other.
+    Each row comes `count` times, one behind the other.
     """
-    shape, own = (1, heads.kv_heads, SPAN, heads.width), [[0, 1, 2][: row % 4] for row in range(rows)] * count
+    shape = 1, heads.kv_heads, SPAN, heads.width
+    own = [[0, 1, 2][: row % 4] for row in range(rows) for _ in range(count)]
     held = [
         cast(
             Pair,

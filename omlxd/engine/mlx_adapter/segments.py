@@ -114,9 +114,9 @@ class SegmentedKVCache(KVCache):
             self._shared = _shared([self.segments], self.layer)
         return self._shared
 
-    def shared_by(self, count: int) -> Shared | None:
-        """`shared` of a pass of `count` tokens, each of which is a row."""
-        return self.shared and _shared([self.segments] * count, self.layer)
+    def shared_by(self, counts: Sequence[int], size: int) -> Shared | None:
+        """As `SegmentedBatchKVCache.shared_by`, of one row."""
+        return self.shared and _shared_by([self.segments], counts, size, self.layer)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         if not self.segments:
@@ -194,9 +194,9 @@ class SegmentedBatchKVCache(EvenBatchKVCache):
             self._shared = _shared(self.segments, self.layer)
         return self._shared
 
-    def shared_by(self, count: int) -> Shared | None:
-        """`shared` of a pass of `count` tokens of each row, each of which is a row; first ones come first."""
-        return self.shared and _shared(self.segments * count, self.layer)
+    def shared_by(self, counts: Sequence[int], size: int) -> Shared | None:
+        """`shared` of a pass of `size` rows: the tokens of each row, `counts` of them, and nobody's."""
+        return self.shared and _shared_by(self.segments, counts, size, self.layer)
 
     @classmethod
     def merge(cls, caches: Sequence[SegmentedKVCache]) -> SegmentedBatchKVCache:
@@ -239,6 +239,11 @@ def _shared(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
     held = [rows[row][index] for row, index in places.holders]
     number, tokens = held[0].layers.index(layer), held[0].pair(layer)[0].shape[2]
     return Shared(_addresses(held), places.table, places.counts, tokens, places.most, number)
+
+
+def _shared_by(rows: Sequence[Sequence[Segment]], counts: Sequence[int], size: int, layer: str) -> Shared:
+    tokens = [own for own, count in zip(rows, counts, strict=True) for _ in range(count)]
+    return _shared([*tokens, *[()] * (size - len(tokens))], layer)
 
 
 def _addresses(held: list[Segment]) -> mx.array:

@@ -27,7 +27,7 @@ from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import DRAFT, OWN_SHARE, WIDTHS, RowSpeculator, Speculation
+from .speculation import DRAFT, MOST_FLAT_ROWS, OWN_SHARE, WIDTHS, RowSpeculator, Speculation, flat_size
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -54,6 +54,7 @@ class DecodeBatch:
         self._steps = 0  # Since the rows changed.
         self._grid = grid
         self._speculation = speculation
+        self._flat = 0
         self._speculators: dict[Sequence, RowSpeculator] = {}
         self._speculates = False
         self._drafts: DraftRows | MtpRows | None = None
@@ -112,6 +113,7 @@ class DecodeBatch:
         """The rows have changed."""
         self._sampler = None
         self._steps = 0
+        self._flat = self._most_flat()
         self._speculates, kept = self._may_speculate(), self._speculators
         self._speculators = {
             row: kept.get(row) or self._speculator(row) for row in (self.rows if self._speculates else ())
@@ -131,6 +133,8 @@ class DecodeBatch:
 
     def _may_speculate(self) -> bool:
         if self._speculation is None or not mlx_adapter.can_take_back(self._cache, len(self.rows)):
+            return False
+        if self._flat and len(self.rows) > MOST_FLAT_ROWS and self._speculation.draft_model is None:
             return False
         params = [row.sampler.params for row in self.rows]
         return not self._speculation.repeatable or all(p.greedy or p.seed is not None for p in params)
@@ -174,8 +178,9 @@ class DecodeBatch:
         assert self._speculation is not None
         began, waited, self._waited = clock(), self._waited, False
         read: list[Draw] = []
-        offers = [self._speculators[row].offer(self._most_guesses) for row in self.rows]
-        if self._speculation.best_width(offers, self._own) or self._draft_width(offers):
+        most = self._most_guesses
+        offers = [self._speculators[row].offer(most) for row in self.rows]
+        if self._speculation.best_width(offers, self._own, self._flat) or self._draft_width(offers):
             read = self._read(self._inputs, self._unread)
             self._unread = [False] * len(self.rows)
         rooms = {row: row.max_new - row.generated - 1 for row in self.rows}
@@ -208,12 +213,14 @@ class DecodeBatch:
             rooms = {
                 row: min(room, self._grid - 1 - row.kv_length % self._grid) for row, room in rooms.items()
             }
-        rooms = {row: min(room, self._most_guesses) for row, room in rooms.items()}
+        most = self._most_guesses
+        rooms = {row: min(room, most) for row, room in rooms.items()}
         speculators = [self._speculators[row] for row in self.rows]
         self._draft(rooms)
         width = self._speculation.best_width(
             [speculator.offer(rooms[row]) for speculator, row in zip(speculators, self.rows, strict=True)],
             self._own,
+            self._flat,
         )
         plan: list[tuple[list[int], list[Any]]] = []
         for speculator, row in zip(speculators, self.rows, strict=True):
@@ -224,11 +231,17 @@ class DecodeBatch:
             plan.append((guess, masks))
         return plan if any(guess for guess, _ in plan) else []
 
+    def _most_flat(self) -> int:
+        """Tokens of a pass that has no more of a row than its guesses; 0: it has as many of each."""
+        if self._speculation is None or self._compiled is None or not (self.rows and self._is_plain()):
+            return 0
+        most = self._compiled.most_tokens(self._cache)
+        return most if most > len(self.rows) else 0
+
     @property
     def _most_guesses(self) -> int:
         """Of a row, in any pass."""
-        fused = self._compiled.most_new(len(self.rows)) if self._compiled is not None else 0
-        return min(WIDTHS[-1], fused - 1) if fused else WIDTHS[-1]
+        return min(WIDTHS[-1], self._flat - len(self.rows)) if self._flat else WIDTHS[-1]
 
     @property
     def _own(self) -> float:
@@ -242,7 +255,8 @@ class DecodeBatch:
     def _draft_width(self, offers: Seq[tuple[float, int]]) -> int:
         if self._drafts is None or self._speculation is None:
             return 0
-        return self._speculation.draft_width(offers, self._draft_rates(), self._most_guesses, self._own)
+        rates = self._draft_rates()
+        return self._speculation.draft_width(offers, rates, self._most_guesses, self._own, self._flat)
 
     def _draft(self, rooms: Mapping[Sequence, int]) -> None:
         """Have the draft model guess for the rows where that is better, if the next pass gains by it."""
@@ -270,22 +284,31 @@ class DecodeBatch:
         """
         began = clock()
         assert self._inputs is not None and self._speculation is not None
-        width = max(len(guess) for guess, _ in plan)
-        padded = mx.array([[*guess, *[0] * (width - len(guess))] for guess, _ in plan], self._inputs.dtype)
-        inputs = mx.concatenate([self._inputs[:, None], padded], axis=1)
-        recurrent = mlx_adapter.recurrent_states(self._cache)
-        with mlx_adapter.last_positions(width + 1):
-            logits = self._forward(inputs)[:, -width - 1 :]
-        hidden = mlx_adapter.take_hidden()
+        width = guesses = max(len(guess) for guess, _ in plan)
+        recurrent, inputs = mlx_adapter.recurrent_states(self._cache), self._inputs[:, None]
         samplers = [
             sampler_rows(row.sampler, guess, masks)
             for row, (guess, masks) in zip(self.rows, plan, strict=True)
         ]
-        flat = [each for own in samplers for each in own]
-        sampler = BatchSampler(flat)
-        sampled = sampler(mx.concatenate([logits[i, : len(own)] for i, own in enumerate(samplers)]))
+        counts = [len(guess) + 1 for guess, _ in plan]
+        logits = self._forward_flat([guess for guess, _ in plan]) if self._flat else None
+        flat = logits is not None
+        if logits is not None:
+            guesses = logits.shape[0] / len(plan) - 1
+            logits = logits[: sum(counts)]
+        else:
+            padded = [[*guess, *[0] * (width - len(guess))] for guess, _ in plan]
+            inputs = mx.concatenate([inputs, mx.array(padded, inputs.dtype)], axis=1)
+            with mlx_adapter.last_positions(width + 1):
+                logits = self._forward(inputs)[:, -width - 1 :]
+            logits = mx.concatenate([logits[i, :count] for i, count in enumerate(counts)])
+        hidden = mlx_adapter.take_hidden()
+        each_sampler = [each for own in samplers for each in own]
+        sampler = BatchSampler(each_sampler)
+        sampled = sampler(logits)
         mx.eval(sampled, *(sampler.logprobs or ()))
-        drawn = iter(zip(cast(list[int], sampled.tolist()), likelihoods(flat, sampler.logprobs), strict=True))
+        likely = likelihoods(each_sampler, sampler.logprobs)
+        drawn = iter(zip(cast(list[int], sampled.tolist()), likely, strict=True))
         draws: list[Draw] = []
         kept: list[list[int]] = []
         for row, (guess, _), own in zip(self.rows, plan, samplers, strict=True):
@@ -310,7 +333,9 @@ class DecodeBatch:
             held, of_model = len(tokens) - 1, speculator.of_model
             row.sink.count(partial(self._speculation.count, row, len(guess), held, of_model=of_model))
             speculator.add_tokens(tokens, len(guess))
-        self._spared += self._speculation.times.record_check(len(self.rows), width, clock() - began)
+        how = {"flat": flat, "compiled": flat and self._compiled is not None and self._compiled.compiles}
+        times = self._speculation.times
+        self._spared += times.record_check(len(self.rows), guesses, clock() - began, **how)
         return draws
 
     def _step(self) -> list[Draw]:
@@ -344,13 +369,31 @@ class DecodeBatch:
         if self._inputs is not None:
             mx.eval(self._inputs)
 
+    def _is_plain(self) -> bool:
+        """Whether passes need nothing but tokens and cache."""
+        plain = all(row.adapter is None and (row.images is None or not row.images.delta) for row in self.rows)
+        return plain and not mlx_adapter.keeps_hidden()
+
+    def _forward_flat(self, guesses: Seq[list[int]]) -> mx.array | None:
+        """Logits (any, vocabulary) of each row's newest token and its guesses, one behind the other, and of
+        some more; None: there is no such pass."""
+        assert self._compiled is not None
+        newest = (int(self._speculators[row].tokens[-1]) for row in self.rows)
+        tokens = [token for first, own in zip(newest, guesses, strict=True) for token in (first, *own)]
+        rows, counts = len(guesses), [len(own) + 1 for own in guesses]
+        tokens += [0] * (rows + flat_size(len(tokens) - rows, self._flat - rows) - len(tokens))
+        logits = self._compiled(mx.array(tokens), self._cache, self._steps, counts)
+        self._steps += logits is not None
+        if logits is None:
+            self._flat = 0
+        return logits
+
     def _forward(self, tokens: mx.array) -> mx.array:
         """Logits of `tokens` (rows, n), whose KV goes into the cache."""
         deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
         moved = {"deltas": deltas} if any(deltas) else {}
         adapters = [sequence.adapter for sequence in self.rows]
-        plain = not moved and not any(adapters) and not mlx_adapter.keeps_hidden()
-        if self._compiled is not None and plain:
+        if self._compiled is not None and self._is_plain():
             logits = self._compiled(tokens, self._cache, self._steps)
             self._steps += 1
             if logits is not None:

@@ -182,7 +182,10 @@ def sampler_rows(
     masks  of these tokens, for a constrained row
 
     Once a token was sampled, step and penalties of the row that it was sampled by go on in place of `row`'s.
+    What is greedy and no more is sampled by `row` itself, whose step says nothing.
     """
+    if row.params.greedy and not (row.params.penalised or masks or row.constraint is not None):
+        return [row] * (len(guesses) + 1)
     rows = [replace(row)]
     for guess in guesses:
         penalties = rows[-1].penalties and rows[-1].penalties.copy()

@@ -6,7 +6,8 @@ each position a token is drawn as a step of its own would draw it there; guesses
 not drawn. A guess has no part in what is drawn: sampled answers have the distribution of plain decoding, and
 greedy ones its tokens, but for the rounding of wider passes.
 
-Each row of a batch has as many guesses as it likes, none included; the pass is as wide as the longest. What a
+Each row of a batch has as many guesses as it likes, none included. The pass is as wide as the longest, or,
+where fused_step.py of mlx_adapter/ computes it, flat: it has no more of a row than its own tokens. What a
 grammar does not allow is not guessed, and what it leaves no choice in is.
 
 No MLX here: decode_batch.py computes the passes.
@@ -18,6 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import exp, log
 from statistics import median_low
 from typing import Any
 
@@ -53,11 +55,28 @@ Milliseconds of a pass of SmolLM2-135M in float32 on a CPU, by all its tokens:
 With the first that is a step and what as many tokens of a prompt take; with the second guesses seldom pay.
 """
 
+SIZES = (3, 15, 60)
+"""Guesses of all rows in a flat pass, filled up, or as many as there is room for. Each size is compiled for
+itself, and costs little more than a smaller one: SmolLM2 in bfloat16 on an H200 took 4.0 ms for 4 rows and 7
+guesses or fewer, 7.0 for 16 rows and 112, and 2.5 and 2.9 for steps. With (1, 2, 4, 7, 15, 30, 60) 161 were
+compiled, 15 ms each, in 18 rounds of 16 and of 4 streams."""
+
 MOST_TOKENS = 256
 """Of all rows in a pass with guesses: logits of a vocabulary of 150,000 tokens take 150 MB."""
 
 GAIN = 1.05
 """Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise."""
+
+FLAT_GAIN = 1.15
+"""Likewise, of a flat pass, as the geometric mean over its rows: one without guesses waits for those of
+others. A step behind it is not begun ahead, and takes a third longer on an H200. SmolLM2 there, 4 streams of
+prose, edits and logs: 0.98, 1.94 and 1.59 times the speed without guesses, and 0.98, 2.10, 1.51 with 1.5."""
+
+MOST_FLAT_ROWS = 8
+"""Rows of a batch that has flat passes; one with more has no guesses. 16 streams of SmolLM2 on H200s, in six
+runs with gains of 1.05 to 1.5, by the sum and by the mean: prose at 0.76 to 0.98 of the speed without guesses
+though up to 30 % of the tokens were guessed, edits at 0.85 to 1.27, logs at 0.85 to 1.23. Rows end apart
+then, and each number of rows compiles its passes, 15 ms each."""
 
 LOST_SHARE = 0.015
 """Of plain steps: what guesses that fail may cost."""
@@ -137,25 +156,35 @@ class NgramProposer:
         self._count = count + 1
 
     def propose(self, most: int) -> tuple[list[int], int]:
-        """(`most` tokens that may come next, tokens of the match); nothing where there is no match.
+        """(`most` tokens that may come next, tokens of the match); nothing where there is no match."""
+        return self.following(most), self.match() if most > 0 else 0
+
+    def match(self) -> int:
+        """Tokens of the longest match, up to LONGEST_MATCH; 0: there is none, and nothing to guess."""
+        if self._match is None:
+            self._match = self._longest()
+        return min(self._match[1], LONGEST_MATCH) if self._match is not None else 0
+
+    def is_next(self, token: int) -> bool:
+        """Whether the longest match was followed by this one."""
+        return self._match is not None and bool(self._ids[self._match[0] + 1] == token)
+
+    def following(self, most: int) -> list[int]:
+        """`most` tokens that may come next; none where there is no match.
 
         What followed a match that overlaps the newest tokens is repeated: the text is in a loop.
         """
-        ids = self._ids[: self._count]
-        if most < 1 or (match := self._longest(ids)) is None:
-            return [], 0
-        self._match = match
-        end, tokens = match
-        following = ids[end + 1 : end + 1 + most]
-        return (following if len(following) == most else np.resize(following, most)).tolist(), tokens
+        if most < 1 or not self.match() or self._match is None:
+            return []
+        following = self.tokens[self._match[0] + 1 :][:most]
+        return (following if len(following) == most else np.resize(following, most)).tolist()
 
-    def _longest(self, ids: np.ndarray) -> tuple[int, int] | None:
-        """Where the match ends, and its tokens, up to LONGEST_MATCH; None: there is none."""
-        last = len(ids) - 1
-        if self._match is not None:
-            return self._match[0], min(self._match[1], LONGEST_MATCH)
+    def _longest(self) -> tuple[int, int] | None:
+        """Where the longest match ends, and its tokens; None: there is none."""
+        last = self._count - 1
         if last < MIN_MATCH or not self._marks[_mark(*self._newest)]:
             return None
+        ids = self.tokens
         ends = np.flatnonzero(ids[MIN_MATCH - 1 : last] == ids[last]) + (MIN_MATCH - 1)
         for back in range(1, MIN_MATCH):
             ends = ends[ids[ends - back] == ids[last - back]]
@@ -177,7 +206,8 @@ def _mark(first: Any, second: Any, third: Any) -> Any:
 
 
 class PassTimes:
-    """What passes take, of one model on this machine, by rows and guesses a row.
+    """What passes take, of one model on this machine, by rows and guesses a row: the mean, where rows have
+    unequal ones.
 
     first_tells  the first pass of a kind says what the others take. Not on a GPU, where it loads kernels: on
                  an H200 SmolLM2's takes 8 to 13 ms, and the next one 3.5, so that a text that was repeated
@@ -189,8 +219,8 @@ class PassTimes:
         self._first_tells = first_tells
         self._steps: dict[int, deque[float]] = {}  # Seconds of the newest plain steps, by rows.
         self._plain: dict[int, float] = {}  # Their median.
-        self._costs: dict[tuple[int, int], float] = {}  # In plain steps.
-        self._thought: dict[tuple[int, int], float] = {}  # Likewise, of kinds that never ran.
+        self._costs: defaultdict[int, dict[float, float]] = defaultdict(dict)  # In plain steps.
+        self._thought: dict[tuple[int, float], float] = {}  # Likewise, of kinds that never ran.
         self._prompts: dict[
             int, float
         ] = {}  # Seconds of the newest pass, by its tokens; of the longest ones.
@@ -209,26 +239,33 @@ class PassTimes:
         steps = self._steps.setdefault(rows, deque(maxlen=STEPS))
         steps.append(seconds)
         self._plain[rows] = median_low(steps)
-        for width in WIDTHS:
-            if (rows, width) in self._costs:
-                self._costs[rows, width] *= AGEING
+        costs = self._costs[rows]
+        for guesses in costs:
+            costs[guesses] *= AGEING
 
-    def record_check(self, rows: int, guesses: int, seconds: float) -> float:
+    def record_check(
+        self, rows: int, guesses: float, seconds: float, *, flat: bool = False, compiled: bool = False
+    ) -> float:
         """A pass with guesses took `seconds`.
+
+        flat      as `cost` has it
+        compiled  before it ran, so that the time tells nothing of other passes
 
         Returns those of them that do not count: the first of a kind may load kernels, so no more than twice
         what was expected is held against it.
         """
-        plain, usual, new = self.plain(rows), self.cost(rows, guesses), (rows, guesses) not in self._costs
+        plain, usual, costs = self.plain(rows), self.cost(rows, guesses, flat=flat), self._costs[rows]
+        new = guesses not in costs
         if not plain:
             return 0.0
+        if compiled:
+            return max(0.0, seconds - usual * plain)
         cost = min(seconds / plain, 2 * usual)
-        if guesses in WIDTHS:  # Else a grammar, or the end of the answer, has cut it.
-            if new:
-                self._costs[rows, guesses] = cost if self._first_tells or cost < 2 * usual else usual
-            else:
-                self._costs[rows, guesses] = usual + NEWEST * (cost - usual)
-            self._thought.clear()
+        if new:
+            costs[guesses] = cost if self._first_tells or cost < 2 * usual else usual
+        else:
+            costs[guesses] = usual + NEWEST * (cost - usual)
+        self._thought.clear()
         return seconds - cost * plain if new else 0.0
 
     def plain(self, rows: int) -> float:
@@ -240,21 +277,26 @@ class PassTimes:
     @property
     def checked(self) -> bool:
         """Whether any pass with guesses was made."""
-        return bool(self._costs)
+        return any(self._costs.values())
 
-    def cost(self, rows: int, guesses: int) -> float:
-        """Of a pass, in plain steps of the same rows; infinite before there was a step."""
+    def cost(self, rows: int, guesses: float, *, flat: bool = False) -> float:
+        """Of a pass, in plain steps of the same rows; infinite before there was a step.
+
+        flat  it is thought to take as long as the dearest pass of fewer tokens: starting kernels is what it
+              costs, as long as the weights are read once
+        """
         kind = rows, guesses
-        if (own := self._costs.get(kind)) is not None:
+        if (own := self._costs[rows].get(guesses)) is not None:
             return max(own, 1.0)
         if not self._plain:
             return float("inf")
         if kind not in self._thought:
-            self._thought[kind] = max(self._expected(rows, guesses) / self.plain(rows), 1.0)
+            self._thought[kind] = max(self._expected(rows, guesses, flat) / self.plain(rows), 1.0)
         return self._thought[kind]
 
-    def _expected(self, rows: int, guesses: int) -> float:
-        """Seconds of a pass: those of one of fewer tokens, in all rows, and the others as tokens of a prompt.
+    def _expected(self, rows: int, guesses: float, flat: bool) -> float:
+        """Seconds of a pass: those of one of fewer tokens, in all rows, and the others as tokens of a prompt,
+        or as nothing where it is flat.
 
         Of a prompt that is no longer than the fewest rows of a step each token takes its share of the pass;
         where there was no prompt, its share of a step.
@@ -265,8 +307,8 @@ class PassTimes:
             (seconds - step) / (count - fewest) if count > fewest else seconds / count
             for count, seconds in self._prompts.items()
         ]
-        slope, tokens = max(min(slopes, default=plain / rows), 0.0), rows * (guesses + 1)
-        ran = [(r * (g + 1), cost * self.plain(r)) for (r, g), cost in self._costs.items()]
+        slope, tokens = max(min(slopes, default=plain / rows), 0.0) * (not flat), rows * (guesses + 1)
+        ran = [(r * (g + 1), c * self.plain(r)) for r, costs in self._costs.items() for g, c in costs.items()]
         ran += [(rows, plain), *self._plain.items()]
         return max(seconds + (tokens - count) * slope for count, seconds in ran if count <= tokens)
 
@@ -364,16 +406,22 @@ class Speculation:
     def _win(self, steps: float) -> None:
         self.credit = min(self.credit + steps, MOST_CREDIT)
 
-    def best_width(self, offers: Seq[tuple[float, int]], own: float = 0.0) -> int:
-        """Guesses a row for the next pass of a batch; 0: a plain step is faster.
+    def best_width(self, offers: Seq[tuple[float, int]], own: float = 0.0, flat: int = 0) -> int:
+        """Guesses a row, at most, for the next pass of a batch; 0: a plain step is faster.
 
         offers  (share of its guesses that hold, guesses at hand) of each row
         own     steps that its rows may lose, beside the credit
+        flat    tokens of the pass at most, which has no more of a row than its guesses; 0: as many of each
         """
-        return self._best(offers, own)[0]
+        return self._best(offers, own, flat)[0]
 
     def draft_width(
-        self, offers: Seq[tuple[float, int]], rates: Seq[float], most: int = WIDTHS[-1], own: float = 0.0
+        self,
+        offers: Seq[tuple[float, int]],
+        rates: Seq[float],
+        most: int = WIDTHS[-1],
+        own: float = 0.0,
+        flat: int = 0,
     ) -> int:
         """Guesses a row that the draft model is to make for the next pass; 0: a pass without them is faster.
 
@@ -384,11 +432,11 @@ class Speculation:
             (rate, most) if rate > (share if count else 0.0) else (share, count)
             for (share, count), rate in zip(offers, rates, strict=True)
         ]
-        width, gain = self._best(rows, own, drafting=True)
-        return width if gain > self._best(offers, own)[1] else 0
+        width, gain = self._best(rows, own, flat, drafting=True)
+        return width if gain > self._best(offers, own, flat)[1] else 0
 
     def _best(
-        self, offers: Seq[tuple[float, int]], own: float, *, drafting: bool = False
+        self, offers: Seq[tuple[float, int]], own: float, flat: int, *, drafting: bool = False
     ) -> tuple[int, float]:
         """(guesses a row, tokens a second as a multiple of plain decoding).
 
@@ -396,19 +444,31 @@ class Speculation:
 
         The narrowest are tried first: what wider ones cost follows from them.
         """
-        rows, best, best_gain = len(offers), 0, GAIN
+        rows, best, best_gain = len(offers), 0, FLAT_GAIN if flat else GAIN
         most = max((count for _, count in offers), default=0)
         seconds, plain, known = 0.0, self.times.plain(rows), self.times.checked
         if drafting and plain:
             seconds, known = self.draft_seconds.get(rows, 0.0), known and rows in self.draft_seconds
         for width in WIDTHS if known else WIDTHS[:1]:
-            if width > most or rows * (width + 1) > MOST_TOKENS:
+            all_guesses = sum(min(width, count) for _, count in offers) if flat else rows * width
+            if width > most or rows + all_guesses > (flat or MOST_TOKENS):
                 break
-            tokens = sum(expected_tokens(rate, min(width, count)) for rate, count in offers)
-            cost = self.times.cost(rows, width) + (seconds * width / plain if seconds else 0.0)
-            if cost - 1 <= max(self.credit, own) and (gain := tokens / rows / cost) > best_gain:
+            guesses = flat_size(all_guesses, flat - rows) / rows if flat else width
+            cost = self.times.cost(rows, guesses, flat=flat > 0) + (
+                seconds * width / plain if seconds else 0.0
+            )
+            if cost - 1 > max(self.credit, own) or 1 + all_guesses / rows <= best_gain * cost:
+                continue
+            tokens = [expected_tokens(rate, min(width, count)) for rate, count in offers]
+            mean = exp(sum(map(log, tokens)) / rows) if flat else sum(tokens) / rows
+            if (gain := mean / cost) > best_gain:
                 best, best_gain = width, gain
         return best, best_gain
+
+
+def flat_size(guesses: int, most: int) -> int:
+    """What a flat pass with so many `guesses` of all rows is filled up to, `most` at most."""
+    return next((size for size in SIZES if guesses <= size < most), most)
 
 
 def expected_tokens(rate: float, guesses: int) -> float:
@@ -449,7 +509,6 @@ class RowSpeculator:
     A plain step beside which a guess was at hand tells whether that would have held, at no cost; so a
     sequence whose guesses fail goes back to plain decoding, and begins again once they would hold.
 
-    guess       tokens that may come next; empty: no idea
     won         steps, by guesses of the batches that it was in
     constraint  of the sequence; its tokens so far are taken by it first
     shared      the share of guesses that holds, of all sequences: what is thought before this one made any
@@ -466,7 +525,19 @@ class RowSpeculator:
         self._constraint = constraint
         self._shared = shared or {kind: HoldRate() for kind in KINDS}
         self._rates = {kind: HoldRate(rate.value) for kind, rate in self._shared.items()}
+        self._guess: list[int] | None = []
         self._propose()
+
+    @property
+    def guess(self) -> list[int]:
+        """Tokens that may come next; empty: no idea. Of a match they are read when somebody asks."""
+        if self._guess is None:
+            self._guess = self._proposer.following(WIDTHS[-1])
+        return self._guess
+
+    @guess.setter
+    def guess(self, tokens: list[int]) -> None:
+        self._guess = tokens
 
     @property
     def tokens(self) -> np.ndarray:
@@ -489,12 +560,13 @@ class RowSpeculator:
 
     def offer(self, most: int = WIDTHS[-1]) -> tuple[float, int]:
         """(share of its guesses that hold, how many there are, at most `most`)."""
-        return self._rates[self._kind].value, max(0, min(most, len(self.guess)))
+        count = WIDTHS[-1] if self._guess is None else len(self._guess)
+        return self._rates[self._kind].value, max(0, min(most, count))
 
     def add_tokens(self, tokens: Seq[int], checked: int = 0) -> None:
         """Take what a pass drew: those of its `checked` guesses that held, and one more."""
-        if self.guess and tokens:
-            held = len(tokens) - 1 if checked else int(self.guess[0] == tokens[0])
+        if tokens and (self._guess is None or self._guess):
+            held = len(tokens) - 1 if checked else int(self._is_next(tokens[0]))
             for rates in (self._rates, self._shared):
                 rates[self._kind].record(held, min(len(tokens), checked) or 1)
         for token in tokens:
@@ -506,5 +578,10 @@ class RowSpeculator:
         if len(forced) > 1:
             self.guess, self._kind = forced[: WIDTHS[-1]], "forced"
         else:
-            self.guess, match = self._proposer.propose(WIDTHS[-1])
+            match = self._proposer.match()
+            self._guess = None if match else []
             self._kind = "long" if match >= LONGEST_MATCH else "short"
+
+    def _is_next(self, token: int) -> bool:
+        """Whether the guess's first token is this one."""
+        return self._proposer.is_next(token) if self._guess is None else self._guess[0] == token

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +13,11 @@ from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, compiled_step, fused_step
-from omlxd.engine.mlx_adapter.fused_attention import Heads, Shape, source_of
+from omlxd.engine.mlx_adapter.fused_attention import MOST_NEW, Heads, Shape, source_of
 from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
-from omlxd.engine.mlx_adapter.products_kernel import FORMS
+from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET
 from omlxd.engine.mlx_adapter.segment_attention import Shared
+from omlxd.engine.schedule.speculation import flat_size
 
 from .conftest import SegmentReference, put_newest
 from .test_compiled_step import STEPS, Steps, batch_of
@@ -44,16 +44,22 @@ class Attend:
         held: Any,
         starts: mx.array,
         ends: mx.array,
+        firsts: mx.array | None = None,
         shared: Shared | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
+        """Of nobody's rows it gives NaN, as the kernel may."""
         self.calls += 1
-        rows, out = held[0].shape[0], list[mx.array]()
-        for first in range(0, turns.shape[0], rows):
-            own = slice(first, first + rows)
-            given = tuple(array[own] for array in new), norms, turns[own], held, starts[own], ends[own]
-            of_token, *held = self._of_one_token(*given, shared)
-            out.append(of_token)
-        return mx.concatenate(out), *held
+        rows, size = held[0].shape[0], turns.shape[0]
+        places = mx.arange(rows + 1) if firsts is None else firsts
+        counts = places[1:] - places[:-1]
+        out = mx.full((size, self.heads.heads * self.heads.width), mx.nan, turns.dtype)
+        for token in range(1 if firsts is None else min(MOST_NEW, size - rows + 1)):
+            has, at = counts > token, places[:-1] + mx.minimum(token, counts - 1)
+            given = tuple(array[at] for array in new), norms, turns[at], held, starts[at], ends[at]
+            of_token, *now = self._of_one_token(*given, shared and _of_rows(shared, at))
+            out[at] = mx.where(has[:, None], of_token, out[at])
+            held = [mx.where(has[:, None, None, None], a, b) for a, b in zip(now, held, strict=True)]
+        return out, *held
 
     def _of_one_token(
         self, new: Any, norms: Any, turns: mx.array, held: Any, starts: mx.array, ends: mx.array, shared: Any
@@ -85,9 +91,24 @@ class Attend:
         return out
 
 
+def _of_rows(shared: Shared, rows: mx.array) -> Shared:
+    """Of these rows alone."""
+    pairs = shared.table[:, 1:].reshape(shared.table.shape[0], -1, 2)
+    number, there = mx.arange(pairs.shape[1]), (pairs[:, :, :1] == rows)
+    is_one = (number < shared.table[:, :1])[..., None] & there  # (segments, pairs, rows)
+    held = is_one.any(axis=1)
+    order = mx.argsort(~held, axis=1)
+    index = (is_one * pairs[:, :, 1:]).sum(axis=1)
+    pairs = mx.stack([order, mx.take_along_axis(index, order, axis=1)], axis=-1)
+    table = mx.concatenate([held.sum(axis=1, keepdims=True), pairs.reshape(pairs.shape[0], -1)], axis=1)
+    return shared._replace(table=table.astype(mx.int32), counts=shared.counts[rows])
+
+
 def fuse(model: Any) -> FusedStep:
     step = FusedStep(model, attend=lambda *_: None)
     step.attend = Attend(step.heads)
+    assert step.most_rows == 0, "no kernel of products runs here"
+    step.most_rows = SET
     return step
 
 
@@ -188,11 +209,44 @@ def test_passes_that_are_too_long_are_the_models_own(tmp_path, reference, fused)
     loaded = mlx_adapter.load(build_family("llama", tmp_path / "llama"))
     reference()
     compiled, cache = CompiledStep(loaded.model), batch_of(loaded, (5, 40, 17))
-    assert compiled.most_new(3) == 0 and compiled(mx.ones((3, 2), mx.int32), cache, 0) is None
+    assert compiled.most_tokens(cache) == 0 and compiled(mx.ones((3, 2), mx.int32), cache, 0) is None
     assert compiled._fused is not None and compiled._fused.repeats(compiled_step.StepKV)
-    assert (compiled.most_new(3), compiled.most_new(1), compiled.most_new(32)) == (10, 16, 1)
+    assert compiled.most_tokens(cache) == SET
     assert compiled(mx.ones((3, 11), mx.int32), cache, 0) is None
+    assert compiled(mx.ones(33, mx.int32), cache, 0, [16, 1, 16]) is None
+    assert compiled(mx.ones(20, mx.int32), cache, 0, [17, 1, 2]) is None, "MOST_NEW of a row"
     assert compiled(mx.ones((3, 10), mx.int32), cache, 0) is not None
+
+
+@pytest.mark.parametrize("compiled_at_once", [True, False])
+def test_a_flat_pass_has_of_each_row_its_own_tokens(
+    compiled_at_once: bool, tmp_path, reference, fused, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiled_step, "AFTER", 0 if compiled_at_once else 99)
+    loaded, lengths = mlx_adapter.load(build_family("qwen3", tmp_path / "model")), (5, 40, 17)
+    reference()
+    compiled = CompiledStep(loaded.model)
+    assert compiled._fused is not None and compiled._fused.repeats(compiled_step.StepKV)
+    tokens = np.random.default_rng(1).integers(5, 200, (3, 12)).tolist()
+    cache = batch_of(loaded, lengths)
+    want = [compiled(mx.array([[own[i]] for own in tokens]), cache, i) for i in range(12)]
+    cache, at = batch_of(loaded, lengths), [0, 0, 0]
+    for steps, counts in enumerate(([1, 3, 2], [2, 1, 1], [1, 1, 1], [4, 2, 5])):
+        flat = [tokens[row][begin + i] for row, begin in enumerate(at) for i in range(counts[row])]
+        filled = mx.array([*flat, *[0] * (3 + flat_size(len(flat) - 3, 29) - len(flat))])
+        logits = (
+            compiled(filled, cache, steps, counts)
+            if steps != 2
+            else compiled(mx.array(flat)[:, None], cache, 2)
+        )
+        assert logits is not None
+        logits, most = logits.reshape(-1, logits.shape[-1]), max(counts)
+        expected = [want[begin + i][row, 0] for row, begin in enumerate(at) for i in range(counts[row])]  # type: ignore[index]
+        np.testing.assert_allclose(logits[: len(flat)], mx.stack(expected), atol=2e-4)
+        mlx_adapter.trim(cache, [most - count for count in counts])
+        at = [begin + count for begin, count in zip(at, counts, strict=True)]
+    if compiled_at_once:
+        assert {key[0] for key in compiled._functions} == {3, 6, 18}
 
 
 @pytest.mark.parametrize("copied", [0, compiled_step.COPIED], ids=["a layer at a time", "all at once"])
@@ -221,7 +275,7 @@ def test_rows_join_and_leave(copied: int, tmp_path, reference, fused, monkeypatc
 def test_other_models_are_left_alone(family: str, tmp_path):
     model = mlx_adapter.load(build_family(family, tmp_path / family)).model
     if family in FUSED:
-        assert fuse(model).weights
+        assert fuse(model)
     else:
         with pytest.raises(Unfusable):
             fuse(model)
@@ -250,7 +304,6 @@ def test_a_model_that_is_not_quite_of_its_kind(what: str, tmp_path, reference):
 
 def test_a_model_is_checked_once(tmp_path, reference, monkeypatch: pytest.MonkeyPatch):
     reference()
-    monkeypatch.setattr(compiled_step, "products", SimpleNamespace(usable=lambda weights: True, MOST_ROWS=32))
     monkeypatch.setattr(compiled_step, "FusedStep", fuse)
     asked: list[int] = []
 
@@ -267,9 +320,13 @@ def test_a_model_is_checked_once(tmp_path, reference, monkeypatch: pytest.Monkey
         return first is not None
 
     assert taken(90) and not taken(80)
-    monkeypatch.setattr(
-        compiled_step, "products", SimpleNamespace(usable=lambda weights: False, MOST_ROWS=32)
-    )
+
+    def unusable(model: Any) -> FusedStep:
+        step = fuse(model)
+        step.most_rows = 0
+        return step
+
+    monkeypatch.setattr(compiled_step, "FusedStep", unusable)
     assert not taken(100)
 
 

@@ -15,6 +15,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import loading, products, products_kernel
 
 K, N = 64, 40
+ROWS = len(products._ROWS)
 
 
 def drawn(*shape: int, dtype: Any = mx.bfloat16) -> mx.array:
@@ -55,7 +56,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(products, "run", stand_in)
     monkeypatch.setattr(products, "backend", lambda: "cuda")
     monkeypatch.setattr(products, "_in_use", {})
-    monkeypatch.setattr(products, "_seconds", lambda weights: ([1.0] * 3, [1.0] * 3))
+    monkeypatch.setattr(products, "_seconds", lambda weights: ([1.0] * ROWS, [1.0] * ROWS))
     yield stand_in
     products.uninstall()
 
@@ -100,16 +101,34 @@ def test_it_is_in_use_for_few_rows_of_weights_that_were_checked(kernel: Kernel):
     for one in (layer, other):
         one.set_dtype(mx.bfloat16)
     products.prepare(nn.Sequential(layer))
-    assert products.usable([layer.weight]) and not products.usable([layer.weight, other.weight])
+    assert products.most_rows([layer.weight]) == products.MOST_ROWS
+    assert not products.most_rows([layer.weight, other.weight])
     kernel.calls.clear()
     want = exact(products._own_linear(layer, drawn(3, 1, K)))
     np.testing.assert_allclose(exact(layer(drawn(3, 1, K))), want, rtol=0.02, atol=0.02)
     assert kernel.calls == [(3, 1, K)]
 
-    other(drawn(3, 1, K)), layer(drawn(1, products.MOST_ROWS + 1, K)), layer(drawn(3, K, dtype=mx.float32))
+    other(drawn(3, 1, K)), layer(drawn(1, products.SET + 1, K)), layer(drawn(3, K, dtype=mx.float32))
     assert kernel.calls == [(3, 1, K)], "other weights, more rows, another type"
-    layer(drawn(products.MOST_ROWS, 1, K))
+    layer(drawn(products.SET, 1, K))
     assert len(kernel.calls) == 2
+    for rows in (products.MOST_ROWS, products.MOST_ROWS + 1):
+        products.products(drawn(rows, K), [layer.weight])
+    assert len(kernel.calls) == 3, "for a fused step, of more rows"
+
+
+@pytest.mark.parametrize(
+    "ours, most",
+    [([1, 1, 1, 1.2, 1.2], 128), ([1, 1, 1.5, 1, 1.3], 64), ([1, 1, 1, 1.3, 1], 32), ([1.3] * 5, 0)],
+)
+def test_it_takes_as_many_rows_as_are_quick(
+    ours: list[float], most: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(products, "_seconds", lambda weights: (ours, [1.0] * ROWS))
+    layer = nn.Linear(K, N, bias=False)
+    layer.set_dtype(mx.bfloat16)
+    products.prepare(layer)
+    assert products.most_rows([layer.weight]) == most
 
 
 def test_half_precision_is_normed_by_mlx(kernel: Kernel):
@@ -131,7 +150,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(
     kernel.wrong = {"wrong": 0.05, "nan": math.nan}.get(fault, 0.0)
     kernel.of_one = fault != "of others"
     if fault == "slow":
-        monkeypatch.setattr(products, "_seconds", lambda weights: ([1.3] * 3, [1.0] * 3))
+        monkeypatch.setattr(products, "_seconds", lambda weights: ([1.3] * ROWS, [1.0] * ROWS))
     if fault == "refused":
 
         def refuse(*_: Any) -> list[mx.array]:
@@ -141,13 +160,13 @@ def test_a_kernel_that_fails_its_check_is_not_used(
     with caplog.at_level("INFO"):
         products.prepare(layer)
     assert "MLX's own kernels" in caplog.text
-    assert not products.usable([layer.weight]) and nn.Linear.__call__ is products._own_linear
+    assert not products.most_rows([layer.weight]) and nn.Linear.__call__ is products._own_linear
 
 
 def test_the_time_of_a_models_products_is_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(products, "_ours", products._mlx_own)
     for times in products._seconds([drawn(N, K), drawn(N, K), drawn(K, N)]):
-        assert len(times) == 3 and all(0 < time < 60 for time in times)
+        assert len(times) == ROWS and all(0 < time < 60 for time in times)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -205,4 +224,4 @@ def test_nothing_is_prepared_off_cuda():
     layer = nn.Linear(K, N, bias=False)
     layer.set_dtype(mx.bfloat16)
     products.prepare(layer)
-    assert not products.usable([layer.weight]) and loading.backend() != "cuda"
+    assert not products.most_rows([layer.weight]) and loading.backend() != "cuda"

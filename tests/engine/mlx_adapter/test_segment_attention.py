@@ -6,6 +6,7 @@ import copy
 import gc
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -28,7 +29,10 @@ from omlxd.engine.mlx_adapter import (
     segments,
 )
 from omlxd.engine.mlx_adapter.fused_attention import Heads
+from omlxd.engine.mlx_adapter.fused_step import FusedStep
 from omlxd.engine.mlx_adapter.segment_attention import places_of
+from omlxd.engine.schedule import decode_batch
+from omlxd.engine.schedule.decode_batch import DecodeBatch
 
 from .conftest import Reference, SegmentReference
 from .test_compiled_step import STEPS, Steps
@@ -150,7 +154,7 @@ def test_the_check_of_passes_reads_segments(folder: Path, reference):
     example = partial(segment_attention.example, step.heads)
     assert step.repeats(compiled_step.StepKV, example)
     attend = step.attend
-    step.attend = lambda *given, shared: attend(*given, shared=None if len(given[4]) > 3 else shared)  # type: ignore[method-assign]
+    step.attend = lambda *given: attend(*given[:-1], None if len(given[4]) > 3 else given[-1])  # type: ignore[method-assign]
     assert not step.repeats(compiled_step.StepKV, example) and not step.is_repeatable
 
 
@@ -198,16 +202,35 @@ def test_guesses_and_ends_of_prompts_are_read_by_it_too(folder: Path, reference)
     assert SegmentReference.several == len(loaded.model.layers) * (2 + with_segments)
 
 
-@pytest.mark.parametrize("speculate", rest_slow([False, True], True))
-def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool, reference, monkeypatch):
+@pytest.mark.parametrize("speculate", rest_slow([False, True, "flat", "many rows"], True, "flat"))
+def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool | str, reference, monkeypatch):
     """Through the scheduler: from nothing, a hit, and who joins later."""
+
+    def fuse_passes(model: Any) -> FusedStep:
+        step = fuse(model)
+        step.is_repeatable, step.most_rows = True, 128
+        return step
+
+    flat_passes: list[bool] = []
+
+    def forward_flat(batch: DecodeBatch, guesses: list[list[int]]) -> mx.array | None:
+        logits = own_forward(batch, guesses)
+        flat_passes.append(logits is not None and len({len(own) for own in guesses}) > 1)
+        return logits
+
+    if speculate == "many rows":
+        monkeypatch.setattr(decode_batch, "MOST_FLAT_ROWS", 0)
+    if speculate in ("flat", "many rows"):
+        own_forward = DecodeBatch._forward_flat
+        monkeypatch.setattr(compiled_step, "fused_step", fuse_passes)
+        monkeypatch.setattr(DecodeBatch, "_forward_flat", forward_flat)
     prompts = [prompt(3 * 256 + 50) + prompt(20 + 9 * i, seed=i + 1) for i in range(4)]
     with ColdRun(folder) as cold:
         expected = [cold.once(tokens, 40)[0] for tokens in prompts]
     if speculate:
         guess_by(monkeypatch, half_right([p + w for p, w in zip(prompts, expected, strict=True)], 1))
     reference()
-    with Rig(folder, segment=256, speculate=speculate) as rig:
+    with Rig(folder, segment=256, speculate=bool(speculate)) as rig:
         SegmentReference.calls = SegmentReference.several = 0
         running = [rig.start(tokens, 40) for tokens in prompts[:3]]
         running[0].first.wait(60)
@@ -215,7 +238,8 @@ def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool, ref
         assert [output.tokens() for output in running] == expected
         assert rig.run(prompts[0], 40).got == expected[0]
         ends = 5 * len(rig.loaded.model.layers)  # Of the prompts, which have several tokens as well.
-        assert SegmentReference.calls > ends and (SegmentReference.several > ends) == speculate
+        assert SegmentReference.calls > ends and (SegmentReference.several > ends) == (speculate is True)
+        assert any(flat_passes) == (speculate == "flat"), "rows with unequal guesses in one pass"
         rig.settle()
         gc.collect()
         assert rig.on_engine(lambda: len(rig.loaded.segments)) == 0
