@@ -90,6 +90,7 @@ class Lane:
                 work()
             except BaseException:
                 log.exception("a request failed")
+            del work  # It holds the request, and the next may be long in coming.
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:

@@ -298,7 +298,7 @@ class MemoryAdmission:
         if never:
             return InvalidRequest(f"{what} and at most {human(room)} can be had; {advice}.")
         return Unavailable(
-            f"{what} and {human(room)} are free now; retry when other programs have given some back.",
+            f"{what} and {human(room)} are free now; retry when other requests or programs gave some back.",
             retry_after=15,
         )
 

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -438,9 +439,13 @@ class Supervisor:
         self._owner.on_ready()
 
 
+ORDINARY = re.compile(r"\S+ (DEBUG|INFO) ")
+"""A line of the log that tells of no fault."""
+
+
 def _quoted(words: str) -> str:
-    """The engine's last line, for an error that a client sees; the log has all lines."""
-    lines = [line for line in words.splitlines() if line.strip()]
+    """The last line that tells of a fault, for an error that a client sees; the log has all lines."""
+    lines = [line for line in words.splitlines() if line.strip() and not ORDINARY.match(line)]
     return f"; its last words were: {lines[-1].strip()[:300]}" if lines else ""
 
 

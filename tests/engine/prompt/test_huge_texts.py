@@ -7,8 +7,10 @@ import resource
 import sys
 import threading
 import time
+import weakref
 
 import pytest
+from daemon import wait_until
 from fast_or_slow import rest_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,4 +200,16 @@ def test_work_that_fails_does_not_end_a_lane():
     lane.put_work("", fail)
     lane.put_work("", over.set)
     assert over.wait(60)
+    lane.close()
+
+
+def test_an_idle_lane_holds_no_work():
+    class Request:
+        pass
+
+    lane, request = Lane("test", 1), Request()
+    held = weakref.ref(request)
+    lane.put_work("", functools.partial(id, request))
+    del request
+    wait_until(lambda: held() is None)
     lane.close()
