@@ -130,6 +130,12 @@ class GuessMachine(RuleBasedStateMachine):
 def test_guesses_cancels_and_restarts_change_no_token(
     family: str, kv_bits: int, drafts: bool, examples: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
+    run_machine(family, kv_bits, drafts, examples, monkeypatch, tmp_path)
+
+
+def run_machine(
+    family: str, kv_bits: int, drafts: bool, examples: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     kv, rights = {"kv_bits": kv_bits}, list[list[int]]()
     guess_by(monkeypatch, half_right(rights, 6))
     folder = build_family(family, tmp_path / family, changes={"head_dim": 64} if kv_bits else {})

@@ -1,0 +1,50 @@
+"""The machine over guesses with fused_step.py's flat passes, by MLX's ops in place of its kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from omlxd.engine.mlx_adapter import compiled_step
+from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
+from omlxd.engine.schedule import decode_batch
+from omlxd.engine.schedule.decode_batch import DecodeBatch
+
+from ..schedule.test_speculation_machine import run_machine
+from .test_fused_step import fuse
+
+
+def fuse_passes(model: Any) -> FusedStep | None:
+    try:
+        step = fuse(model)
+    except Unfusable:  # The engine that answers plainly records what its model gives.
+        return None
+    step.is_repeatable, step.most_rows = True, 32
+    return step
+
+
+@pytest.mark.parametrize(
+    ("drafts", "examples"),
+    [(False, 3), *(pytest.param(drafts, 20, marks=pytest.mark.slow) for drafts in (False, True))],
+)
+def test_flat_passes_cancels_and_restarts_change_no_token(
+    drafts: bool, examples: int, reference, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Batches have more rows than flat passes at times, and guesses more tokens than there is room for."""
+    passes, forward = Counter[bool](), DecodeBatch._forward_flat
+
+    def counted(batch: DecodeBatch, guesses: list[list[int]]) -> mx.array | None:
+        logits = forward(batch, guesses)
+        passes[logits is not None] += 1
+        return logits
+
+    monkeypatch.setattr(compiled_step, "fused_step", fuse_passes)
+    monkeypatch.setattr(decode_batch, "MOST_FLAT_ROWS", 3)
+    monkeypatch.setattr(DecodeBatch, "_forward_flat", counted)
+    reference()
+    run_machine("qwen3", 0, drafts, examples, monkeypatch, tmp_path)
+    assert passes[True] > 10, "flat passes"
