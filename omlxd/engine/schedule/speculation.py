@@ -21,7 +21,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median_low
-from typing import Any
 
 import numpy as np
 
@@ -29,21 +28,10 @@ from ..constrain.constraint import Constraint
 from ..sequence import Sequence
 from .draft_model import DraftModel
 from .mtp import MtpModel
-
-MIN_MATCH = 3
-"""Tokens that must have stood together before, for what followed them to be a guess."""
-
-MARKS = 1 << 20
-"""Marks of triples of tokens that stood together: a megabyte a sequence."""
-
-LONGEST_MATCH = 16
-"""Tokens of a match that are compared; among the longest the most recent one counts, until a guess fails."""
-
-CANDIDATES = 256
-"""Most recent matches that are compared further."""
+from .ngram import LONGEST_MATCH, NgramProposer
 
 WIDTHS = (1, 2, 4, 7, 15)
-"""Guesses a row in a pass. With 7, four rows have as many tokens as a fused pass takes at most.
+"""Guesses a row in a pass.
 
 Milliseconds of a pass of SmolLM2-135M in float32 on a CPU, by all its tokens:
 
@@ -116,93 +104,6 @@ DRAFT = "draft"
 
 UNKNOWN = 0.5
 """Share of guesses thought to hold before any was made."""
-
-
-class NgramProposer:
-    """Guesses the continuation of one sequence from its own tokens.
-
-    A search reads the tokens once: 0.1 ms for 100,000 of them. It is made only where the newest tokens may
-    have stood together before; 1 of 16 such marks is wrong at 65,000 tokens, and no token is guessed for it.
-    While a guess holds, its match grows without a search: 16 rows that repeat a text took 1.4 ms a step for
-    searches, and take 0.1.
-    """
-
-    def __init__(self, tokens: Seq[int]):
-        self._count = len(tokens)
-        self._ids = np.empty(max(1024, 2 * self._count), np.int32)
-        self._ids[: self._count] = tokens
-        self._marks = bytearray(MARKS)
-        self._match: tuple[int, int] | None = None  # Where the last one ends, and its tokens.
-        ids = self._ids[: self._count].astype(np.int64)
-        np.frombuffer(self._marks, np.uint8)[_mark(ids[:-3], ids[1:-2], ids[2:-1])] = 1
-        self._newest = (0, 0, *ids[-3:].tolist())[-3:]
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """All so far; a view."""
-        return self._ids[: self._count]
-
-    def add_token(self, token: int) -> None:
-        count = self._count
-        if count >= MIN_MATCH:
-            self._marks[_mark(*self._newest)] = 1
-        if count == len(self._ids):
-            self._ids = np.resize(self._ids, 2 * count)
-        self._ids[count] = token
-        self._newest = (*self._newest[1:], token)
-        if self._match is not None:
-            end, tokens = self._match
-            self._match = (end + 1, tokens + 1) if self._ids[end + 1] == token else None
-        self._count = count + 1
-
-    def propose(self, most: int) -> tuple[list[int], int]:
-        """(`most` tokens that may come next, tokens of the match); nothing where there is no match."""
-        return self.following(most), self.match() if most > 0 else 0
-
-    def match(self) -> int:
-        """Tokens of the longest match, up to LONGEST_MATCH; 0: there is none, and nothing to guess."""
-        if self._match is None:
-            self._match = self._longest()
-        return min(self._match[1], LONGEST_MATCH) if self._match is not None else 0
-
-    def is_next(self, token: int) -> bool:
-        """Whether the longest match was followed by this one."""
-        return self._match is not None and bool(self._ids[self._match[0] + 1] == token)
-
-    def following(self, most: int) -> list[int]:
-        """`most` tokens that may come next; none where there is no match.
-
-        What followed a match that overlaps the newest tokens is repeated: the text is in a loop.
-        """
-        if most < 1 or not self.match() or self._match is None:
-            return []
-        following = self.tokens[self._match[0] + 1 :][:most]
-        return (following if len(following) == most else np.resize(following, most)).tolist()
-
-    def _longest(self) -> tuple[int, int] | None:
-        """Where the longest match ends, and its tokens; None: there is none."""
-        last = self._count - 1
-        if last < MIN_MATCH or not self._marks[_mark(*self._newest)]:
-            return None
-        ids = self.tokens
-        ends = np.flatnonzero(ids[MIN_MATCH - 1 : last] == ids[last]) + (MIN_MATCH - 1)
-        for back in range(1, MIN_MATCH):
-            ends = ends[ids[ends - back] == ids[last - back]]
-        if not ends.size:
-            return None
-        ends, match = ends[-CANDIDATES:], MIN_MATCH
-        while match < LONGEST_MATCH:
-            longer = ends[ends >= match]
-            longer = longer[ids[longer - match] == ids[last - match]]
-            if not longer.size:
-                break
-            ends, match = longer, match + 1
-        return int(ends[-1]), match
-
-
-def _mark(first: Any, second: Any, third: Any) -> Any:
-    """The place of a triple's mark; of arrays those of theirs."""
-    return (first * 1_000_003 + second * 8_191 + third) % MARKS
 
 
 class PassTimes:

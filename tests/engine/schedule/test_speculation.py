@@ -18,12 +18,10 @@ from rig import GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
+from omlxd.engine.schedule.ngram import LONGEST_MATCH, MIN_MATCH, NgramProposer
 from omlxd.engine.schedule.speculation import (
-    LONGEST_MATCH,
     LOST_SHARE,
-    MIN_MATCH,
     MOST_CREDIT,
-    NgramProposer,
     PassTimes,
     RowSpeculator,
     Speculation,
