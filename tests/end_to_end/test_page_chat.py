@@ -48,6 +48,8 @@ async def test_lists_tables_and_formulas():
         assert r"Then \( a_1^2 \) and \[ b_1*c*d \] and $$e_2 * f * g$$." in await page.inner_text(
             ".markdown"
         )
+        paddings = "all => all.map(e => getComputedStyle(e)).map(e => e.paddingLeft === e.paddingRight)"
+        assert all(await page.eval_on_selector_all(".markdown :is(th, td)", paddings))
         flow = "all => getComputedStyle(all.at(-1)).direction"
         assert await page.eval_on_selector_all(".markdown > p", flow) == "rtl"
 

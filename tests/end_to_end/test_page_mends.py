@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,39 @@ async def test_an_open_edit_is_ended_before_another_message_goes():
         assert len(engine.requests) == 2
 
 
+async def test_an_edit_that_is_refused_loses_no_answer():
+    engine = FakeEngine((TextDelta("The first answer"), Finished("stop", USAGE)))
+    async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
+        one.expected = ("400",)
+        page = await one.open()
+        await one.ready()
+        await one.ask("one")
+        engine.script = (InvalidRequest("It is too long."),)
+        await page.click("text=Edit")
+        await page.fill(".edit textarea", "two")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("[role=alert] >> text=It is too long.")
+        assert await page.input_value(".edit textarea") == "two"
+        await page.reload()
+        await one.ready()
+        assert await page.inner_text("article.user .said") == "one"
+        assert "The first answer" in await page.inner_text("article.assistant")
+        await page.click("text=Options")
+        await page.fill("#chat-tools", "{oops")
+        await page.click("text=Edit")
+        await page.fill(".edit textarea", "three")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("[role=alert] >> text=no JSON")
+        assert "The first answer" in await page.inner_text("article.assistant")
+        await page.fill("#chat-tools", "")
+        engine.script = (TextDelta("The second answer"), Finished("stop", USAGE))
+        await page.focus(".edit textarea")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("text=The second answer")
+        assert await page.inner_text("article.user .said") == "three"
+        assert await page.locator("article").count() == 2
+
+
 async def test_a_damaged_store_is_a_chat_all_the_same():
     for stored in (
         '{"messages":[null,5,{"role":"user","content":"kept"}],"options":3}',
@@ -267,3 +301,28 @@ async def test_views_find_the_daemon_that_is_back():
             await page.fill("#pull-name", " ")
             await page.click("text=Pull >> nth=-1")
             await page.wait_for_selector(".pull [role=alert] >> text=Write the hub id")
+
+
+async def test_a_look_that_fails_after_its_view_was_left_is_the_last_one():
+    async with served(app_of(FakeEngine())) as url, browser() as chromium, tab(chromium, url) as one:
+        one.expected = ("ERR_FAILED",)
+        held: list[Any] = []
+        page = await one.open()
+        await one.ready()
+        await page.clock.install()
+        await page.route("**/omlxd/requests", lambda route: held.append(route))
+        async with page.expect_request("**/omlxd/requests"):
+            await page.click("nav >> text=Cache")
+        await page.click("nav >> text=Chat")
+        await held[0].abort()
+        await page.wait_for_selector("#cache [role=alert]:not([hidden])", state="attached")
+        await page.clock.run_for(20_000)
+        assert len(held) == 1
+        await page.click("nav >> text=Cache")
+        await until(page, "!document.querySelector('#cache').hidden")
+        async with asyncio.timeout(60):
+            while len(held) < 2:
+                await asyncio.sleep(0.05)
+        await held[1].abort()
+        async with page.expect_request("**/omlxd/requests"):
+            await page.clock.run_for(4_000)

@@ -14,6 +14,7 @@ let sessions = [];
 let pins = null;
 let loading = null;
 let again = 0;
+let left = false; // Another view is shown.
 
 export function start(section) {
   els.problem = h("p", { class: "problem", role: "alert", hidden: true });
@@ -33,6 +34,7 @@ export function start(section) {
 }
 
 export async function show() {
+  left = false;
   try {
     await load();
   } catch (error) {
@@ -41,13 +43,14 @@ export async function show() {
 }
 
 export function hide() {
+  left = true;
   clearTimeout(again);
 }
 
 /** Say what failed. What is shown may be of a daemon that ended: look again, or wait until there is one. */
 async function failed(error) {
   clearTimeout(again);
-  if (error.status === 0) again = setTimeout(show, AGAIN_MS);
+  if (error.status === 0) again = left ? 0 : setTimeout(show, AGAIN_MS);
   else if (error.status === 404) await load().catch(() => {});
   els.problem.textContent = error.message;
   els.problem.hidden = false;

@@ -267,25 +267,34 @@ function results(calls) {
   return form;
 }
 
-function edit(at) {
+function edit(at, draft = chat.messages[at].content) {
   const message = chat.messages[at];
   const node = els.log.querySelector(`[data-at="${at}"]`);
   const text = h("textarea", { rows: Math.min(12, message.content.split("\n").length + 1), "aria-label": "Your message" });
-  text.value = message.content;
+  text.value = draft;
   const form = h("form", { class: "edit" }, text, h("p", { class: "row end" },
     h("button", { type: "button", onclick: () => { draw(); els.text.focus(); } }, "Cancel"), h("button", { type: "submit", class: "main" }, "Send again")));
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
     if (event.key === "Escape") { draw(); els.text.focus(); }
   });
-  form.addEventListener("submit", (event) => {
+  form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    if (!text.value.trim() && !message.images?.length) return text.focus();
-    message.content = text.value.trim();
-    chat.messages.length = at + 1;
+    if (!text.value.trim() && !message.images?.length) {
+      text.focus();
+      return;
+    }
+    const { messages } = chat;
+    const former = messages.splice(at, Infinity, { ...message, content: text.value.trim() });
     draw();
     els.text.focus();
-    answerNow();
+    const refused = await answerNow();
+    if (!refused || chat.messages !== messages) return;
+    messages.splice(at, Infinity, ...former); // No answer is lost to an edit that the daemon refused.
+    save();
+    draw();
+    edit(at, text.value);
+    notice(refused);
   });
   for (const acts of els.log.querySelectorAll(".acts")) acts.replaceChildren();
   node.replaceChildren(form);
@@ -354,7 +363,7 @@ function stop() {
 const BUSY = "The model answers still: Escape or Stop ends its answer.";
 const INTERRUPTED = "Interrupted: the connection to the daemon broke. Regenerate asks again.";
 
-/** Gives the reason if the daemon refused the request. */
+/** Gives the reason if the daemon refused the request, or the options make none. */
 async function answerNow() {
   if (running) return "";
   let asked;
@@ -364,7 +373,7 @@ async function answerNow() {
     asked = body(els.model.value, chat.messages, chat.options);
   } catch (error) {
     notice(error.message);
-    return "";
+    return error.message;
   }
   save();
   const message = { role: "assistant", model: asked.model, content: "", reasoning: "", calls: [] };
