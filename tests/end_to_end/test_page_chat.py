@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from browser import KEY, browser, needs_chromium, tab
 from fake_engine import USAGE, FakeEngine, app_of, served
+from media_files import png
 
-from omlxd.chat import Finished, TextDelta
-from tests.end_to_end.test_page import says, until
+from omlxd.chat import Conversation, Finished, ImagePart, TextDelta, media_of
+from tests.end_to_end.test_page import says, transfer, until
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -113,3 +114,32 @@ async def test_who_gives_no_key_may_give_it_later():
         await one.give_key()
         await one.ready()
         assert await page.inner_text("#key-button") == "Forget key"
+
+
+async def test_a_message_waits_for_the_images_that_are_still_read():
+    engine, picture = FakeEngine(), png(4, 3)
+    async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
+        page = await one.open()
+        await page.wait_for_selector("text=+ Image")
+        await page.evaluate("""() => {
+            const real = FileReader.prototype.readAsDataURL;
+            FileReader.prototype.readAsDataURL = function (file) {
+                if (file.name === "gone.png") setTimeout(() => this.onerror());
+                else globalThis.goOn = () => real.call(this, file);
+            };
+        }""")
+        await transfer(one, "paste", picture)
+        await until(page, "Boolean(globalThis.goOn)")
+        await one.ask("What is it?", end=False)
+        await page.keyboard.press("Enter")
+        assert await page.locator("article").count() == 0 and not engine.requests
+        await page.evaluate("goOn()")
+        await page.wait_for_selector("article:last-child .figures .legend")
+        sent = engine.requests[-1].prompt
+        assert isinstance(sent, Conversation) and len(engine.requests) == 1
+        assert [part.data for part in media_of(sent.messages) if isinstance(part, ImagePart)] == [picture]
+        assert await page.locator("article.user .thumbs img").count() == 1
+        await transfer(one, "paste", picture, "gone.png")
+        await page.wait_for_selector("[role=alert] >> text=gone.png can't be read.")
+        await one.ask("And without one?")
+        assert len(engine.requests) == 2

@@ -318,6 +318,8 @@ function pressed(event) {
 }
 
 async function sendNow() {
+  await images.reading;
+  if (running) return;
   const editing = els.log.querySelector(".edit textarea");
   if (editing) {
     notice("An earlier message is being edited: send it again, or cancel.");

@@ -10,17 +10,30 @@ export class Images {
     this.refusal = refusal;
     this.changed = changed;
     this.urls = [];
+    this.reading = Promise.resolve(); // Ends when all that was added is read.
     this.element = h("ul", { class: "thumbs", "aria-label": "Images of the next message", hidden: true });
   }
 
   /** Take those of `files` that are images. */
-  async add(files) {
+  add(files) {
+    const all = [...files]; // A field's own list is emptied meanwhile.
+    this.reading = this.reading.then(() => this.read(all));
+  }
+
+  async read(files) {
     let problem = "";
-    for (const file of [...files]) { // A field's own list is emptied while the first one is read.
+    for (const file of files) {
       if (!file.type.startsWith("image/")) problem = `${file.name} is no image.`;
       else if (this.refusal()) problem = this.refusal();
       else if (file.size > MOST_BYTES) problem = `${file.name} is larger than 20 MiB.`;
-      else this.urls.push(await asUrl(file));
+      else {
+        try {
+          const url = await asUrl(file);
+          this.urls.push(url); // What is sent or removed meanwhile makes another list.
+        } catch {
+          problem = `${file.name} can't be read.`;
+        }
+      }
     }
     this.show(this.urls);
     this.changed(problem);
