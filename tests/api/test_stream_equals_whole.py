@@ -18,6 +18,7 @@ from fake_engine import USAGE
 from parsing import READ, call, tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.api.anthropic.answer import AnthropicCollector, AnthropicStream
+from omlxd.api.anthropic.tools import shown_id
 from omlxd.api.openai.chat_answer import OpenAIChatCollector, OpenAIChatStream
 from omlxd.api.openai.completions import OpenAICompletionCollector, OpenAICompletionStream
 from omlxd.api.responses import request as openai_responses
@@ -129,7 +130,7 @@ def test_anthropic(outputs):
             text = block.pop("json")
             if block["type"] == "tool_use":
                 block["input"] = jiter.from_json(text.encode(), partial_mode=True)  # as the SDK does
-                if broken := next((event for event in cut if event.id == block["id"]), None):
+                if broken := next((event for event in cut if shown_id(event.id) == block["id"]), None):
                     assert broken.arguments == text
                     block["input"] = json.loads(broken.valid_arguments)
                 else:

@@ -17,6 +17,7 @@ from ... import chat
 from ...errors import OmlxdError
 from ..errors import error_body
 from ..sse import OpenCall, UsageExtension, named_event, usage_extension
+from .tools import shown_id
 
 _STOP_REASON: dict[chat.FinishReason, str] = {
     "stop": "end_turn",
@@ -168,7 +169,7 @@ class AnthropicStream:
     def _tool_call(self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> bytes:
         out = b""
         if not self._call.id:
-            out = self._begin("call", _ToolUse(call.id, call.name, msgspec.Raw(b"{}")))
+            out = self._begin("call", _ToolUse(shown_id(call.id), call.name, msgspec.Raw(b"{}")))
         if text := self._call.take(call):
             out += self._delta("input_json_delta", partial_json=text)
         if isinstance(call, chat.ToolCallDelta):

@@ -32,7 +32,7 @@ from ..conversation import begun_answer, conversation, tool_result
 from ..local_fields import effort_word
 from . import blocks, threads
 from .documents import browser_state_text, document_parts, image_block, search_result_text
-from .tools import ToolChoice, Tools
+from .tools import ToolChoice, Tools, engine_id
 
 # --------------------------------------------------------------------------- the body
 
@@ -324,7 +324,7 @@ def _parts(
     if isinstance(block, blocks.Thinking):
         return [chat.ThinkingPart(block.thinking, block.signature or "")]
     if isinstance(block, blocks.ToolUse):
-        return [chat.ToolCallPart(block.id, block.name, free_json(block.input, f"{param}.input"))]
+        return [chat.ToolCallPart(engine_id(block.id), block.name, free_json(block.input, f"{param}.input"))]
     if isinstance(block, blocks.Image):
         # Named as Anthropic's errors name it: Claude Code then takes the image out, and goes on.
         return [image_block(block, f"{param}.image")]
@@ -369,4 +369,4 @@ def _tool_result(block: blocks.ToolResult, tools: Tools, param: str) -> chat.Too
     parts: list[chat.Part] = []
     for index, item in enumerate(content):
         parts += _parts(item, tools, f"{param}.tool_result.content.{index}")
-    return tool_result(block.tool_use_id, parts, bool(block.is_error))
+    return tool_result(engine_id(block.tool_use_id), parts, bool(block.is_error))

@@ -17,9 +17,21 @@ from ...errors import bad_field
 from ..body import free_json, stable_json
 from .blocks import ByDefinition, ByName, ToolAddition, ToolChange, ToolParam, ToolRemoval
 
+_ENGINE_ID = re.compile(r"call_([0-9a-f]{24})")
+_SHOWN_ID = re.compile(r"toolu_([0-9a-f]{24})")
 _KIND = re.compile(r"(bash|text_editor|memory)_(\d{8})")
 _LATE_EDITOR = "20250429"
 """From here on the editor has no `undo_edit`, and calls what it inserts `insert_text`."""
+
+
+def shown_id(id: str) -> str:
+    """The id of a call as Messages shows it: `toolu_…`. An id that the engine did not make stays."""
+    return f"toolu_{match[1]}" if (match := _ENGINE_ID.fullmatch(id)) else id
+
+
+def engine_id(id: str) -> str:
+    """The id that the engine gave to the call: a prompt and the turn memory hold that one."""
+    return f"call_{match[1]}" if (match := _SHOWN_ID.fullmatch(id)) else id
 
 
 def client_tool(type: str, name: str | None, strict: bool) -> Tool | None:

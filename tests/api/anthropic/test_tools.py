@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from omlxd.api.anthropic import request
-from omlxd.chat import Conversation, Message, TextPart, ToolCallPart
+from omlxd.api.anthropic.answer import AnthropicStream
+from omlxd.chat import Conversation, Message, TextPart, ToolCall, ToolCallPart, ToolResultPart
 from omlxd.errors import InvalidRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -233,3 +235,18 @@ def test_a_system_message_may_have_nothing_to_say():
     for role in ("user", "assistant"):
         with pytest.raises(InvalidRequest, match=r"messages\.0\.content: this field is required"):
             prompt({"role": role})
+
+
+def test_ids_of_calls_are_anthropics_for_the_client_and_the_engines_in_the_prompt():
+    made, foreign = f"call_{'0a' * 12}", "toolu_01A09q90qw90lq917835lq9a"
+    stream = AnthropicStream("msg_1", "m", "req_1")
+    stream.event(ToolCall(made, "read", "{}"))
+    [block] = msgspec.json.decode(msgspec.json.encode(stream.message.content))
+    assert block["id"] == f"toolu_{'0a' * 12}"
+    for sent, held in ((block["id"], made), (made, made), (foreign, foreign), ("call_1", "call_1")):
+        use = {"type": "tool_use", "id": sent, "name": "read", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": sent, "content": "x"}
+        turns = prompt(USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]})
+        parts = [part for message in turns.messages for part in message.parts]
+        assert [part.id for part in parts if isinstance(part, ToolCallPart)] == [held]
+        assert [part.call_id for part in parts if isinstance(part, ToolResultPart)] == [held]
