@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
+from ...common import ports
 from ...config import Settings, is_loopback
 from ...errors import ConfigError
 from ...kv.files.paths import LOCK_NAME
@@ -70,23 +72,20 @@ def with_daemons_cache(settings: Settings) -> tuple[Settings, frozenset[str]]:
 
 def _is_free(host: str, port: int) -> bool:
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        ports.bind(family, place).close()
     except OSError:
         return False
     return True
 
 
 def _holder(port: int) -> str:
-    """`name (process N)`, where the system tells this user."""
-    try:
-        for each in psutil.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
-                return f"{psutil.Process(each.pid).name()} (process {each.pid})"
-    except psutil.Error:
-        pass
+    """`name (process N)`, where the system tells this user: macOS only of the user's own processes."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            sockets = process.net_connections("tcp")
+            if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets):
+                return f"{process.name()} (process {process.pid})"
     return ""
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from ...common import ports
 from ...common.files import write_atomic
 from ...errors import OmlxdError
 
@@ -114,14 +115,12 @@ def _has_ipv6() -> bool:
 def check_free(host: str, port: int) -> None:
     """Raise ServiceError when something listens there already: managers say nothing of that."""
     for address, is_v6 in addresses(host):
-        with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError as error:
-                in_use = error.errno == errno.EADDRINUSE
-                why = "is in use; stop the program that holds it" if in_use else "can't be had"
-                raise ServiceError(f"port {port} on {address} {why}, or give another --port.") from error
+        try:
+            ports.bind(socket.AF_INET6 if is_v6 else socket.AF_INET, (address, port)).close()
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            why = "is in use; stop the program that holds it" if in_use else "can't be had"
+            raise ServiceError(f"port {port} on {address} {why}, or give another --port.") from error
 
 
 def tail(files: Sequence[Path], lines: int, follow: bool) -> list[str]:

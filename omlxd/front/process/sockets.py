@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable, MutableMapping, Sequence
 
 from ...cli.service.plan import LAUNCHD_NAME
+from ...common import ports
 from ...config import Settings
 from ...errors import ConfigError
 
@@ -227,16 +228,13 @@ def _is_loopback(host: str) -> bool:
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens on the first address that `host` means. Raises OSError."""
-    family, kind, protocol, _, address = sorted(
+    family, *_, address = sorted(
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
         key=lambda address: address[0] != socket.AF_INET,  # localhost is 127.0.0.1 to most clients.
     )[0]
-    made = socket.socket(family, kind, protocol)
+    made = ports.bind(family, address)
     try:
-        # A restart must not wait for the old daemon's connections to leave TIME_WAIT.
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.bind(address)
         made.listen(BACKLOG)
     except BaseException:
         made.close()

@@ -1,0 +1,41 @@
+"""TCP sockets bound to a port that no other program serves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from typing import Any
+
+CONNECT_S = 1.0
+
+
+def bind(family: int, address: Any) -> socket.socket:
+    """A TCP socket bound to `address`. Raises OSError, EADDRINUSE where another program serves it.
+
+    macOS lets one address of a port be bound beside a program that listens on all of them, whose connections
+    would then come here. So a port at which somebody answers is in use there; it is not asked where it can't
+    be bound: a service manager would start a daemon for that.
+    """
+    made = _bound(family, address)
+    if sys.platform == "darwin" and address[1]:
+        made.close()  # Bound, it would be asked itself.
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(CONNECT_S)
+            if probe.connect_ex(address) == 0:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        made = _bound(family, address)
+    return made
+
+
+def _bound(family: int, address: Any) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A restart must not wait for the old daemon's connections to leave TIME_WAIT.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
