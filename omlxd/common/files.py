@@ -1,14 +1,19 @@
-"""Reading files that anybody may have put there, atomic writes, and the header of safetensors files."""
+"""Files that anybody may have put there, atomic writes, the header of safetensors files, and backups."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import IO
+
+log = logging.getLogger(__name__)
 
 SMALL = 16 << 20
 """Bytes; the index of a model of 1,000 B parameters has 10 MB."""
@@ -93,3 +98,28 @@ def safetensors_header(file: IO[bytes], size: int, most: int = MAX_HEADER) -> by
         return None
     header = file.read(length)
     return header if len(header) == length else None
+
+
+TMUTIL = "/usr/bin/tmutil"
+TMUTIL_S = 60.0
+
+
+def leave_out_of_backups(folder: Path) -> None:
+    """On macOS, have Time Machine skip `folder` from now on; nothing elsewhere. It has not run on a Mac.
+
+    tmutil(8) does it without root and remembers it with the folder, which may be moved.
+    """
+    if sys.platform != "darwin":
+        return
+    try:
+        subprocess.run(
+            [TMUTIL, "addexclusion", folder],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=TMUTIL_S,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        why = said.decode(errors="replace").strip() or error
+        log.warning("Time Machine may back %s up, leave it out in its settings: %s", folder, why)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
-from omlxd.common.files import safetensors_header, write_atomic
+from omlxd.common import files
+from omlxd.common.files import leave_out_of_backups, safetensors_header, write_atomic
 
 
 def test_a_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path):
@@ -38,3 +41,21 @@ def test_a_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
 )
 def test_a_header_that_ends_behind_the_file_is_none(data, header):
     assert safetensors_header(io.BytesIO(data), len(data)) == header
+
+
+def test_time_machine_is_asked_to_leave_a_folder_out(tmp_path: Path, monkeypatch, caplog):
+    tool, said = tmp_path / "tmutil", tmp_path / "said"
+    tool.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > {said}\n')
+    tool.chmod(0o755)
+    monkeypatch.setattr(files, "TMUTIL", str(tool))
+    monkeypatch.setattr(sys, "platform", "linux")
+    leave_out_of_backups(tmp_path / "a cache")
+    assert not said.exists()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    leave_out_of_backups(tmp_path / "a cache")
+    assert said.read_text() == f"addexclusion|{tmp_path / 'a cache'}|" and not caplog.records
+    for script in ("#!/bin/sh\necho not allowed >&2; exit 3\n", "no program"):
+        tool.write_text(script)
+        leave_out_of_backups(tmp_path)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert caplog.messages[0].endswith(": not allowed")

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from ...cli.cache.pinned import names_by_file
 from ...cli.owner_api import PinList, PinnedBlocks
+from ...common.files import leave_out_of_backups
 from ...common.units import human
 from ...errors import InvalidRequest, Unavailable
 from ...kv.files.fs import entries_of, subfolders
@@ -34,6 +35,7 @@ from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import Ledger, LedgerBusy, LedgerStats
 from ...kv.ledger.write_budget import WriteBudget
 from ...wire import Dropped, Grant, Released, Reserve, Stored, Touched
+from .link import in_background
 from .pins import SHARE, PinnedChain, Pins
 
 log = logging.getLogger(__name__)
@@ -149,6 +151,7 @@ class ColdLedger:
             # Before anything that an engine will say, as none has the folder yet.
             self._thread.submit(self._take_stock_here, self._ledger)
             self._looking = asyncio.create_task(self._look(), name="cold-ledger-look")
+            in_background(asyncio.to_thread(leave_out_of_backups, self._root))
             return str(self._root)
         log.warning("serving without the SSD cache: %s can't be used: %s", self._root, reason)
         self._ledger = None

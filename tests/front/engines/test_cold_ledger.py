@@ -178,3 +178,19 @@ async def test_a_daemon_looks_by_itself_for_files_that_nobody_used(
         while file.exists():
             await asyncio.sleep(0.01)
     await cold.close()
+
+
+async def test_backups_leave_a_folder_out_that_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: asyncio.Queue[Path] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(
+        cold_ledger,
+        "leave_out_of_backups",
+        lambda folder: loop.call_soon_threadsafe(asked.put_nowait, folder),
+    )
+    cold, other = ColdLedger(tmp_path, CAP), ColdLedger(tmp_path, CAP)
+    assert await cold.open() == str(tmp_path) and await other.open() == ""
+    assert await asyncio.wait_for(asked.get(), 60) == tmp_path
+    await cold.close()
+    await other.close()
+    assert asked.empty()
