@@ -17,6 +17,7 @@ import mlx.core as mx
 from ...common.units import available_ram, total_ram
 from ...kv.block_pool import BlockPool
 from ...kv.store import KVStore
+from .. import mlx_adapter
 from ..mlx_adapter import cuda_driver
 
 REFRESH_S = 0.5
@@ -69,6 +70,8 @@ class HotBudget:
         if now - self._read_at >= REFRESH_S:
             self._read_at = now
             total, available = memory()
+            if mlx_adapter.backend() == "metal":  # `memory` does not see what other programs hold there.
+                available = min(available, available_ram() + mx.get_cache_memory())
             reserve = max(RESERVE_BYTES, int(total * RESERVE_FRACTION))
             spare = max(0, self._used() + available - reserve - self.promised())
             self._budget = min(int(total * MOST_FRACTION), spare)
