@@ -28,6 +28,8 @@ STREAM_S = 3600.0
 """The daemon sends a ping every few seconds: only a machine that sleeps is silent for long."""
 KEY_VARIABLE = "OMLXD_API_KEY"
 _PROC_LOCKS = Path("/proc/locks")
+CLOCKS_S = 5.0
+"""What a process's and a file's clock may differ by."""
 _PIECE = 1 << 20
 Body = msgspec.Struct | bytes | Iterable[bytes]
 T = TypeVar("T")
@@ -222,22 +224,29 @@ def _addresses_of_holder(cache_dir: Path) -> list[str]:
 def holder(root: Path) -> int | None:
     """Return the process id of the daemon that holds the folder; 0: unknown; None: nobody.
 
-    Where the system doesn't list locks (macOS), a living process of the last daemon's id counts.
+    Where the system doesn't list locks (macOS), a living process of the last daemon's id counts, unless it
+    is younger than the file: after a restart of the machine another program has that id.
     """
     path = root / LOCK_NAME
     try:
         text = path.read_text(encoding="ascii", errors="replace").strip()
-        inode = path.stat().st_ino
+        facts = path.stat()
     except OSError:
         return None
     pid = int(text) if text.isdigit() and len(text) < 11 else 0
     try:
         lines = _PROC_LOCKS.read_text().splitlines()
     except OSError:
-        return pid if pid and psutil.pid_exists(pid) else None
+        return pid if pid and _began_before(pid, facts.st_mtime) else None
     # "1: FLOCK ADVISORY WRITE 10244 fe:00:2146918 0 EOF"; some file systems give another device than stat.
-    held = any("FLOCK" in line and f":{inode} " in line for line in lines)
+    held = any("FLOCK" in line and f":{facts.st_ino} " in line for line in lines)
     return pid if held else None
+
+
+def _began_before(pid: int, seconds: float) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).create_time() < seconds + CLOCKS_S
+    return False
 
 
 class _StaysHere(urllib.request.HTTPRedirectHandler):

@@ -45,6 +45,17 @@ def test_a_program_that_only_has_the_last_daemons_process_id_is_no_daemon(tmp_pa
         assert daemon_client.find_daemon(None, settings) == Daemon("http://127.0.0.1:9")
 
 
+def test_a_process_younger_than_the_lock_file_holds_nothing(tmp_path: Path, monkeypatch):
+    """After a restart of the machine the last daemon's id is another program's."""
+    monkeypatch.setattr(daemon_client, "_PROC_LOCKS", tmp_path / "none")
+    lock = tmp_path / ".lock"
+    lock.write_text(f"{os.getpid()}\n")
+    assert daemon_client.holder(tmp_path) == os.getpid()
+    before = psutil.Process().create_time() - 60
+    os.utime(lock, (before, before))
+    assert daemon_client.holder(tmp_path) is None
+
+
 def test_the_address_of_the_one_that_runs_is_always_the_same(tmp_path: Path, monkeypatch):
     """Whatever the order in which the system lists its sockets."""
     places = [(4, "::1", 45497), (6, "127.0.0.1", 11434), (3, "127.0.0.1", 45497)]

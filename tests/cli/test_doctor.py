@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from daemon import Daemon, free_port, wait_until
 
@@ -117,10 +118,26 @@ def test_the_disk_is_timed_and_nothing_stays(tmp_path: Path, monkeypatch):
     assert disk.check_speed(given).verdict == "bad"
 
 
+def test_on_macos_the_disk_is_timed_past_the_page_cache(tmp_path: Path, monkeypatch):
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(disk.sys, "platform", "darwin")
+    monkeypatch.setattr(disk.fcntl, "F_NOCACHE", 48, raising=False)
+    monkeypatch.setattr(
+        disk.fcntl, "fcntl", lambda fd, command, on: asked.append((os.fstat(fd).st_size, command))
+    )
+    assert "reads" in disk.check_speed(settings(tmp_path), nbytes=2_000_000, seconds=5).text
+    # What the write leaves in the cache would be read from there.
+    assert asked == [(0, 48), (2_000_000, 48)]
+
+
 # --------------------------------------------------------------------------- the network
 
 
-def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path):
+def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path, monkeypatch):
+    def all_at_once(kind: str):
+        raise psutil.AccessDenied  # As macOS does to all but root.
+
+    monkeypatch.setattr(network.psutil, "net_connections", all_at_once)
     port = free_port()
     assert network.check_port(settings(tmp_path, port=str(port))).verdict == "ok"
     assert network.check_port(settings(tmp_path, port="0")).verdict == "ok"
