@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,7 +28,7 @@ from omlxd.chat import Event, Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
 from omlxd.front.engines.client import EngineProcess
 from omlxd.front.engines.cold_ledger import ColdLedger
-from omlxd.front.engines.link import EngineLink
+from omlxd.front.engines.link import SOCKET_BYTES, EngineLink
 from omlxd.front.engines.supervisor import BACKOFF_S
 
 
@@ -193,6 +195,25 @@ async def test_preparation_may_fail_and_an_engine_may_not_exist():
     failed = (await collect(absent, "x"))[-1]
     assert isinstance(failed, Failed) and "can't be started" in failed.message
     await absent.close()
+
+
+async def test_much_fits_into_the_socket_where_the_system_gives_little(monkeypatch):
+    pair = socket.socketpair
+
+    def small() -> tuple[socket.socket, socket.socket]:
+        made = pair()
+        for end in made:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return made
+
+    monkeypatch.setattr(socket, "socketpair", small)
+    script = "import sys; from socket import *; s = socket(fileno=int(sys.argv[-1]))"
+    link = await EngineLink.spawn(
+        (sys.executable, "-c", f"{script}; print(s.getsockopt(SOL_SOCKET, SO_SNDBUF))")
+    )
+    await link.receive(lambda message: None)
+    await link.close()
+    assert int(link.last_words) >= SOCKET_BYTES
 
 
 async def test_the_first_restart_is_at_once_later_ones_wait_and_a_success_forgets():
