@@ -112,9 +112,9 @@ def gone(pid: int, seconds: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return True
-        except FileNotFoundError:
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.02)
     return False
