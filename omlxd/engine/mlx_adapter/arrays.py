@@ -8,8 +8,8 @@ or a NaN: write all that is ever read of such an array.
 
 `mx.clear_cache` and `mx.set_cache_limit` of 0.32.4 wait for every CPU stream and hold Python's lock
 meanwhile; a stream that reads by a Python object, as those above do, waits for that lock: a deadlock, in
-which nothing of Python ever runs again. So ctypes calls the library's own functions, which releases the
-lock. The wheels for Linux and macOS export them; another build gives nothing back. (24 other calls of MLX
+which nothing of Python ever runs again. So the library's own functions are called by ctypes, which releases
+the lock. The wheels for Linux and macOS export them; another build gives nothing back. (24 other calls of MLX
 were tried beside such reads, 4 s each: none hung.)
 """
 

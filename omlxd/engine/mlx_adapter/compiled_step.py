@@ -14,7 +14,7 @@ One row of OLMo 3's kind, four layers of 512, windows in two of them, in bfloat1
 and 0.96 step by step.
 
 A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
-depend on when rows joined. So do passes with guesses, up to `FusedStep.most_rows` rows times tokens, but for
+depend on when rows joined. So do passes with guesses, of up to `FusedStep.most_rows` tokens, but for
 packed KV: their logits are those of steps without guesses, bit for bit.
 """
 
@@ -69,7 +69,8 @@ class Next:
     lengths: list[int]
 
     def arrays(self, counts: Sequence[int], size: int) -> tuple[mx.array, mx.array, mx.array]:
-        """(size,) each: starts, ends, and tokens before it, of `counts` next tokens of each row; 0 behind."""
+        """(size,) each: start, end and tokens before it of each next token. A row has as many of these as
+        `counts` says, one row's behind the other's; zeros fill the arrays up."""
         rows = list(zip(self.starts, self.ends, self.lengths, counts, strict=True))
         places = (
             [start for start, _, _, count in rows for _ in range(count)],
@@ -332,7 +333,7 @@ class CompiledStep:
         return fused is not None and tokens.size <= fused.most_rows and dtype == fused.heads.dtype
 
     def most_tokens(self, cache: Cache) -> int:
-        """Of a pass that has the bits of steps with up to `MOST_NEW` tokens of a row; 0: there is none."""
+        """Tokens of a pass, at most `MOST_NEW` of a row, that has the bits of steps; 0: no pass has them."""
         fused = self._fused
         if self._off or fused is None or not fused.is_repeatable or hasattr(cache[0], "how"):
             return 0

@@ -5,7 +5,7 @@ its place, reads each row's own KV alone, and its last block of a head puts the 
 where MLX and attention_kernel.py take eight. A row is cut into parts by its own length alone, and each part's
 sums have a fixed order, so that a row's bits do not depend on the rows beside it. Of several new tokens each
 is a row of its own, which ends where the token does: their bits are those of as many launches of one. Rows
-that are held have as many new tokens as each has.
+that are held may have unequal numbers of new tokens.
 
 KV goes by asynchronous copies into rings of shared memory, one for each warp, and from there into tensor
 cores: tokens are the long side of a tile, the query heads of a KV head the short one. fused_step.py calls it.
@@ -372,8 +372,7 @@ _BODY = """
 _ARGUMENTS = (
     "const T* q, const T* k, const T* v, const T* q_norm, const T* k_norm, const float* turns, "
     "const T* keys, const T* values, const int* starts, const int* ends, const int* firsts, "
-    "const int* counters, "
-    "T* out, float* sums, float* weights, const int capacity, const int tokens"
+    "const int* counters, T* out, float* sums, float* weights, const int capacity, const int tokens"
 )
 
 

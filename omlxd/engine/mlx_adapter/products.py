@@ -143,9 +143,11 @@ def prepare(model: Any) -> None:
         return
     ours, own = _seconds([weight for weights in right.values() for weight in weights])
     few = _ROWS.index(SET) + 1
-    quick = [sum(ours[:few]) <= SLOWER * sum(own[:few])]
-    quick += [a <= SLOWER * b for a, b in zip(ours[few:], own[few:], strict=True)]
-    most = max((_ROWS[few - 1 + i] for i in range(len(quick)) if all(quick[: i + 1])), default=0)
+    most = SET if sum(ours[:few]) <= SLOWER * sum(own[:few]) else 0
+    for rows, a, b in zip(_ROWS[few:], ours[few:], own[few:], strict=True):
+        if not most or a > SLOWER * b:
+            break
+        most = rows
     _in_use.update(dict.fromkeys(right, most))
     if most:
         install()

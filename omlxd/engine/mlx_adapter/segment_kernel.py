@@ -4,8 +4,6 @@
 A segment is cut into spans at fixed places. Queries of all rows that hold it are columns of products, each
 added by itself and in one order, so that a row's bits do not depend on the rows beside it. The tail's parts
 come from attention_kernel.py or fused_attention.py; segment_attention.py launches all of them.
-
-On an H200 the kernel ran with segments as arguments; where they lie in a table, it has not run.
 """
 
 from __future__ import annotations

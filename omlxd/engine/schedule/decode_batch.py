@@ -232,7 +232,7 @@ class DecodeBatch:
         return plan if any(guess for guess, _ in plan) else []
 
     def _most_flat(self) -> int:
-        """Tokens of a pass that has no more of a row than its guesses; 0: it has as many of each."""
+        """Tokens of a flat pass (speculation.py) at most; 0: passes are as wide as the longest guess."""
         if self._speculation is None or self._compiled is None or not (self.rows and self._is_plain()):
             return 0
         most = self._compiled.most_tokens(self._cache)
@@ -291,10 +291,10 @@ class DecodeBatch:
             for row, (guess, masks) in zip(self.rows, plan, strict=True)
         ]
         counts = [len(guess) + 1 for guess, _ in plan]
-        logits = self._forward_flat([guess for guess, _ in plan]) if self._flat else None
-        flat = logits is not None
-        if logits is not None:
-            guesses = logits.shape[0] / len(plan) - 1
+        logits = self._forward_flat([guess for guess, _ in plan], counts) if self._flat else None
+        how = {"flat": logits is not None, "compiled": False}
+        if logits is not None and self._compiled is not None:
+            guesses, how["compiled"] = logits.shape[0] / len(plan) - 1, self._compiled.compiles
             logits = logits[: sum(counts)]
         else:
             padded = [[*guess, *[0] * (width - len(guess))] for guess, _ in plan]
@@ -333,7 +333,6 @@ class DecodeBatch:
             held, of_model = len(tokens) - 1, speculator.of_model
             row.sink.count(partial(self._speculation.count, row, len(guess), held, of_model=of_model))
             speculator.add_tokens(tokens, len(guess))
-        how = {"flat": flat, "compiled": flat and self._compiled is not None and self._compiled.compiles}
         times = self._speculation.times
         self._spared += times.record_check(len(self.rows), guesses, clock() - began, **how)
         return draws
@@ -374,13 +373,16 @@ class DecodeBatch:
         plain = all(row.adapter is None and (row.images is None or not row.images.delta) for row in self.rows)
         return plain and not mlx_adapter.keeps_hidden()
 
-    def _forward_flat(self, guesses: Seq[list[int]]) -> mx.array | None:
-        """Logits (any, vocabulary) of each row's newest token and its guesses, one behind the other, and of
-        some more; None: there is no such pass."""
+    def _forward_flat(self, guesses: Seq[list[int]], counts: Seq[int]) -> mx.array | None:
+        """Logits (any, vocabulary) of each row's newest token and its guesses, one row's behind the other's,
+        and of what fills the pass up; None: there is no such pass.
+
+        counts  of each row's tokens
+        """
         assert self._compiled is not None
         newest = (int(self._speculators[row].tokens[-1]) for row in self.rows)
         tokens = [token for first, own in zip(newest, guesses, strict=True) for token in (first, *own)]
-        rows, counts = len(guesses), [len(own) + 1 for own in guesses]
+        rows = len(guesses)
         tokens += [0] * (rows + flat_size(len(tokens) - rows, self._flat - rows) - len(tokens))
         logits = self._compiled(mx.array(tokens), self._cache, self._steps, counts)
         self._steps += logits is not None
@@ -390,14 +392,14 @@ class DecodeBatch:
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """Logits of `tokens` (rows, n), whose KV goes into the cache."""
-        deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
-        moved = {"deltas": deltas} if any(deltas) else {}
-        adapters = [sequence.adapter for sequence in self.rows]
         if self._compiled is not None and self._is_plain():
             logits = self._compiled(tokens, self._cache, self._steps)
             self._steps += 1
             if logits is not None:
                 return logits
+        deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
+        moved = {"deltas": deltas} if any(deltas) else {}
+        adapters = [sequence.adapter for sequence in self.rows]
         with mlx_adapter.row_adapters(adapters):
             return self._model(tokens, cache=self._cache, **moved)
 

@@ -40,7 +40,7 @@ class NgramProposer:
         self._match: tuple[int, int] | None = None  # Where the last one ends, and its tokens.
         ids = self._ids[: self._count].astype(np.int64)
         np.frombuffer(self._marks, np.uint8)[_mark(ids[:-3], ids[1:-2], ids[2:-1])] = 1
-        self._newest = (0, 0, *ids[-3:].tolist())[-3:]
+        self._newest = (0, 0, 0, *ids[-3:].tolist())[-3:]
 
     @property
     def tokens(self) -> np.ndarray:
@@ -60,10 +60,6 @@ class NgramProposer:
             self._match = (end + 1, tokens + 1) if self._ids[end + 1] == token else None
         self._count = count + 1
 
-    def propose(self, most: int) -> tuple[list[int], int]:
-        """(`most` tokens that may come next, tokens of the match); nothing where there is no match."""
-        return self.following(most), self.match() if most > 0 else 0
-
     def match(self) -> int:
         """Tokens of the longest match, up to LONGEST_MATCH; 0: there is none, and nothing to guess."""
         if self._match is None:
@@ -79,7 +75,8 @@ class NgramProposer:
 
         What followed a match that overlaps the newest tokens is repeated: the text is in a loop.
         """
-        if most < 1 or not self.match() or self._match is None:
+        self.match()
+        if self._match is None:
             return []
         following = self.tokens[self._match[0] + 1 :][:most]
         return (following if len(following) == most else np.resize(following, most)).tolist()

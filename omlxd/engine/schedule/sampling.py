@@ -182,7 +182,7 @@ def sampler_rows(
     masks  of these tokens, for a constrained row
 
     Once a token was sampled, step and penalties of the row that it was sampled by go on in place of `row`'s.
-    What is greedy and no more is sampled by `row` itself, whose step says nothing.
+    A greedy row without penalties and grammar stands for all: its step has no effect.
     """
     if row.params.greedy and not (row.params.penalised or masks or row.constraint is not None):
         return [row] * (len(guesses) + 1)

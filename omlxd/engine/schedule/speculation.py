@@ -61,10 +61,10 @@ others. A step behind it is not begun ahead, and takes a third longer on an H200
 prose, edits and logs: 0.98, 1.94 and 1.59 times the speed without guesses, and 0.98, 2.10, 1.51 with 1.5."""
 
 MOST_FLAT_ROWS = 8
-"""Rows of a batch that has flat passes; one with more has no guesses. 16 streams of SmolLM2 on H200s, in six
-runs with gains of 1.05 to 1.5, by the sum and by the mean: prose at 0.76 to 0.98 of the speed without guesses
-though up to 30 % of the tokens were guessed, edits at 0.85 to 1.27, logs at 0.85 to 1.23. Rows end apart
-then, and each number of rows compiles its passes, 15 ms each."""
+"""Rows of a batch with flat passes; a larger batch has no guesses, but those of a draft model. 16 streams of
+SmolLM2 on H200s, in seven runs with gains of 1.05 to 1.5, by the sum and by the mean: prose at 0.76 to 0.98
+of the speed without guesses though up to 30 % of the tokens were guessed, edits at 0.85 to 1.27, logs at 0.85
+to 1.23. Rows end apart then, and each number of rows compiles its passes, 15 ms each."""
 
 LOST_SHARE = 0.015
 """Of plain steps: what guesses that fail may cost."""

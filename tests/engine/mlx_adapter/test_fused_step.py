@@ -112,6 +112,13 @@ def fuse(model: Any) -> FusedStep:
     return step
 
 
+def fuse_passes(model: Any, most: int) -> FusedStep:
+    """`fuse`, as if passes with up to `most` tokens had the bits of steps."""
+    step = fuse(model)
+    step.is_repeatable, step.most_rows = True, most
+    return step
+
+
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled_step, "fused_step", fuse)

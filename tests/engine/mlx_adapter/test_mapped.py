@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from daemon import PATIENCE_S, Daemon
+from daemon import PATIENCE_S, Daemon, wait_until
 from families import build_family
 from host import Host, finished, raw
 
@@ -84,7 +84,7 @@ def test_views_are_what_the_file_holds_and_live_as_long_as_an_array_of_them(tmp_
     assert maps(file) >= 1 and part.shape == (40_000, 100)
     del part
     gc.collect()
-    assert maps(file) == 0
+    wait_until(lambda: maps(file) == 0)  # MLX's thread drops its last task after that is done.
 
 
 @pytest.mark.parametrize("pad", range(8))

@@ -6,7 +6,6 @@ import copy
 import gc
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -29,14 +28,13 @@ from omlxd.engine.mlx_adapter import (
     segments,
 )
 from omlxd.engine.mlx_adapter.fused_attention import Heads
-from omlxd.engine.mlx_adapter.fused_step import FusedStep
 from omlxd.engine.mlx_adapter.segment_attention import places_of
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 
 from .conftest import Reference, SegmentReference
 from .test_compiled_step import STEPS, Steps
-from .test_fused_step import fuse
+from .test_fused_step import fuse, fuse_passes
 
 BLOCK, SEGMENT = 16, 32
 PREFIX = 3 * SEGMENT
@@ -206,15 +204,10 @@ def test_guesses_and_ends_of_prompts_are_read_by_it_too(folder: Path, reference)
 def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool | str, reference, monkeypatch):
     """Through the scheduler: from nothing, a hit, and who joins later."""
 
-    def fuse_passes(model: Any) -> FusedStep:
-        step = fuse(model)
-        step.is_repeatable, step.most_rows = True, 128
-        return step
-
     flat_passes: list[list[int]] = []
 
-    def forward_flat(batch: DecodeBatch, guesses: list[list[int]]) -> mx.array | None:
-        logits = own_forward(batch, guesses)
+    def forward_flat(batch: DecodeBatch, guesses: list[list[int]], counts: list[int]) -> mx.array | None:
+        logits = own_forward(batch, guesses, counts)
         flat_passes.append([len(own) for own in guesses] if logits is not None else [])
         return logits
 
@@ -222,7 +215,7 @@ def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool | st
         monkeypatch.setattr(decode_batch, "MOST_FLAT_ROWS", 2)
     if speculate in ("flat", "many rows"):
         own_forward = DecodeBatch._forward_flat
-        monkeypatch.setattr(compiled_step, "fused_step", fuse_passes)
+        monkeypatch.setattr(compiled_step, "fused_step", partial(fuse_passes, most=128))
         monkeypatch.setattr(DecodeBatch, "_forward_flat", forward_flat)
     prompts = [prompt(3 * 256 + 50) + prompt(20 + 9 * i, seed=i + 1) for i in range(4)]
     with ColdRun(folder) as cold:

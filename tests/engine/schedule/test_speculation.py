@@ -186,7 +186,8 @@ def test_recurrent_states_beside_windows_are_never_guessed_on():
 
 
 def proposed(tokens: list[int], most: int = 4) -> tuple[list[int], int]:
-    return NgramProposer(tokens).propose(most)
+    proposer = NgramProposer(tokens)
+    return proposer.following(most), proposer.match()
 
 
 def test_what_followed_the_newest_tokens_is_proposed():
@@ -214,8 +215,8 @@ def test_a_proposal_is_what_followed_the_longest_match(begin: list[int], rest: l
             length += 1
         if length >= max(MIN_MATCH, match):
             best, match = end, length
-    guesses, found = proposer.propose(most)
-    assert found == match
+    guesses = proposer.following(most)
+    assert proposer.match() == match
     if match:
         following = tokens[best + 1 : best + 1 + most]
         assert guesses == (following * most)[:most]
