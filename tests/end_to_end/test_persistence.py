@@ -240,7 +240,7 @@ def test_after_an_idle_restart_the_first_turn_comes_from_ram(home: Path):
     with Daemon(home) as daemon:
         first = daemon.messages(LONG)
         daemon.stop()
-    with Daemon(home) as daemon:
+    with Daemon(home, "--hot-cache-max-size", "200MB") as daemon:  # `auto` may be none on a full machine.
         wait_until(lambda: "blocks used last" in daemon.logged(), why=daemon.logged)
         again = daemon.messages(LONG)
         usage = own_usage(again)

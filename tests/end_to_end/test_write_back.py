@@ -11,7 +11,8 @@ from daemon import Daemon, own_usage, prose, wait_until
 from tests.end_to_end.test_persistence import assert_restored_from_disk, block_files, text_of
 
 LONG = prose(300)
-BACK = ("--hot-cache-write", "back")
+BACK = ("--hot-cache-write", "back", "--hot-cache-max-size", "200MB")
+"""Of a size of its own: `auto` writes early on a machine that has no memory left."""
 
 
 @pytest.fixture
