@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from . import nvrtc
-from .attention_source import HEADER, TYPES, most_heads
+from .attention_source import COPIES, HEADER, TYPES, most_heads
+from .segment_kernel import read_source
+
+if TYPE_CHECKING:
+    from .segment_attention import Shared
 
 WIDTHS, MOST_GROUP = (64, 128, 256), 16
 
@@ -35,7 +39,9 @@ ARCHITECTURES = (90, 100, 103)
 class Shape:
     """How a kernel is cut. `least`, `most`: tokens of a part at least, parts of a row at most (32).
 
-    A part has a multiple of 16 * `warps` tokens. `stages` of 16 tokens are on their way for each warp.
+    A part has a multiple of 16 * `warps` tokens. `stages` of 16 tokens are on their way for each warp. A
+    segment is read for 8 * `tiles` queries of rows that hold it at once: registers bound them, so that two
+    blocks of narrow heads share a multiprocessor.
 
     Microseconds a layer, 32 query heads on 8 of 128 in bfloat16, one H100, 36 launches in one graph:
 
@@ -52,11 +58,17 @@ class Shape:
     stages: int = 3
     least: int = 512
     most: int = 16
+    tiles: int = 4
+
+    @property
+    def span(self) -> int:
+        """Tokens of a segment that a block reads: eight tiles a warp."""
+        return 128 * self.warps
 
 
 def shape_of(width: int) -> Shape:
     """The shape whose rings fit into an H100's shared memory, 227 KB of a multiprocessor."""
-    return Shape(warps=4 if width > 128 else 8)
+    return Shape(warps=4 if width > 128 else 8, tiles=4 if width == 128 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,47 +100,157 @@ def fits(heads: Heads) -> bool:
     )
 
 
-COPIES = """
-#define OMLXD_COPY(to, from, bytes) \\
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes))
-__device__ inline void omlxd_matrices(unsigned* x, unsigned from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
+_TURN_QUERY = """
+    constexpr int EACH = D / 64;
+    const long at = c < columns ? place(c) : 0;
+    const float* turn = turns + at / (kv_heads * GROUP) * D;
+    int a[EACH], b[EACH];
+    T x[EACH], y[EACH];
+    float squares = 0.f;
+    #pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const int pair = lane * EACH + j;
+      const bool near = TRADITIONAL || 2 * pair >= TURNED;
+      a[j] = near ? 2 * pair : pair;
+      b[j] = near ? a[j] + 1 : pair + TURNED / 2;
+      x[j] = q[at * D + a[j]];
+      y[j] = q[at * D + b[j]];
+      const float one = omlxd_float(x[j]), two = omlxd_float(y[j]);
+      squares += one * one + two * two;
+    }
+    if (NORM) {
+      #pragma unroll
+      for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+      const float factor = rsqrtf(squares / D + eps);
+      #pragma unroll
+      for (int j = 0; j < EACH; j++) {
+        const T one = omlxd_round<T>(omlxd_float(x[j]) * factor);
+        const T two = omlxd_round<T>(omlxd_float(y[j]) * factor);
+        x[j] = omlxd_round<T>(omlxd_float(one) * omlxd_float(q_norm[a[j]]));
+        y[j] = omlxd_round<T>(omlxd_float(two) * omlxd_float(q_norm[b[j]]));
+      }
+    }
+    #pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      if (2 * (lane * EACH + j) < TURNED) {
+        const float one = omlxd_float(x[j]), two = omlxd_float(y[j]);
+        const float cosine = turn[a[j]], sine = turn[b[j]];
+        x[j] = omlxd_round<T>(one * cosine - two * sine);
+        y[j] = omlxd_round<T>(one * sine + two * cosine);
+      }
+      queries[c * D + a[j]] = x[j];
+      queries[c * D + b[j]] = y[j];
+    }
+"""
+
+_PARTS = """
+__device__ inline int omlxd_span(int length) {
+  const int longest = (length + MOST - 1) / MOST;
+  return max(LEAST, (longest + 16 * WARPS - 1) / (16 * WARPS) * 16 * WARPS);
 }
-__device__ inline void omlxd_turned_matrices(unsigned* x, unsigned from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
+__device__ inline int omlxd_spans(int length) {
+  const int span = omlxd_span(length);
+  return (length + span - 1) / span;
 }
-__device__ inline unsigned omlxd_turned(unsigned x) {
-  unsigned y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
+// What a query head's last block does: thread i < `heads` of each block has a `head` and how many `parts` it
+// has in all.
+__device__ inline void omlxd_put_together(
+    int heads, long head, int parts, int* due, int* counters, int most, const float* sums,
+    const float* weights, T* out) {
+  __shared__ long whose[8 * MOST_TILES];
+  __syncthreads();
+  if (threadIdx.x < heads) {
+    __threadfence();
+    const bool is_last = atomicAdd(counters + head, 1) == parts - 1;
+    if (is_last) counters[head] = 0;
+    due[threadIdx.x] = is_last ? parts : 0;
+    whose[threadIdx.x] = head;
+    __threadfence();
+  }
+  __syncthreads();
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  for (int i = warp; i < heads; i += WARPS) {
+    const int count = due[i];
+    if (!count) continue;
+    const float* pairs = weights + whose[i] * most * 2;
+    const float* vectors = sums + whose[i] * most * D + lane;
+    float top = -1e30f, mass = 0.f, x[D / 32];
+    #pragma unroll
+    for (int e = 0; e < D / 32; e++) x[e] = 0.f;
+    for (int s = lane; s < count; s += 32) top = fmaxf(top, omlxd_fresh(pairs + s * 2));
+    #pragma unroll
+    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    #pragma unroll 1
+    for (int begin = 0; begin < count; begin += 32) {
+      const int here = min(32, count - begin);
+      float own = 0.f;
+      if (lane < here) {
+        own = omlxd_exp2(omlxd_fresh(pairs + (begin + lane) * 2) - top);
+        mass += own * omlxd_fresh(pairs + (begin + lane) * 2 + 1);
+      }
+      #pragma unroll 1
+      for (int first = 0; first < here; first += 8) {
+        float part[8][D / 32];
+        #pragma unroll
+        for (int s = 0; s < 8; s++)
+          #pragma unroll
+          for (int e = 0; e < D / 32; e++)
+            part[s][e] = first + s < here ? omlxd_fresh(vectors + (begin + first + s) * D + e * 32) : 0.f;
+        #pragma unroll
+        for (int s = 0; s < 8; s++) {
+          const float weight = __shfl_sync(~0u, own, first + s);
+          #pragma unroll
+          for (int e = 0; e < D / 32; e++) x[e] += weight * part[s][e];
+        }
+      }
+    }
+    #pragma unroll
+    for (int o = 16; o; o >>= 1) mass += __shfl_xor_sync(~0u, mass, o);
+    #pragma unroll
+    for (int e = 0; e < D / 32; e++) out[whose[i] * D + e * 32 + lane] = omlxd_round<T>(x[e] / mass);
+  }
 }
-__device__ inline unsigned omlxd_shared(const void* x) {
-  unsigned y;
-  asm("{.reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a;}" : "=r"(y) : "l"(x));
-  return y;
-}
-__device__ inline float omlxd_fresh(const float* from) {
-  float x;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
-  return x;
-}
-template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_floats<T>(x.bits).x; }
 """
 
 _BODY = """
-  // grid (parts of a row x new tokens, KV heads x PARTS, rows that are held). Row `row` is token `token` of
-  // row `blockIdx.z`, whose tokens follow each other: blocks that read the same KV run at the same time.
+  // grid (parts of segments x tiles of columns, then parts of a tail x new tokens of each row that is held;
+  // KV heads x PARTS). Row `row` is token `token` of row `held_row`, whose tokens follow each other: blocks
+  // that read the same KV run at the same time.
   constexpr int CHUNKS = D / 8, TILE = 16, STAGE = 2 * TILE * CHUNKS, EACH = D / 64;
   extern __shared__ uint4 rings[];
-  __shared__ T queries[8 * D];
-  __shared__ T fresh[2 * D * MOST_NEW];  // Key and value: the own ones, then those of earlier new tokens.
-  __shared__ float tops[WARPS][8], masses[WARPS][8];
-  __shared__ int is_last;
-  const int token = blockIdx.x % tokens, own_part = blockIdx.x / tokens;
-  const int first = tokens > 1 ? firsts[blockIdx.z] : blockIdx.z;
-  if (tokens > 1 && token >= firsts[blockIdx.z + 1] - first) return;
+  __shared__ __align__(16) T queries[8 * MOST_TILES * D];
+  __shared__ __align__(16) T fresh[2 * D * MOST_NEW];  // Key, value: the own, those of earlier new tokens.
+  __shared__ float tops[WARPS * 8 * MOST_TILES], masses[WARPS * 8 * MOST_TILES];
+  __shared__ int due[8 * MOST_TILES];
+  const int parts = (length + SPAN - 1) / SPAN, of_segments = segments * parts * across;
+  int* counter = const_cast<int*>(counters);
+  const float factor = scale * 1.44269504f;
+  if (blockIdx.x < of_segments) {
+    const int tile = blockIdx.x % across, part = blockIdx.x / across % parts;
+    const int slot = blockIdx.x / across / parts, kv_head = blockIdx.y / PARTS;
+    const int* own = table + slot * (1 + 2 * rows);
+    const int first = tile * 8 * MOST_TILES, columns = min(own[0] * GROUP - first, 8 * MOST_TILES);
+    if (columns <= 0 || blockIdx.y % PARTS) return;
+    const unsigned long long* at = addresses + ((long)layer * segments + slot) * 2;
+    const int from = part * SPAN, to = min(from + SPAN, length);
+    const uint4* K = reinterpret_cast<const uint4*>(at[0]) + (long)kv_head * length * CHUNKS;
+    const uint4* V = reinterpret_cast<const uint4*>(at[1]) + (long)kv_head * length * CHUNKS;
+    #define RUN(N) \\
+      omlxd_segment<N>(q, q_norm, turns, K, V, own + 1, columns, first, from, to, factor, parts, part, \\
+                       most, 1, KV_HEADS, kv_head, rings, queries, tops, masses, sums, weights)
+    if (columns <= 8) RUN(1);
+    else if (MOST_TILES == 2 || columns <= 16) RUN(2);
+    else RUN(MOST_TILES);
+    const int c = first + min((int)threadIdx.x, columns - 1), row = own[1 + 2 * (c / GROUP)];
+    omlxd_put_together(columns, ((long)row * KV_HEADS + kv_head) * GROUP + c % GROUP,
+                       counts[row] * parts + omlxd_spans(ends[row] - starts[row]), due, counter, most, sums,
+                       weights, out);
+    return;
+  }
+  const int held_row = (blockIdx.x - of_segments) / places, place = (blockIdx.x - of_segments) % places;
+  const int token = place % tokens, own_part = place / tokens;
+  const int first = tokens > 1 ? firsts[held_row] : held_row;
+  if (tokens > 1 && token >= firsts[held_row + 1] - first) return;
   const int row = first + token, kv_head = blockIdx.y / PARTS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
   const int begin = starts[row], end = ends[row];
@@ -188,15 +310,13 @@ _BODY = """
   };
   if (warp < H + 2) read(warp, row);
 
-  const int length = end - begin, most = (length + MOST - 1) / MOST;
-  const int span = max(LEAST, (most + 16 * WARPS - 1) / (16 * WARPS) * 16 * WARPS);
-  const int spans = (length + span - 1) / span;
+  const int span = omlxd_span(end - begin), spans = omlxd_spans(end - begin);
   if (own_part >= spans) return;
   const int from = begin + own_part * span, to = min(from + span, end);
   const bool newest = to == end;
   const int kept = min(to, max(from, end - 1 - token)), tiles = (to - from + TILE - 1) / TILE;
   const int vectors_here = H + 2 + 2 * (min(to, end - 1) - kept);
-  const long head = ((long)blockIdx.z * KV_HEADS + kv_head) * capacity;
+  const long head = ((long)held_row * KV_HEADS + kv_head) * capacity;
   uint4* K = const_cast<uint4*>(reinterpret_cast<const uint4*>(keys)) + head * CHUNKS;
   uint4* V = const_cast<uint4*>(reinterpret_cast<const uint4*>(values)) + head * CHUNKS;
   uint4* ring = rings + warp * STAGES * STAGE;
@@ -238,7 +358,6 @@ _BODY = """
     #pragma unroll
     for (int i = 0; i < 2; i++)
       query[c][i] = *reinterpret_cast<const unsigned*>(queries + group * D + c * 16 + i * 8 + quad * 2);
-  const float factor = scale * 1.44269504f;
   float best[2] = {-1e30f, -1e30f}, total[2] = {0.f, 0.f}, sum[D / 16][4];
   #pragma unroll
   for (int j = 0; j < D / 16; j++)
@@ -305,7 +424,7 @@ _BODY = """
   for (int h = 0; h < 2; h++) {
     #pragma unroll
     for (int o = 4; o < 32; o <<= 1) total[h] += __shfl_xor_sync(~0u, total[h], o);
-    if (group == 0) { tops[warp][quad * 2 + h] = best[h]; masses[warp][quad * 2 + h] = total[h]; }
+    if (group == 0) { tops[warp * 8 + quad * 2 + h] = best[h]; masses[warp * 8 + quad * 2 + h] = total[h]; }
     #pragma unroll
     for (int j = 0; j < D / 16; j++)
       #pragma unroll
@@ -314,65 +433,35 @@ _BODY = """
   }
   __syncthreads();
   const long query_head = (long)row * KV_HEADS * GROUP + blockIdx.y * H;
+  const int before = segments ? counts[row] * parts : 0;
   for (int i = threadIdx.x; i < H * D; i += 32 * WARPS) {
     const int h = i / D, d = i % D;
     float top = -1e30f, mass = 0.f, x = 0.f;
     #pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w][h]);
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w * 8 + h]);
     #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const float weight = omlxd_exp2(tops[w][h] - top);
-      mass += weight * masses[w][h];
+      const float weight = omlxd_exp2(tops[w * 8 + h] - top);
+      mass += weight * masses[w * 8 + h];
       x += weight * vectors[(w * 8 + h) * (D + 4) + d];
     }
-    if (spans == 1 && !PARTS_ALONE) out[(query_head + h) * D + d] = omlxd_round<T>(x / mass);
+    if (before + spans == 1) out[(query_head + h) * D + d] = omlxd_round<T>(x / mass);
     else {
-      const long place = (query_head + h) * MOST + own_part;
-      sums[place * D + d] = x;
-      if (d == 0) { weights[place * 2] = top; weights[place * 2 + 1] = mass; }
+      const long put = (query_head + h) * most + before + own_part;
+      sums[put * D + d] = x;
+      if (d == 0) { weights[put * 2] = top; weights[put * 2 + 1] = mass; }
     }
   }
-  if (spans == 1 || PARTS_ALONE) return;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    int* counter = const_cast<int*>(counters) + row * gridDim.y + blockIdx.y;
-    is_last = atomicAdd(counter, 1) == spans - 1;
-    if (is_last) *counter = 0;
-    __threadfence();
-  }
-  __syncthreads();
-  if (!is_last) return;
-  for (int i = threadIdx.x; i < H * D; i += 32 * WARPS) {  // A warp is within one head.
-    const long place = (query_head + i / D) * MOST;
-    const bool has = lane < spans;
-    const float own_top = has ? omlxd_fresh(weights + (place + lane) * 2) : -1e30f;
-    const float own_mass = has ? omlxd_fresh(weights + (place + lane) * 2 + 1) : 0.f;
-    float top = own_top, mass, x = 0.f;
-    #pragma unroll
-    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-    const float own = omlxd_exp2(own_top - top);
-    mass = own * own_mass;
-    #pragma unroll
-    for (int o = 16; o; o >>= 1) mass += __shfl_xor_sync(~0u, mass, o);
-    #pragma unroll
-    for (int first = 0; first < MOST; first += 8) {
-      if (first >= spans) break;
-      float part[8];
-      #pragma unroll
-      for (int s = 0; s < 8; s++)
-        part[s] = first + s < spans ? omlxd_fresh(sums + (place + first + s) * D + i % D) : 0.f;
-      #pragma unroll
-      for (int s = 0; s < 8; s++) x += __shfl_sync(~0u, own, first + s) * part[s];
-    }
-    out[query_head * D + i] = omlxd_round<T>(x / mass);
-  }
+  if (before + spans > 1)
+    omlxd_put_together(H, query_head + threadIdx.x, before + spans, due, counter, most, sums, weights, out);
 """
 
 _ARGUMENTS = (
     "const T* q, const T* k, const T* v, const T* q_norm, const T* k_norm, const float* turns, "
     "const T* keys, const T* values, const int* starts, const int* ends, const int* firsts, "
-    "const int* counters, T* out, float* sums, float* weights, const int capacity, const int tokens"
+    "const unsigned long long* addresses, const int* table, const int* counts, const int* counters, T* out, "
+    "float* sums, float* weights, const int capacity, const int tokens, const int places, const int rows, "
+    "const int layer, const int segments, const int length, const int across, const int most"
 )
 
 
@@ -381,26 +470,28 @@ def bits_of(x: float) -> str:
     return x.hex().replace(".", "").replace("-", "m").replace("+", "")
 
 
-def source_of(heads: Heads, shape: Shape, *, parts_alone: bool = False) -> tuple[str, str]:
-    """(function, CUDA source). `parts_alone`: nothing puts them together."""
+def source_of(heads: Heads, shape: Shape) -> tuple[str, str]:
+    """(function, CUDA source)."""
     group = heads.heads // heads.kv_heads
     numbers = {"D": heads.width, "GROUP": group, "H": most_heads(group), "KV_HEADS": heads.kv_heads}
     numbers |= {"TURNED": heads.turned, "TRADITIONAL": int(heads.traditional), "NORM": int(heads.norm)}
     numbers |= {"WARPS": shape.warps, "STAGES": shape.stages, "LEAST": shape.least, "MOST": shape.most}
-    numbers |= {"PARTS": group // numbers["H"], "PARTS_ALONE": int(parts_alone), "MOST_NEW": MOST_NEW}
+    numbers |= {"PARTS": group // numbers["H"], "MOST_NEW": MOST_NEW, "SPAN": shape.span}
+    numbers |= {"MOST_TILES": shape.tiles}
     kind = TYPES[heads.dtype]
     floats = [float(heads.scale), float(heads.eps)]  # MLX takes no float for an argument.
     function = "_".join(["omlxd_fused_attention", kind, *map(str, numbers.values()), *map(bits_of, floats)])
     constants = ", ".join(f"{word} = {number}" for word, number in numbers.items())
     head = f"{HEADER}{COPIES}using T = {kind};\nconstexpr int {constants};\n"
     head += f"constexpr float scale = {floats[0]!r}f, eps = {floats[1]!r}f;\n"
+    head += read_source(_TURN_QUERY) + _PARTS
     bounds = f"__launch_bounds__({32 * shape.warps})"
     return function, f'{head}extern "C" __global__ void {bounds} {function}({_ARGUMENTS}) {{\n{_BODY}\n}}\n'
 
 
 @cache
-def _compiled(heads: Heads, shape: Shape, parts_alone: bool) -> tuple[str, bytes]:
-    function, source = source_of(heads, shape, parts_alone=parts_alone)
+def _compiled(heads: Heads, shape: Shape) -> tuple[str, bytes]:
+    function, source = source_of(heads, shape)
     return function, nvrtc.machine_code(source)
 
 
@@ -420,6 +511,7 @@ class FusedAttention:
         starts: mx.array,
         ends: mx.array,
         firsts: mx.array | None = None,
+        shared: Shared | None = None,
     ) -> mx.array:
         """(rows, heads * width). Several new tokens of a row that is held are rows, one behind the other.
 
@@ -431,41 +523,24 @@ class FusedAttention:
         starts, ends  (rows,): columns of a row; each token of one ends a column behind the token before
         firsts        (rows held + 1,): the first row of each that is held, and what follows the last, behind
                       which rows are nobody's; None: each has one
+        shared        what rows have in segments, of a multiple of 16 tokens, before `held`
         """
-        return self._run(new, norms, turns, held, starts, ends, firsts, parts_alone=False)[0]
-
-    def parts(self, *given: Any) -> tuple[mx.array, mx.array]:
-        """(vectors (rows, heads, parts, width), their logarithms' largest and masses (…, 2)) in float32, of
-        what `__call__` takes."""
-        _, sums, weights = self._run(*given, parts_alone=True)
-        return sums, weights
-
-    @property
-    def cut(self) -> tuple[int, int, int]:
-        """Tokens of a part at least, parts of a row at most, and what tokens of a part are a multiple of."""
-        return self._shape.least, self._shape.most, 16 * self._shape.warps
-
-    def _run(
-        self,
-        new: Any,
-        norms: Any,
-        turns: Any,
-        held: Any,
-        starts: Any,
-        ends: Any,
-        firsts: Any = None,
-        *,
-        parts_alone: bool,
-    ) -> list[mx.array]:
         heads, shape = self.heads, self._shape
         rows, (rows_held, _, capacity, width) = new[0].shape[0], held[0].shape
-        parts = heads.heads // most_heads(heads.heads // heads.kv_heads)
-        most = 1 if firsts is None else min(MOST_NEW, rows - rows_held + 1)
+        group = heads.heads // heads.kv_heads
+        tokens = 1 if firsts is None else min(MOST_NEW, rows - rows_held + 1)
+        places = min(shape.most, -(-capacity // shape.least)) * tokens
         if rows not in self._counters:
-            self._counters[rows] = mx.zeros((rows * parts,), mx.int32)
+            self._counters[rows] = mx.zeros((rows * heads.heads,), mx.int32)
             mx.eval(self._counters[rows])
-        function, code = _compiled(heads, shape, parts_alone)
-        parts_of = rows, heads.heads, shape.most
+        segments, length, across, layer, most = 0, 0, 0, 0, shape.most
+        its: tuple[mx.array, ...] = (ends, ends, ends)
+        if shared is not None:
+            segments, length, layer = shared.table.shape[0], shared.tokens, shared.layer
+            across = -(-rows * group // (8 * shape.tiles))
+            most += shared.most * -(-length // shape.span)
+            its = shared.addresses, shared.table, shared.counts
+        function, code = _compiled(heads, shape)
         ring = shape.warps * shape.stages * 2 * 16 * width * 2
         return mx.fast.precompiled_cuda_kernel(
             name=function,
@@ -478,17 +553,21 @@ class FusedAttention:
                 starts,
                 ends,
                 ends if firsts is None else firsts,
+                *its,
                 self._counters[rows],
             ],
-            scalars=[capacity, most],
+            scalars=[capacity, tokens, places, rows, layer, segments, length, across, most],
             grid=(
-                32 * shape.warps * min(shape.most, -(-capacity // shape.least)) * most,
-                parts,
-                rows_held,
+                32 * shape.warps * (segments * -(-length // shape.span) * across + places * rows_held),
+                heads.heads // most_heads(group),
+                1,
             ),
             threadgroup=(32 * shape.warps, 1, 1),
-            shared_memory=max(ring, shape.warps * 8 * (width + 4) * 4),
-            output_shapes=[(rows, heads.heads * width), *((*parts_of, size) for size in (width, 2))],
+            shared_memory=max(ring, shape.warps * 8 * shape.tiles * (width + 4) * 4),
+            output_shapes=[
+                (rows, heads.heads * width),
+                *((rows, heads.heads, most, size) for size in (width, 2)),
+            ],
             output_dtypes=[heads.dtype, mx.float32, mx.float32],
             ensure_row_contiguous=True,
-        )
+        )[0]

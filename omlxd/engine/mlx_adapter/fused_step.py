@@ -19,8 +19,8 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
 from . import products
-from .fused_attention import Heads, fits
-from .segment_attention import FusedSegments, Shared
+from .fused_attention import FusedAttention, Heads, fits
+from .segment_attention import Shared
 
 MODULES = {f"mlx_lm.models.{name}" for name in ("llama", "qwen2", "qwen3")}
 ROPES = (nn.RoPE, rope_utils.Llama3RoPE, rope_utils.YarnRoPE, rope_utils.SuScaledRoPE)
@@ -100,7 +100,7 @@ class FusedStep:
         head = getattr(head, "head", head)  # Of the last positions alone.
         self._head = _linear(head) if head is not None else Linear(self._embedding.weight, None)
         self._norm = _norm(inner.norm, self._eps)
-        self.attend = attend or FusedSegments(self.heads)
+        self.attend = attend or FusedAttention(self.heads)
         self.is_repeatable = False
         first = self._layers[0]
         each = (*first.qkv, first.out, *first.gate_up, first.down, self._head)

@@ -30,8 +30,7 @@ import mlx.core as mx
 
 from . import nvrtc
 from .attention_kernel import MOST_NEW, NO_WINDOW, constant
-from .attention_source import HEADER, TYPES
-from .fused_attention import COPIES
+from .attention_source import COPIES, HEADER, TYPES
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Attention on CUDA of rows that hold segments: segment_kernel.py reads each once for all that hold it.
 
 `checked` gives what takes over for `segments.attend`, once it computed what MLX's own does, and a row's bits
-alone were those beside others. `FusedSegments` is the same for fused_step.py, whose own check follows.
+alone were those beside others. fused_step.py's steps read segments by fused_attention.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import mlx.core as mx
 
 from . import nvrtc, segment_kernel
 from .attention_kernel import TILE_SPAN, Kernel, constant
-from .fused_attention import MOST_GROUP, WIDTHS, FusedAttention, Heads
-from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, Tail, merge_source, segments_source
+from .fused_attention import MOST_GROUP, WIDTHS, Heads
+from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, merge_source, segments_source
 
 log = logging.getLogger(__name__)
 
@@ -137,72 +137,18 @@ def _addresses_code() -> _Code:
     return _Code({"": segment_kernel.addresses_source(AT_ONCE)})
 
 
-class SegmentReader:
-    """The kernels for one width, group and type, which compile now. Raises what NVRTC, the driver and MLX
-    raise.
-
-    tails  what rows' tails are cut into: tokens of a span, or a fused kernel's LEAST, MOST and step
-    heads  queries come as the projections give them
-    """
-
-    def __init__(self, width: int, group: int, dtype: Any, tails: Sequence[Tail], heads: Heads | None = None):
-        self._width, self._group, self._dtype = width, group, dtype
-        reads = segments_source(width, group, dtype, heads)
-        self._code = _Code({"": reads} | {tail: merge_source(width, dtype, tail) for tail in tails})
-
-    def __call__(
-        self,
-        given: list[mx.array],
-        shape: tuple[int, int, int, int],
-        shared: Shared,
-        tail: tuple[mx.array, mx.array, Tail],
-        starts: mx.array,
-        ends: mx.array,
-        scale: mx.array,
-    ) -> mx.array:
-        """(rows, heads, new tokens, width).
-
-        given  queries (rows, heads, new tokens, width); for `heads` queries, weights of their norm and turns,
-               as fused_attention.py has them
-        shape  rows, heads, KV heads and new tokens
-        tail   sums, weights and what they were cut into
-        """
-        (rows, heads, kv_heads, new), width = shape, self._width
-        parts, segments = -(-shared.tokens // SPAN), shared.table.shape[0]
-        most = parts * shared.most
-        tiles = -(-rows * self._group * new // (8 * segment_kernel.most_tiles(width)))
-        ring = WARPS * STAGES * 2 * 16 * width * 2
-        sums, weights = self._code.run(
-            "",
-            [*given, shared.addresses, shared.table, scale],
-            [shared.layer, segments, shared.tokens, rows, new, most, kv_heads],
-            grid=(tiles * 32 * WARPS, kv_heads, segments * parts),
-            threadgroup=(32 * WARPS, 1, 1),
-            shared_memory=max(ring, WARPS * 8 * segment_kernel.most_tiles(width) * (width + 4) * 4),
-            output_shapes=[(rows, heads * new, most, width), (rows, heads * new, most, 2)],
-            output_dtypes=[mx.float32, mx.float32],
-        )
-        tail_sums, tail_weights, cut = tail
-        return self._code.run(
-            cut,
-            [sums, weights, shared.counts, tail_sums, tail_weights, starts, ends],
-            [parts, most, tail_sums.shape[-2], heads * new],
-            grid=(rows * heads * new * (32 * MERGE_WARPS + width), 1, 1),
-            threadgroup=(32 * MERGE_WARPS + width, 1, 1),
-            output_shapes=[(rows, heads, new, width)],
-            output_dtypes=[self._dtype],
-        )[0]
-
-
 class SegmentKernel:
-    """Attention of rows that hold segments, beside `tails`, which reads the rest of each. Raises as
-    `SegmentReader`."""
+    """Attention of rows that hold segments, beside `tails`, which reads the rest of each. Its kernels compile
+    now. Raises what NVRTC, the driver and MLX raise."""
 
     def __init__(self, tails: Kernel):
         self._tails = tails
         self.most_new = tails.most_new
-        cuts = {tails.span, TILE_SPAN}
-        self._read = SegmentReader(tails.width, tails.group, tails.dtype, [*cuts])
+        cuts = dict.fromkeys((tails.span, TILE_SPAN))
+        self._code = _Code(
+            {"": segments_source(tails.width, tails.group, tails.dtype)}
+            | {cut: merge_source(tails.width, tails.dtype, cut) for cut in cuts}
+        )
 
     def __call__(
         self,
@@ -244,46 +190,33 @@ class SegmentKernel:
         fresh: Sequence[mx.array] = (),
     ) -> mx.array:
         scales = constant("scale", (scale,), mx.float32)
-        tail = self._tails.parts(queries, keys, values, starts, ends, scales, fresh=fresh)
-        shape = queries.shape[0], queries.shape[1], keys.shape[1], queries.shape[2]
-        return self._read([queries], shape, shared, tail, starts, ends, scales)
-
-
-class FusedSegments(FusedAttention):
-    """`FusedAttention` that takes what rows hold in segments too. That compiles at its first call."""
-
-    _read: SegmentReader | None = None
-
-    def __call__(
-        self,
-        new: tuple[mx.array, mx.array, mx.array],
-        norms: Pair | None,
-        turns: mx.array,
-        held: Pair,
-        starts: mx.array,
-        ends: mx.array,
-        firsts: mx.array | None = None,
-        shared: Shared | None = None,
-    ) -> mx.array:
-        if shared is None:
-            return super().__call__(new, norms, turns, held, starts, ends, firsts)
-        heads, rows = self.heads, new[0].shape[0]
-        if self._read is None:
-            group = heads.heads // heads.kv_heads
-            self._read = SegmentReader(heads.width, group, heads.dtype, [self.cut], heads)
-        sums, weights = self.parts(new, norms, turns, held, starts, ends, firsts)
-        given = [new[0], (norms or new)[0], turns]
-        tail = sums, weights, self.cut
-        out = self._read(
-            given,
-            (rows, heads.heads, heads.kv_heads, 1),
-            shared,
-            tail,
-            starts,
-            ends,
-            constant("scale", (heads.scale,), mx.float32),
+        tail_sums, tail_weights, cut = self._tails.parts(
+            queries, keys, values, starts, ends, scales, fresh=fresh
         )
-        return out.reshape(rows, -1)
+        rows, heads, new, width = queries.shape
+        parts, segments = -(-shared.tokens // SPAN), shared.table.shape[0]
+        most, most_tiles = parts * shared.most, segment_kernel.most_tiles(width)
+        tiles = -(-rows * self._tails.group * new // (8 * most_tiles))
+        ring = WARPS * STAGES * 2 * 16 * width * 2
+        sums, weights = self._code.run(
+            "",
+            [queries, shared.addresses, shared.table, scales],
+            [shared.layer, segments, shared.tokens, rows, new, most, keys.shape[1]],
+            grid=(tiles * 32 * WARPS, keys.shape[1], segments * parts),
+            threadgroup=(32 * WARPS, 1, 1),
+            shared_memory=max(ring, WARPS * 8 * most_tiles * (width + 4) * 4),
+            output_shapes=[(rows, heads * new, most, width), (rows, heads * new, most, 2)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
+        return self._code.run(
+            cut,
+            [sums, weights, shared.counts, tail_sums, tail_weights, starts, ends],
+            [parts, most, tail_sums.shape[-2], heads * new],
+            grid=(rows * heads * new * (32 * MERGE_WARPS + width), 1, 1),
+            threadgroup=(32 * MERGE_WARPS + width, 1, 1),
+            output_shapes=[queries.shape],
+            output_dtypes=[self._tails.dtype],
+        )[0]
 
 
 # --------------------------------------------------------------------------- the check

@@ -3,15 +3,15 @@
 
 A segment is cut into spans at fixed places. Queries of all rows that hold it are columns of products, each
 added by itself and in one order, so that a row's bits do not depend on the rows beside it. The tail's parts
-come from attention_kernel.py or fused_attention.py; segment_attention.py launches all of them.
+come from attention_kernel.py; segment_attention.py launches all of them. fused_attention.py's kernel reads
+segments by `read_source`, too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .attention_source import HEADER, TYPES
-from .fused_attention import COPIES, Heads, bits_of
+from .attention_source import COPIES, HEADER, TYPES
 
 SPAN = 512
 """Tokens of a segment that one block of threads reads. Others were not told apart: the host was slower."""
@@ -21,9 +21,7 @@ WARPS, STAGES = 4, 3
 
 MERGE_WARPS = 8
 
-Tail = int | tuple[int, int, int]
-
-_HEADER = """
+_READ = """
 template <int NT> __device__ inline void omlxd_segment(
     const T* q, const T* q_norm, const float* turns, const uint4* K, const uint4* V, const int* holders,
     int columns, int first, int from, int to, float factor, int parts, int part, int most, int fresh,
@@ -181,49 +179,6 @@ _COPY_QUERY = """
       reinterpret_cast<uint4*>(queries)[c * CHUNKS + i] = c < columns ? source[i] : none;
 """
 
-_TURN_QUERY = """
-    constexpr int EACH = D / 64;
-    const long at = c < columns ? place(c) : 0;
-    const float* turn = turns + at / (kv_heads * GROUP) * D;
-    int a[EACH], b[EACH];
-    T x[EACH], y[EACH];
-    float squares = 0.f;
-    #pragma unroll
-    for (int j = 0; j < EACH; j++) {
-      const int pair = lane * EACH + j;
-      const bool near = TRADITIONAL || 2 * pair >= TURNED;
-      a[j] = near ? 2 * pair : pair;
-      b[j] = near ? a[j] + 1 : pair + TURNED / 2;
-      x[j] = q[at * D + a[j]];
-      y[j] = q[at * D + b[j]];
-      const float one = omlxd_float(x[j]), two = omlxd_float(y[j]);
-      squares += one * one + two * two;
-    }
-    if (NORM) {
-      #pragma unroll
-      for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
-      const float factor = rsqrtf(squares / D + eps);
-      #pragma unroll
-      for (int j = 0; j < EACH; j++) {
-        const T one = omlxd_round<T>(omlxd_float(x[j]) * factor);
-        const T two = omlxd_round<T>(omlxd_float(y[j]) * factor);
-        x[j] = omlxd_round<T>(omlxd_float(one) * omlxd_float(q_norm[a[j]]));
-        y[j] = omlxd_round<T>(omlxd_float(two) * omlxd_float(q_norm[b[j]]));
-      }
-    }
-    #pragma unroll
-    for (int j = 0; j < EACH; j++) {
-      if (2 * (lane * EACH + j) < TURNED) {
-        const float one = omlxd_float(x[j]), two = omlxd_float(y[j]);
-        const float cosine = turn[a[j]], sine = turn[b[j]];
-        x[j] = omlxd_round<T>(one * cosine - two * sine);
-        y[j] = omlxd_round<T>(one * sine + two * cosine);
-      }
-      queries[c * D + a[j]] = x[j];
-      queries[c * D + b[j]] = y[j];
-    }
-"""
-
 _BODY = """
   // grid (tiles of columns, KV heads, segments x parts of one)
   extern __shared__ uint4 rings[];
@@ -240,8 +195,8 @@ _BODY = """
   const uint4* V = reinterpret_cast<const uint4*>(at[1]) + (long)kv_head * length * (D / 8);
   const float factor = scale[0] * 1.44269504f;
   #define RUN(N) \\
-    omlxd_segment<N>(q, q_norm, turns, K, V, own + 1, columns, first, from, to, factor, parts, part, most, \\
-                     fresh, kv_heads, kv_head, rings, queries, tops, masses, sums, weights)
+    omlxd_segment<N>(q, nullptr, nullptr, K, V, own + 1, columns, first, from, to, factor, parts, part, \\
+                     most, fresh, kv_heads, kv_head, rings, queries, tops, masses, sums, weights)
   if (columns <= 8) RUN(1);
   else if (MOST_TILES == 2 || columns <= 16) RUN(2);
   else RUN(MOST_TILES);
@@ -283,7 +238,17 @@ _MERGE = """
     if (lane == 0) { masses[warp] = total; tops[warp] = best; }
   } else {
     const int d = threadIdx.x - 32 * WARPS;
-    TAIL
+    // As attention_source.py merges them, to the bit: for rows that hold no segment.
+    const int spans = (ends[row] - starts[row] + TAIL_SPAN - 1) / TAIL_SPAN;
+    const float* own = tail_weights + head * tail_most * 2;
+    float best = -1e30f, total = 0.f;
+    for (int s = 0; s < spans; s++) best = fmaxf(best, own[s * 2]);
+    #pragma unroll 4
+    for (int s = 0; s < spans; s++) {
+      const float weight = omlxd_exp2(own[s * 2] - best);
+      total += weight * own[s * 2 + 1];
+      x += weight * tail_sums[(head * tail_most + s) * D + d];
+    }
     if (d == 0) { tail_best = best; tail_total = total; }
   }
   __syncthreads();
@@ -301,47 +266,6 @@ _MERGE = """
   }
   out[head * D + d] = omlxd_round<T>(x / mass);
 """
-
-_TAIL = """
-    const int spans = (ends[row] - starts[row] + TAIL_SPAN - 1) / TAIL_SPAN;
-    const float* own = tail_weights + head * tail_most * 2;
-    float best = -1e30f, total = 0.f;
-    for (int s = 0; s < spans; s++) best = fmaxf(best, own[s * 2]);
-    #pragma unroll 4
-    for (int s = 0; s < spans; s++) {
-      const float weight = omlxd_exp2(own[s * 2] - best);
-      total += weight * own[s * 2 + 1];
-      x += weight * tail_sums[(head * tail_most + s) * D + d];
-    }
-"""
-"""As attention_source.py merges them, to the bit: for rows that hold no segment."""
-
-_FUSED_TAIL = """
-    const int length = ends[row] - starts[row], longest = (length + MOST - 1) / MOST;
-    const int span = max(LEAST, (longest + TAIL_STEP - 1) / TAIL_STEP * TAIL_STEP);
-    const int spans = (length + span - 1) / span;
-    const float* own_pairs = tail_weights + head * MOST * 2;
-    const float own_top = lane < spans ? own_pairs[lane * 2] : -1e30f;
-    const float own_mass = lane < spans ? own_pairs[lane * 2 + 1] : 0.f;
-    float best = own_top;
-    #pragma unroll
-    for (int o = 16; o; o >>= 1) best = fmaxf(best, __shfl_xor_sync(~0u, best, o));
-    const float own = omlxd_exp2(own_top - best);
-    float total = own * own_mass;
-    #pragma unroll
-    for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
-    #pragma unroll
-    for (int first = 0; first < MOST; first += 8) {
-      if (first >= spans) break;
-      float part[8];
-      #pragma unroll
-      for (int s = 0; s < 8; s++)
-        part[s] = first + s < spans ? tail_sums[(head * MOST + first + s) * D + d] : 0.f;
-      #pragma unroll
-      for (int s = 0; s < 8; s++) x += __shfl_sync(~0u, own, first + s) * part[s];
-    }
-"""
-"""As fused_attention.py merges them, to the bit."""
 
 
 def _constants(**numbers: int) -> str:
@@ -361,41 +285,31 @@ def addresses_source(count: int) -> tuple[str, str]:
     return name, f'extern "C" __global__ void {name}({arguments}, unsigned long long* out) {{ {body} }}\n'
 
 
-def segments_source(width: int, group: int, dtype: Any, heads: Heads | None = None) -> tuple[str, str]:
-    """(function, CUDA source). `heads`: queries come as the projections give them."""
+def read_source(query: str = _COPY_QUERY) -> str:
+    """`omlxd_segment`, for D, GROUP, SPAN, WARPS and STAGES. `query`: puts column `c` into `queries`."""
+    return _READ.replace("QUERY", query)
+
+
+def segments_source(width: int, group: int, dtype: Any) -> tuple[str, str]:
+    """(function, CUDA source)."""
     kind = TYPES[dtype]
     numbers = {"D": width, "GROUP": group, "SPAN": SPAN, "WARPS": WARPS, "STAGES": STAGES}
     numbers |= {"MOST_TILES": most_tiles(width)}
-    name, floats = "_".join(["omlxd_segments", kind, *map(str, numbers.values())]), ""
-    if heads is not None:
-        turned = {"TURNED": heads.turned, "TRADITIONAL": int(heads.traditional), "NORM": int(heads.norm)}
-        numbers |= turned
-        eps = float(heads.eps)
-        floats = f"constexpr float eps = {eps!r}f;\n"
-        name += "_".join(["_fused", *map(str, turned.values()), bits_of(eps)])
-    given = "const T* q, const T* q_norm, const float* turns" if heads else "const T* q"
+    name = "_".join(["omlxd_segments", kind, *map(str, numbers.values())])
     arguments = (
-        f"{given}, const unsigned long long* addresses, const int* table, const float* scale, float* sums, "
+        "const T* q, const unsigned long long* addresses, const int* table, const float* scale, float* sums, "
         "float* weights, const int layer, const int segments, const int length, const int rows, "
         "const int fresh, const int most, const int kv_heads"
     )
-    body = _BODY
-    if heads is None:
-        body = "  const T* q_norm = nullptr;\n  const float* turns = nullptr;\n" + body
-    query = _COPY_QUERY if heads is None else _TURN_QUERY
-    head = f"{HEADER}{COPIES}using T = {kind};\n{_constants(**numbers)}{floats}"
-    head += _HEADER.replace("QUERY", query)
+    head = f"{HEADER}{COPIES}using T = {kind};\n{_constants(**numbers)}{read_source()}"
     bounds = f"__launch_bounds__({32 * WARPS}, {1 if width > 128 or WARPS > 4 else 2})"
-    return name, f'{head}extern "C" __global__ void {bounds} {name}({arguments}) {{\n{body}\n}}\n'
+    return name, f'{head}extern "C" __global__ void {bounds} {name}({arguments}) {{\n{_BODY}\n}}\n'
 
 
-def merge_source(width: int, dtype: Any, tail: Tail) -> tuple[str, str]:
-    """(function, CUDA source). `tail`: tokens of its spans, or LEAST, MOST and 16 times the warps of
-    fused_attention.py."""
+def merge_source(width: int, dtype: Any, span: int) -> tuple[str, str]:
+    """(function, CUDA source). `span`: tokens of a part of a tail."""
     kind = TYPES[dtype]
-    numbers = {"D": width, "WARPS": MERGE_WARPS}
-    fused = isinstance(tail, tuple)
-    numbers |= dict(zip(("LEAST", "MOST", "TAIL_STEP"), tail, strict=True)) if fused else {"TAIL_SPAN": tail}
+    numbers = {"D": width, "WARPS": MERGE_WARPS, "TAIL_SPAN": span}
     name = "_".join(["omlxd_segments_merge", kind, *map(str, numbers.values())])
     arguments = (
         "const float* sums, const float* weights, const int* counts, "
@@ -403,5 +317,4 @@ def merge_source(width: int, dtype: Any, tail: Tail) -> tuple[str, str]:
         "const int parts, const int most, const int tail_most, const int queries"
     )
     head = f"{HEADER}using T = {kind};\n{_constants(**numbers)}"
-    body = _MERGE.replace("TAIL\n", (_FUSED_TAIL if fused else _TAIL) + "\n")
-    return name, f'{head}extern "C" __global__ void {name}({arguments}) {{\n{body}\n}}\n'
+    return name, f'{head}extern "C" __global__ void {name}({arguments}) {{\n{_MERGE}\n}}\n'
