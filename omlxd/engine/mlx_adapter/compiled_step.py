@@ -5,10 +5,10 @@ evaluates it and launches its kernels. `mx.compile` replays the graph that was b
 with the same shapes; lengths are arrays there. attention_kernel.py puts each layer's new KV into its place,
 so that no copy of it is a kernel of its own.
 
-A function belongs to (tokens, rows, capacity of the KV, and of the windows). A model that can't be traced so,
-or whose attention is not `attention.attend`, goes on step by step, and so does a step that must make a
-window's arrays longer, or shorter after a pass of several tokens. Where the kernel does not run (Metal, CPU)
-nothing is compiled.
+A function belongs to (tokens, rows, capacity of the KV, and of the windows). Many of these come for a few
+steps alone. A model that can't be traced so, or whose attention is not `attention.attend`, goes on step by
+step, and so does a step that must make a window's arrays longer, or shorter after a pass of several tokens.
+Where the kernel does not run (Metal, CPU) nothing is compiled.
 
 One row of OLMo 3's kind, four layers of 512, windows in two of them, in bfloat16 on an H200: 0.52 ms a token,
 and 0.96 step by step.
@@ -36,7 +36,7 @@ from . import attention, attention_packed, cuda_driver, segment_attention, segme
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import COPIED, Cache, arrays_of
 from .fused_attention import ARCHITECTURES, MOST_NEW
-from .fused_step import FusedStep, Unfusable
+from .fused_step import FusedStep, Layer, Residual, Unfusable
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
 from .segments import SegmentedBatchKVCache, SegmentedKVCache
@@ -47,8 +47,12 @@ FUNCTIONS = 128
 """Compiled functions that are kept. One of 30 layers takes 9 MB of RAM."""
 
 AFTER = 4
-"""Steps of a batch before its shape is compiled, which takes as long as some steps. A fused step is compiled
-at once: SmolLM2's took 15 ms on an H200 and 12 where it was not, 3 behind it."""
+"""Steps of a batch before its shape is compiled, which takes as long as some steps."""
+
+AFTER_FUSED = 64
+"""Likewise, of a fused step. Before, one layer is compiled, and the step calls it for each. An 8B shape's
+took 30 to 40 ms on an H100 to compile as a whole, whenever a row joined or left, and a pass with guesses
+likewise: the largest gaps of agents at once."""
 
 
 class Untraceable(Exception):
@@ -253,6 +257,15 @@ TRACED = (
 """Classes of the layers of a cache, no other subclass."""
 
 
+@dataclass(slots=True)
+class Functions:
+    """Of one shape. calls: so far; layer: one layer of a fused step; step: all of it, once compiled."""
+
+    calls: int = 0
+    layer: Callable[..., Any] | None = None
+    step: Callable[..., Any] | None = None
+
+
 class CompiledStep:
     """Of one model. Call it as the model, for few tokens a row; None: it must be done by the model itself."""
 
@@ -260,9 +273,9 @@ class CompiledStep:
         self._model = model
         self._off = not attention.installed()
         self._fused = None if self._off else fused_step(model)
-        self._functions: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._functions: OrderedDict[tuple[Any, ...], Functions] = OrderedDict()
         self.compiles = False
-        """Whether the newest call was the first of its shape."""
+        """Whether the newest call compiled something."""
         self._how: Quantisation | None = None  # Of packed KV: the same in all steps of a model.
 
     def __call__(
@@ -300,12 +313,11 @@ class CompiledStep:
             shared = first.shared_by(counts, size) if count > 1 else shared
             held = [*shared[:-1], *(layer.shared.layer for layer in cache)]
             shape += shared.table.shape[0], shared.tokens, shared.most
-        new = self.compiles = shape not in self._functions
-        if new and not fused and steps < AFTER:
+        if shape not in self._functions and not fused and steps < AFTER:
             return None
         keys, values = [layer.keys for layer in cache], [layer.values for layer in cache]
         try:
-            function = self._function(shape, cache, windows)
+            function = self._function(shape, cache, windows, fused)
             arrays = [at.arrays(counts, size) for at in places.values() if at is not None]
             firsts = [mx.array([0, *accumulate(counts)], mx.int32)] if count > 1 else []
             logits, keys, values = function(tokens, keys, values, arrays, held, firsts)
@@ -339,21 +351,48 @@ class CompiledStep:
             return 0
         return fused.most_rows if all(type(layer) in TRACED for layer in cache) else 0
 
-    def _function(self, shape: tuple[Any, ...], cache: Cache, windows: list[int]) -> Callable[..., Any]:
-        function = self._functions.pop(shape, None)
-        if function is None:
+    def _function(
+        self, shape: tuple[Any, ...], cache: Cache, windows: list[int], fused: bool
+    ) -> Callable[..., Any]:
+        """What computes a step of this shape, as `_trace` does."""
+        of_shape = self._functions.pop(shape, None)
+        if new := of_shape is None:
             held = {window: _shape(layer) for window, layer in zip(windows, cache, strict=True)}
             if any(_shape(layer) != held[window] for window, layer in zip(windows, cache, strict=True)):
                 raise Untraceable("layers keep different KV")
-            function = mx.compile(partial(self._trace, windows))
             if len(self._functions) >= FUNCTIONS:
                 self._functions.popitem(last=False)
-        self._functions[shape] = function
-        return function
+            of_shape = Functions()
+        self._functions[shape] = of_shape
+        of_shape.calls += 1
+        whole = of_shape.step is None and (not fused or of_shape.calls > AFTER_FUSED)
+        self.compiles = new or whole
+        if whole:
+            of_shape.step, of_shape.layer = mx.compile(partial(self._trace, windows, None)), None
+        elif new:
+            of_shape.layer = mx.compile(self._trace_layer)
+        return of_shape.step or partial(self._trace, windows, of_shape.layer)
+
+    def _trace_layer(
+        self,
+        weights: Layer,
+        x: Residual,
+        turns: mx.array,
+        norm: mx.array,
+        held: tuple[Any, Any],
+        places: tuple[mx.array, mx.array, mx.array],
+        shared: Shared | None,
+        firsts: mx.array | None,
+    ) -> tuple[Residual, Any, Any]:
+        """A layer of a fused step: what comes out of it, its keys and values."""
+        assert self._fused is not None
+        kv = StepKV(*held, *places, 0, shared, self._how if isinstance(held[0], list) else None, firsts)
+        return self._fused.layer(weights, x, turns, kv, norm), kv.keys, kv.values
 
     def _trace(
         self,
         windows: list[int],
+        layer: Callable[..., Any] | None,
         tokens: mx.array,
         keys: list[Any],
         values: list[Any],
@@ -361,8 +400,9 @@ class CompiledStep:
         held: list[Any],
         firsts: list[mx.array],
     ) -> tuple[mx.array, list[Any], list[Any]]:
-        """`windows`: of each layer. `places`: as `Next.arrays`, of each window in the order of the layers.
-        `held`: what all layers have of `Shared`, and each layer's number; empty where no row has segments.
+        """`windows`: of each layer. `layer`: `_trace_layer`, compiled; None: all is traced. `places`: as
+        `Next.arrays`, of each window in the order of the layers. `held`: what all layers have of `Shared`,
+        and each layer's number; empty where no row has segments.
         `firsts`: empty where each row has one token."""
         at = dict(zip(dict.fromkeys(windows), places, strict=True))
         addresses, table, counts, each, most, *numbers = held or [None] * 5
@@ -381,9 +421,19 @@ class CompiledStep:
             for own_keys, own_values, window, its in of_layers
         ]
         if self._fused is not None and self._fuses(tokens, keys[0]):
-            logits = self._fused(tokens, layers)
+            logits = self._fused(tokens, layers, layer and partial(_call_layer, layer))
         else:
             logits = self._model(tokens, cache=layers)
         if not all(layer.done for layer in layers):
             raise Untraceable("a layer does not attend by its cache")
         return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
+
+
+def _call_layer(
+    function: Callable[..., Any], weights: Layer, x: Residual, turns: mx.array, kv: StepKV, norm: mx.array
+) -> Residual:
+    """As `FusedStep.layer`, by `_trace_layer`."""
+    held, places = (kv.keys, kv.values), (kv.starts, kv.ends, kv.offset)
+    x, kv.keys, kv.values = function(weights, x, turns, norm, held, places, kv.shared, kv.firsts)
+    kv.done = True
+    return x

@@ -21,6 +21,7 @@ import mlx.core as mx
 
 from . import nvrtc
 from .attention_source import COPIES, HEADER, TYPES, most_heads
+from .products_kernel import MOST_ROWS
 from .segment_kernel import read_source
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ _BODY = """
     const int* own = table + slot * (1 + 2 * rows);
     const int first = tile * 8 * MOST_TILES, columns = min(own[0] * GROUP - first, 8 * MOST_TILES);
     if (columns <= 0 || blockIdx.y % PARTS) return;
-    const unsigned long long* at = addresses + ((long)layer * segments + slot) * 2;
+    const unsigned long long* at = addresses + ((long)layer[0] * segments + slot) * 2;
     const int from = part * SPAN, to = min(from + SPAN, length);
     const uint4* K = reinterpret_cast<const uint4*>(at[0]) + (long)kv_head * length * CHUNKS;
     const uint4* V = reinterpret_cast<const uint4*>(at[1]) + (long)kv_head * length * CHUNKS;
@@ -459,9 +460,9 @@ _BODY = """
 _ARGUMENTS = (
     "const T* q, const T* k, const T* v, const T* q_norm, const T* k_norm, const float* turns, "
     "const T* keys, const T* values, const int* starts, const int* ends, const int* firsts, "
-    "const unsigned long long* addresses, const int* table, const int* counts, const int* counters, T* out, "
-    "float* sums, float* weights, const int capacity, const int tokens, const int places, const int rows, "
-    "const int layer, const int segments, const int length, const int across, const int most"
+    "const unsigned long long* addresses, const int* table, const int* counts, const int* layer, "
+    "const int* counters, T* out, float* sums, float* weights, const int capacity, const int tokens, "
+    "const int places, const int rows, const int segments, const int length, const int across, const int most"
 )
 
 
@@ -500,7 +501,7 @@ class FusedAttention:
 
     def __init__(self, heads: Heads, shape: Shape | None = None):
         self.heads, self._shape = heads, shape or shape_of(heads.width)
-        self._counters: dict[int, mx.array] = {}
+        self._counters: mx.array | None = None
 
     def __call__(
         self,
@@ -530,16 +531,16 @@ class FusedAttention:
         group = heads.heads // heads.kv_heads
         tokens = 1 if firsts is None else min(MOST_NEW, rows - rows_held + 1)
         places = min(shape.most, -(-capacity // shape.least)) * tokens
-        if rows not in self._counters:
-            self._counters[rows] = mx.zeros((rows * heads.heads,), mx.int32)
-            mx.eval(self._counters[rows])
-        segments, length, across, layer, most = 0, 0, 0, 0, shape.most
-        its: tuple[mx.array, ...] = (ends, ends, ends)
+        if self._counters is None:
+            self._counters = mx.zeros((MOST_ROWS * heads.heads,), mx.int32)
+            mx.eval(self._counters)
+        segments, length, across, most = 0, 0, 0, shape.most
+        its: tuple[mx.array, ...] = (ends, ends, ends, ends)
         if shared is not None:
-            segments, length, layer = shared.table.shape[0], shared.tokens, shared.layer
+            segments, length = shared.table.shape[0], shared.tokens
             across = -(-rows * group // (8 * shape.tiles))
             most += shared.most * -(-length // shape.span)
-            its = shared.addresses, shared.table, shared.counts
+            its = shared.addresses, shared.table, shared.counts, shared.layer
         function, code = _compiled(heads, shape)
         ring = shape.warps * shape.stages * 2 * 16 * width * 2
         return mx.fast.precompiled_cuda_kernel(
@@ -554,9 +555,9 @@ class FusedAttention:
                 ends,
                 ends if firsts is None else firsts,
                 *its,
-                self._counters[rows],
+                self._counters,
             ],
-            scalars=[capacity, tokens, places, rows, layer, segments, length, across, most],
+            scalars=[capacity, tokens, places, rows, segments, length, across, most],
             grid=(
                 32 * shape.warps * (segments * -(-length // shape.span) * across + places * rows_held),
                 heads.heads // most_heads(group),

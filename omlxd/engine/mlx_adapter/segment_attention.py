@@ -67,7 +67,7 @@ class Shared(NamedTuple):
     """KV of a layer that rows hold in segments.
 
     addresses  (layers, segments, 2) in uint64: of keys and values, each (1, KV heads, tokens, width)
-    layer      which of those
+    layer      (1,) in int32: which of those. An array, so that layers share a compiled function
     The rest as `Places` has it.
     """
 
@@ -76,7 +76,15 @@ class Shared(NamedTuple):
     counts: mx.array
     tokens: int
     most: int
-    layer: int
+    layer: mx.array
+
+
+@cache
+def layer_number(layer: int) -> mx.array:
+    """As `Shared` has it."""
+    number = mx.array([layer], mx.int32)
+    mx.eval(number)
+    return number
 
 
 def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
@@ -200,8 +208,8 @@ class SegmentKernel:
         ring = WARPS * STAGES * 2 * 16 * width * 2
         sums, weights = self._code.run(
             "",
-            [queries, shared.addresses, shared.table, scales],
-            [shared.layer, segments, shared.tokens, rows, new, most, keys.shape[1]],
+            [queries, shared.addresses, shared.table, scales, shared.layer],
+            [segments, shared.tokens, rows, new, most, keys.shape[1]],
             grid=(tiles * 32 * WARPS, keys.shape[1], segments * parts),
             threadgroup=(32 * WARPS, 1, 1),
             shared_memory=max(ring, WARPS * 8 * most_tiles * (width + 4) * 4),
@@ -263,7 +271,7 @@ def _shared_of(held: Sequence[Pair], rows: Sequence[Sequence[int]]) -> Shared:
     places = places_of([[held[number] for number in row] for row in rows])
     arrays = [array for row, index in places.holders for array in held[rows[row][index]]]
     addresses = addresses_of(arrays).reshape(1, -1, 2)
-    return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most, 0)
+    return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most, layer_number(0))
 
 
 def example(heads: Heads, rows: int, count: int = 1) -> tuple[Shared, mx.array, list[Pair]]:

@@ -189,7 +189,7 @@ _BODY = """
   const int first = blockIdx.x * 8 * MOST_TILES;
   const int columns = min(own[0] * GROUP * fresh - first, 8 * MOST_TILES);
   if (columns <= 0) return;
-  const unsigned long long* at = addresses + ((long)layer * segments + slot) * 2;
+  const unsigned long long* at = addresses + ((long)layer[0] * segments + slot) * 2;
   const int kv_head = blockIdx.y, from = part * SPAN, to = min(from + SPAN, length);
   const uint4* K = reinterpret_cast<const uint4*>(at[0]) + (long)kv_head * length * (D / 8);
   const uint4* V = reinterpret_cast<const uint4*>(at[1]) + (long)kv_head * length * (D / 8);
@@ -297,9 +297,9 @@ def segments_source(width: int, group: int, dtype: Any) -> tuple[str, str]:
     numbers |= {"MOST_TILES": most_tiles(width)}
     name = "_".join(["omlxd_segments", kind, *map(str, numbers.values())])
     arguments = (
-        "const T* q, const unsigned long long* addresses, const int* table, const float* scale, float* sums, "
-        "float* weights, const int layer, const int segments, const int length, const int rows, "
-        "const int fresh, const int most, const int kv_heads"
+        "const T* q, const unsigned long long* addresses, const int* table, const float* scale, "
+        "const int* layer, float* sums, float* weights, const int segments, const int length, "
+        "const int rows, const int fresh, const int most, const int kv_heads"
     )
     head = f"{HEADER}{COPIES}using T = {kind};\n{_constants(**numbers)}{read_source()}"
     bounds = f"__launch_bounds__({32 * WARPS}, {1 if width > 128 or WARPS > 4 else 2})"

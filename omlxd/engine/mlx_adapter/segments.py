@@ -238,7 +238,14 @@ def _shared(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
     places = segment_attention.places_of(rows)
     held = [rows[row][index] for row, index in places.holders]
     number, tokens = held[0].layers.index(layer), held[0].pair(layer)[0].shape[2]
-    return Shared(_addresses(held), places.table, places.counts, tokens, places.most, number)
+    return Shared(
+        _addresses(held),
+        places.table,
+        places.counts,
+        tokens,
+        places.most,
+        segment_attention.layer_number(number),
+    )
 
 
 def _shared_by(rows: Sequence[Sequence[Segment]], counts: Sequence[int], size: int, layer: str) -> Shared:

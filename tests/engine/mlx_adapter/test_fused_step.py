@@ -350,6 +350,27 @@ def test_a_source_for_each_kind_of_heads():
     assert all(source.count("{") == source.count("}") for _, source in sources)
 
 
+@pytest.mark.parametrize("after", [0, 3, 99])
+def test_a_shape_compiles_a_layer_first_and_all_of_a_step_where_it_stays(
+    tmp_path, after: int, reference, fused, monkeypatch: pytest.MonkeyPatch
+):
+    """Whichever computes a step, its bits are the same."""
+    reference()
+    traced, own = [], FusedStep.layer
+    monkeypatch.setattr(FusedStep, "layer", lambda *given: traced.append(1) or own(*given))
+    loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "qwen3"))
+    layers, wants = len(loaded.model.layers), []
+    for calls in (after, 10**9):
+        monkeypatch.setattr(compiled_step, "AFTER_FUSED", calls)
+        steps = Steps(loaded, batch_of(loaded, (5, 40, 17)), CompiledStep(loaded.model))
+        traced.clear()
+        wants.append([np.array(logits) for logits in steps.run(3)])
+        shapes = len(steps.compiled._functions) if steps.compiled is not None else 0
+        whole = layers if calls < steps.done / shapes else 0
+        assert len(traced) == shapes * (whole + (calls > 0))
+    assert all(np.array_equal(a, b) for a, b in zip(*wants, strict=True))
+
+
 def test_without_cuda_nothing_is_fused(tmp_path):
     model = mlx_adapter.load(build_family("llama", tmp_path / "llama")).model
     assert CompiledStep(model)(mx.array([[1]]), mlx_adapter.new_cache(model, 4), 9) is None

@@ -23,10 +23,12 @@ from omlxd.engine.mlx_adapter import (
     attention_kernel,
     attention_source,
     compiled_step,
+    fused_attention,
     segment_attention,
     segment_kernel,
     segments,
 )
+from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads
 from omlxd.engine.mlx_adapter.segment_attention import places_of
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule.decode_batch import DecodeBatch
@@ -360,8 +362,27 @@ def test_a_launch_reads_all_segments(monkeypatch):
     names, counts, grids = zip(*watched.launches[asked:], strict=True)
     kinds = ["omlxd_decode_spans", "omlxd_segments", "omlxd_segments_merge"]
     assert [name.split("_float16")[0] for name in names] == kinds, "one launch for any number of segments"
-    assert counts == (6, 4, 7)
+    assert counts == (6, 5, 7)
     assert grids[1][1:] == (2, 19 * 1024 // segment_kernel.SPAN)
+
+
+def test_a_fused_launch_reads_tails_and_segments(monkeypatch):
+    watched = Watched()
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", watched, raising=False)
+    for module in (segment_attention.nvrtc, fused_attention.nvrtc):
+        monkeypatch.setattr(module, "machine_code", lambda source: b"")
+    heads = Heads(128, 8, 2, 128, False, False, 0.1, 0.0, mx.bfloat16)
+    attend = FusedAttention(heads)
+    held = [(mx.zeros((1, 2, 2048, 128)), mx.zeros((1, 2, 2048, 128))) for _ in range(3)]
+    q, k, turns = mx.zeros((3, 1024)), mx.zeros((3, 256)), mx.zeros((3, 128))
+    tails, places = mx.zeros((3, 2, 768, 128)), (mx.zeros((3,), mx.int32), mx.full((3,), 9, mx.int32))
+    for shared in (None, segment_attention._shared_of(held, [[0, 1, 2], [0], []])):
+        watched.launches.clear()
+        out = attend((q, k, k), None, turns, (tails, tails), *places, None, shared)
+        (launch,) = watched.launches
+        assert out.shape == q.shape and launch[0].startswith("omlxd_fused_attention") and launch[1] == 16
+        # Three segments of two parts each, and two parts of each tail, in blocks of 8 warps.
+        assert launch[2] == (256 * ((3 * 2 if shared else 0) + 3 * 2), 2, 1)
 
 
 def test_a_source_for_each_kind_of_heads():
