@@ -201,9 +201,15 @@ class EvenBatchKVCache(BatchKVCache):
         self._idx = end
 
     def filter(self, batch_indices: Any) -> None:
-        """As mlx-lm's, without waiting for the device."""
+        """As mlx-lm's, without waiting for the device.
+
+        Padding that nobody needs any more goes, but where our kernel skips it and it is less than half: what
+        is cut off in front would be copied once more, when the next step wants arrays in one piece.
+        """
         starts, ends = ([of[row] for row in batch_indices] for of in (self.starts, self.ends))
         rows, spare = mx.array(batch_indices), min(starts)
+        if attention.reads_own_rows() and 2 * spare < self._idx:
+            spare = 0
         self.offset = self.offset[rows]
         if self.keys is not None:
             self.keys, self.values = (

@@ -263,3 +263,15 @@ def test_rows_join_in_arrays_that_have_room_for_what_follows():
         for row, (start, fill) in enumerate(zip(layer.starts, (1.0, 2.0, 3.0), strict=True)):
             assert (held[row, start:700] == sign * fill).all() and not held[row, :start].any()
             assert held[row, 700] == sign * 9.0
+
+
+@pytest.mark.parametrize(("kernel", "starts"), [(True, [10, 5]), (False, [5, 0])])
+def test_who_leaves_a_batch_has_the_others_copied_once(kernel: bool, starts: list[int], monkeypatch):
+    """Padding stays in front where a kernel skips it: to cut it off is another copy."""
+    monkeypatch.setattr(batch_kv.attention, "reads_own_rows", lambda: kernel)
+    batch = batch_kv.EvenBatchKVCache.merge([a_row(length) for length in (30, 40, 35)])
+    batch.filter([0, 2])
+    assert (batch.starts, batch.offset.tolist()) == (starts, [30, 35])
+    for row, length in enumerate((30, 35)):
+        own = np.array(batch.keys[row, 0, batch.starts[row] : batch.ends[row], 0])
+        assert own == pytest.approx(length + np.arange(length) / 1000)
