@@ -63,8 +63,9 @@ class Shape:
 
     @property
     def span(self) -> int:
-        """Tokens of a segment that a block reads: eight tiles a warp."""
-        return 128 * self.warps
+        """Tokens of a segment that a block reads. Twice as many leave a part of an H100 idle: those of 16,000
+        tokens are 144 blocks then, for 132 multiprocessors."""
+        return 64 * self.warps
 
 
 def shape_of(width: int) -> Shape:
