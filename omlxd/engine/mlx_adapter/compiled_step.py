@@ -1,4 +1,4 @@
-"""A decode step of one token a row as one compiled function: what Python does for it is done once a shape.
+"""A decode step of one token a row by compiled functions: what Python does for it is done once a shape.
 
 On CUDA a step of an 8B shape waits for the host, which builds a graph of some 1,500 arrays in Python,
 evaluates it and launches its kernels. `mx.compile` replays the graph that was built when the model was called
@@ -47,12 +47,13 @@ FUNCTIONS = 128
 """Compiled functions that are kept. One of 30 layers takes 9 MB of RAM."""
 
 AFTER = 4
-"""Steps of a batch before its shape is compiled, which takes as long as some steps."""
+"""Steps of a batch before its shape is compiled, which takes as long as some steps.
 
-AFTER_FUSED = 64
-"""Likewise, of a fused step. Before, one layer is compiled, and the step calls it for each. An 8B shape's
-took 30 to 40 ms on an H100 to compile as a whole, whenever a row joined or left, and a pass with guesses
-likewise: the largest gaps of agents at once."""
+Of a fused step one layer is compiled, at once, and called for each. An 8B shape's took an H100 30 to 40 ms to
+compile as a whole, whenever a row joined or left, a pass with guesses likewise: the largest gaps of agents at
+once. A step takes as long either way, 5.8 ms, as the host has time left. And what MLX made of all layers
+together were kernels of its own, of which the first took 15 s on a new machine, in the middle of an answer.
+"""
 
 
 class Untraceable(Exception):
@@ -257,15 +258,6 @@ TRACED = (
 """Classes of the layers of a cache, no other subclass."""
 
 
-@dataclass(slots=True)
-class Functions:
-    """Of one shape. calls: so far; layer: one layer of a fused step; step: all of it, once compiled."""
-
-    calls: int = 0
-    layer: Callable[..., Any] | None = None
-    step: Callable[..., Any] | None = None
-
-
 class CompiledStep:
     """Of one model. Call it as the model, for few tokens a row; None: it must be done by the model itself."""
 
@@ -273,9 +265,9 @@ class CompiledStep:
         self._model = model
         self._off = not attention.installed()
         self._fused = None if self._off else fused_step(model)
-        self._functions: OrderedDict[tuple[Any, ...], Functions] = OrderedDict()
+        self._functions: OrderedDict[tuple[Any, ...], Callable[..., Any]] = OrderedDict()
         self.compiles = False
-        """Whether the newest call compiled something."""
+        """Whether the newest call was the first of its shape."""
         self._how: Quantisation | None = None  # Of packed KV: the same in all steps of a model.
 
     def __call__(
@@ -355,23 +347,20 @@ class CompiledStep:
         self, shape: tuple[Any, ...], cache: Cache, windows: list[int], fused: bool
     ) -> Callable[..., Any]:
         """What computes a step of this shape, as `_trace` does."""
-        of_shape = self._functions.pop(shape, None)
-        if new := of_shape is None:
+        function = self._functions.pop(shape, None)
+        self.compiles = function is None
+        if function is None:
             held = {window: _shape(layer) for window, layer in zip(windows, cache, strict=True)}
             if any(_shape(layer) != held[window] for window, layer in zip(windows, cache, strict=True)):
                 raise Untraceable("layers keep different KV")
+            if fused:
+                function = partial(self._trace, windows, mx.compile(self._trace_layer))
+            else:
+                function = mx.compile(partial(self._trace, windows, None))
             if len(self._functions) >= FUNCTIONS:
                 self._functions.popitem(last=False)
-            of_shape = Functions()
-        self._functions[shape] = of_shape
-        of_shape.calls += 1
-        whole = of_shape.step is None and (not fused or of_shape.calls > AFTER_FUSED)
-        self.compiles = new or whole
-        if whole:
-            of_shape.step, of_shape.layer = mx.compile(partial(self._trace, windows, None)), None
-        elif new:
-            of_shape.layer = mx.compile(self._trace_layer)
-        return of_shape.step or partial(self._trace, windows, of_shape.layer)
+        self._functions[shape] = function
+        return function
 
     def _trace_layer(
         self,
@@ -400,7 +389,7 @@ class CompiledStep:
         held: list[Any],
         firsts: list[mx.array],
     ) -> tuple[mx.array, list[Any], list[Any]]:
-        """`windows`: of each layer. `layer`: `_trace_layer`, compiled; None: all is traced. `places`: as
+        """`windows`: of each layer. `layer`: `_trace_layer`, compiled, of a fused step. `places`: as
         `Next.arrays`, of each window in the order of the layers. `held`: what all layers have of `Shared`,
         and each layer's number; empty where no row has segments.
         `firsts`: empty where each row has one token."""
@@ -420,8 +409,8 @@ class CompiledStep:
             )
             for own_keys, own_values, window, its in of_layers
         ]
-        if self._fused is not None and self._fuses(tokens, keys[0]):
-            logits = self._fused(tokens, layers, layer and partial(_call_layer, layer))
+        if self._fused is not None and layer is not None:
+            logits = self._fused(tokens, layers, partial(_call_layer, layer))
         else:
             logits = self._model(tokens, cache=layers)
         if not all(layer.done for layer in layers):

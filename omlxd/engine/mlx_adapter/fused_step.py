@@ -39,6 +39,14 @@ class Unfusable(Exception):
     """The model is of another kind, or the kernels don't compute what it does."""
 
 
+def may_fuse(model: Any) -> bool:
+    """Whether `model` is of a kind that `FusedStep` knows. Computes nothing."""
+    if not any(kind.__module__ in MODULES for kind in type(model).__mro__):
+        return False
+    projection = model.model.layers[0].self_attn.q_proj
+    return type(projection) is nn.Linear and projection.weight.dtype == mx.bfloat16
+
+
 class Linear(NamedTuple):
     weight: mx.array
     bias: mx.array | None

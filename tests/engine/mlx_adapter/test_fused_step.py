@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from families import FAMILIES, build_family
 from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, compiled_step, fused_step
+from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, compiled_step, fused_step, loading
 from omlxd.engine.mlx_adapter.fused_attention import MOST_NEW, Heads, Shape, source_of
 from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
 from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET
@@ -350,25 +351,36 @@ def test_a_source_for_each_kind_of_heads():
     assert all(source.count("{") == source.count("}") for _, source in sources)
 
 
-@pytest.mark.parametrize("after", [0, 3, 99])
-def test_a_shape_compiles_a_layer_first_and_all_of_a_step_where_it_stays(
-    tmp_path, after: int, reference, fused, monkeypatch: pytest.MonkeyPatch
-):
-    """Whichever computes a step, its bits are the same."""
+def test_a_shape_traces_one_layer(tmp_path, reference, fused, monkeypatch: pytest.MonkeyPatch):
     reference()
     traced, own = [], FusedStep.layer
     monkeypatch.setattr(FusedStep, "layer", lambda *given: traced.append(1) or own(*given))
     loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "qwen3"))
-    layers, wants = len(loaded.model.layers), []
-    for calls in (after, 10**9):
-        monkeypatch.setattr(compiled_step, "AFTER_FUSED", calls)
-        steps = Steps(loaded, batch_of(loaded, (5, 40, 17)), CompiledStep(loaded.model))
-        traced.clear()
-        wants.append([np.array(logits) for logits in steps.run(3)])
-        shapes = len(steps.compiled._functions) if steps.compiled is not None else 0
-        whole = layers if calls < steps.done / shapes else 0
-        assert len(traced) == shapes * (whole + (calls > 0))
-    assert all(np.array_equal(a, b) for a, b in zip(*wants, strict=True))
+    steps = Steps(loaded, batch_of(loaded, (5, 40, 17)), CompiledStep(loaded.model))
+    traced.clear()
+    steps.run(3)
+    assert steps.compiled is not None and len(loaded.model.layers) > 1
+    assert len(traced) == len(steps.compiled._functions) > 0 and steps.done == STEPS
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", mx.bfloat16), ("qwen3", mx.float32), ("gemma3_text", mx.bfloat16)]
+)
+def test_a_model_whose_steps_are_fused_is_run_without_launch_graphs(
+    family: str, dtype: Any, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    model = mlx_adapter.load(build_family(family, tmp_path / "model")).model
+    model.set_dtype(dtype)
+    monkeypatch.setattr(loading, "_model_and_config", lambda path, blind: (model, {}))
+    fused = family == "qwen3" and dtype == mx.bfloat16
+    for backend, given in (("cuda", None), ("cuda", "1"), ("cpu", None)):
+        monkeypatch.setattr(loading, "backend", lambda backend=backend: backend)
+        monkeypatch.delenv(loading.GRAPHS, raising=False)
+        if given is not None:
+            monkeypatch.setenv(loading.GRAPHS, given)
+        loading.read_model(tmp_path / "model")
+        expected = "0" if fused and backend == "cuda" and given is None else given
+        assert os.environ.get(loading.GRAPHS) == expected
 
 
 def test_without_cuda_nothing_is_fused(tmp_path):
