@@ -246,7 +246,10 @@ def quantise_obstacle(cache: Cache, how: Quantisation) -> str:
         if keys.shape[1] == 1 and keys.shape[3] != values.shape[3]:
             return "its KVCache holds the latent of MLA, which its attention expands itself"
         if width := next((a.shape[3] for a in (keys, values) if a.shape[3] % how.group), 0):
-            return f"its KVCache has heads {width} wide, which groups of {how.group} don't divide"
+            widths = [a.shape[3] for leaf in tokens for a in (leaf.keys, leaf.values)]
+            fits = [group for group in (64, 32) if not any(each % group for each in widths)]
+            hint = f" (--kv-group-size {fits[0]} would)" if fits else ""
+            return f"its KVCache has heads {width} wide, which groups of {how.group} don't divide{hint}"
     return ""
 
 

@@ -186,7 +186,12 @@ def test_eight_bits_stay_near_the_full_ones(folders):
         ("deepseek_v3", {}, "deepseek_v3 can't have --kv-bits 8: its KVCache holds the latent of MLA"),
         ("gpt_oss", WIDE, "can't read a packed KVCache: Quantized SDPA does not support attention sinks"),
         ("mamba2", {}, "its layers keep ArraysCache alone"),
-        ("qwen3", {}, "its KVCache has heads 16 wide, which groups of 64 don't divide"),
+        ("qwen3", {}, "its KVCache has heads 16 wide, which groups of 64 don't divide;"),
+        (
+            "qwen3",
+            {"head_dim": 96},
+            "heads 96 wide, which groups of 64 don't divide (--kv-group-size 32 would);",
+        ),
     ],
 )
 def test_a_model_that_can_not_is_refused_by_name(family: str, changes: dict, words: str, folders):
