@@ -253,6 +253,7 @@ class EngineHost:
             session=request.session,
             name=request.name,
             again=request.again,
+            carried=bool(request.kv_from or request.kv_into),
             asked=request.asked,
         )
         if images is not None:

@@ -90,6 +90,7 @@ class Sequence:
 
     name           in log lines: its id in the access log
     again          as the request has it (chat.py): its prompt is not counted
+    carried        its KV comes from a file or goes into one: no client's prompt, which nothing counts
     prompt_length  tokens of the prompt
     hashes         chain hashes of the prompt's full blocks, then of the output's as they fill up
     root           parent of the first block
@@ -157,6 +158,7 @@ class Sequence:
     session: str = ""
     name: str = ""
     again: bool = False
+    carried: bool = False
     state: State = State.WAITING
     cache: Cache | None = None
     table: BlockTable | None = None

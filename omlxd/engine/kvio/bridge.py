@@ -151,7 +151,7 @@ class KVBridge:
     def _record_end(self, sequence: Sequence, table: BlockTable) -> None:
         used = sequence.hashes[: len(table.blocks)]
         self.reads.recomputed += sequence.recomputed
-        if sequence.first_token_s:
+        if sequence.first_token_s and not sequence.carried:
             self.store.count_match(sequence.prompt_length, sequence.restored_hot, sequence.restored_cold)
         if self.states is not None:
             if sequence.last_checkpoint is not None and sequence.last_checkpoint[0] * self._block >= len(

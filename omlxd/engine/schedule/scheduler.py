@@ -357,13 +357,13 @@ class Scheduler:
 
     def count_prompt(self, sequence: Sequence, computed: int) -> None:
         """Count tokens of a prompt that were `computed`."""
-        if not sequence.again:
+        if not (sequence.again or sequence.carried):
             self.prefilled[sequence.adapter] += computed
 
     def note_good(self, sequence: Sequence) -> None:
         """Its KV so far gave finite logits."""
         sequence.end_pass()
-        if not sequence.first_token_s and not sequence.again:
+        if not (sequence.first_token_s or sequence.again or sequence.carried):
             self.restored_hot[sequence.adapter] += sequence.restored_hot
             self.restored_cold[sequence.adapter] += sequence.restored_cold
         sequence.first_token_s = sequence.first_token_s or time.monotonic() - sequence.asked

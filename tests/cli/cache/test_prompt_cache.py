@@ -46,6 +46,12 @@ def asked(daemon: Daemon, text: str, session: str = "") -> tuple[int, str]:
     ], f"{message.get('reasoning_content')} {message['content']}"
 
 
+def counted(daemon: Daemon) -> list[str]:
+    """What the metrics say of prompts."""
+    names = ("vllm:prefix_cache_", "vllm:prompt_tokens_total")
+    return [line for line in daemon.http.get("/metrics").text.splitlines() if line.startswith(names)]
+
+
 @pytest.mark.slow
 def test_mlx_lms_file_is_a_hit_and_a_wrong_prompt_is_refused(tmp_path: Path, capsys):
     text, file = prose(120) + "\n", tmp_path / "cache.safetensors"
@@ -102,7 +108,9 @@ def test_mlx_lm_goes_on_from_a_session(tmp_path: Path, capsys):
         with pytest.raises(OmlxdError, match="no request is kept"):
             cache("export", file, "--format", "mlx-lm", "--session", "nobody", *url)
         assert not file.exists()
+        before = counted(daemon)
         assert cache("export", file, "--format", "mlx-lm", "--session", "mine", *url) == 0
+        assert counted(daemon) == before, "no client's prompt"
         said = capsys.readouterr().out
         assert "go on with: mlx_lm.generate --prompt-cache-file" in said
         with pytest.raises(OmlxdError, match="File exists"):
@@ -123,7 +131,9 @@ def test_mlx_lm_goes_on_from_a_session(tmp_path: Path, capsys):
     assert tokenizer.decode(cold).strip() in printed
     # Where it is taken in again, it brings its tokens along.
     with Daemon(tmp_path / "other") as daemon:
+        before = counted(daemon)
         assert cache("import", file, "--url", daemon.url) == 0
+        assert counted(daemon) == before
         assert asked(daemon, text)[0] == (len(tokens) - 1) // 64 * 64
 
 
