@@ -123,7 +123,9 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None: the tokens are too few."""
+        """By the engine's clock where it is told: pieces may come several at once. None: too few tokens."""
+        if self.usage and self.usage.omlxd.tokens_per_s:
+            return self.usage.omlxd.tokens_per_s
         tokens = self.usage.completion_tokens if self.usage else self.pieces
         seconds = self.last_s - self.first_s
         return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None

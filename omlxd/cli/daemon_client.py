@@ -44,11 +44,13 @@ class NoDaemon(DaemonError):
 
 
 class Cached(msgspec.Struct):
-    """Tokens of a prompt. What was restored, and what was computed where the request took one token."""
+    """Tokens of a prompt: what was restored, and what was computed where the request took one token. And the
+    answer's tokens a second, by the engine's clock; 0: there are too few."""
 
     cached_hot: int = 0
     cached_cold: int = 0
     computed: int = 0
+    tokens_per_s: float = 0.0
 
     @property
     def all(self) -> int:

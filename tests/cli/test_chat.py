@@ -29,6 +29,7 @@ from daemon import PATIENCE_S, alive, free_port, wait_until
 from rich.console import Console
 
 from omlxd.cli import chat
+from omlxd.cli.daemon_client import Usage
 from omlxd.cli.launch import Target
 from omlxd.errors import ConfigError
 from tests.front.process.test_serve import REPO, STUB, Daemon, start  # noqa: F401
@@ -353,3 +354,13 @@ def test_without_the_default_model_it_is_offered(tmp_path: Path):
     wait_for(screen, "status=0")
     print(screen.screen())
     screen.close()
+
+
+def test_a_rate_is_the_engines_where_it_tells_one():
+    """Pieces that come at once, as from a fast small model, say nothing of time."""
+    answer = chat.Answer()
+    answer.pieces, answer.first_s, answer.last_s = 3, 1.0, 1.0 + 1e-6
+    answer.usage = Usage(completion_tokens=32)
+    assert answer.tokens_per_s == pytest.approx(31e6)
+    answer.usage.omlxd.tokens_per_s = 1200.0
+    assert answer.tokens_per_s == 1200.0
