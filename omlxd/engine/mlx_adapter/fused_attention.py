@@ -64,8 +64,8 @@ class Shape:
 
     @property
     def span(self) -> int:
-        """Tokens of a segment that a block reads. Twice as many leave a part of an H100 idle: those of 16,000
-        tokens are 144 blocks then, for 132 multiprocessors."""
+        """Tokens of a segment that a block reads. With twice as many, a row of 16,000 tokens has 144 blocks,
+        for 132 multiprocessors of an H100: some have two, and the others wait. Not timed by itself."""
         return 64 * self.warps
 
 
@@ -155,8 +155,8 @@ __device__ inline int omlxd_spans(int length) {
   const int span = omlxd_span(length);
   return (length + span - 1) / span;
 }
-// What a query head's last block does: thread i < `heads` of each block has a `head` and how many `parts` it
-// has in all.
+// The last block of a query head merges the parts of that head. Thread i < `heads` of a block names one
+// `head` that the block has read a part for, and how many `parts` this head has in all.
 __device__ inline void omlxd_put_together(
     int heads, long head, int parts, int* due, int* counters, int most, const float* sums,
     const float* weights, T* out) {
@@ -502,8 +502,8 @@ class FusedAttention:
     """The kernel for a model's heads. Raises what NVRTC, the driver and MLX raise.
 
     Microseconds a layer, 32 query heads on 8 of 128, one H100, 36 launches each behind the other, ten times
-    over. Before, segments and what puts all together had launches of their own; a launch costs the host 20 to
-    50 of them there:
+    over. Before, segments and the merge had launches of their own; a launch costs the host 20 to 50 of them
+    there. Blocks read 1,024 tokens of a segment then:
 
     | rows                               | one launch | three |
     |------------------------------------|------------|-------|

@@ -39,9 +39,14 @@ class Unfusable(Exception):
     """The model is of another kind, or the kernels don't compute what it does."""
 
 
+def _is_known(module: Any) -> bool:
+    """Whether its class is one of `MODULES`, or made from one."""
+    return any(kind.__module__ in MODULES for kind in type(module).__mro__)
+
+
 def may_fuse(model: Any) -> bool:
     """Whether `model` is of a kind that `FusedStep` knows. Computes nothing."""
-    if not any(kind.__module__ in MODULES for kind in type(model).__mro__):
+    if not _is_known(model):
         return False
     projection = model.model.layers[0].self_attn.q_proj
     return type(projection) is nn.Linear and projection.weight.dtype == mx.bfloat16
@@ -88,7 +93,7 @@ class FusedStep:
     """
 
     def __init__(self, model: Any, attend: Callable[..., Any] | None = None):
-        if not any(kind.__module__ in MODULES for kind in type(model).__mro__):
+        if not _is_known(model):
             raise Unfusable("another kind of model")
         inner = model.model
         self._embedding: nn.Embedding = inner.embed_tokens
@@ -117,7 +122,7 @@ class FusedStep:
         """`layer`: what does the same as the method, in less time."""
         turns = self.turns(layers[0].offset)
         residual = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0])
-        norms = [layer.norm for layer in self._layers[1:]] + [self._norm]
+        norms = [each.norm for each in self._layers[1:]] + [self._norm]
         for weights, kv, norm in zip(self._layers, layers, norms, strict=True):
             residual = (layer or self.layer)(weights, residual, turns, kv, norm)
         return self.head(residual).reshape(*tokens.shape, -1)
@@ -275,7 +280,7 @@ def _products(x: mx.array, *linears: Linear, **how: Any) -> list[mx.array]:
 
 def _heads_of(layer: Any, rope: Any) -> Heads:
     """Raises Unfusable, AttributeError."""
-    if not any(kind.__module__ in MODULES for kind in type(layer).__mro__):
+    if not _is_known(layer):
         raise Unfusable("another kind of layer")
     own = layer.self_attn
     if getattr(layer, "use_sliding", False) or not _same_turns(own.rope, rope):

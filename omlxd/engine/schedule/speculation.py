@@ -64,7 +64,8 @@ MOST_FLAT_ROWS = 8
 """Rows of a batch with flat passes; a larger batch has no guesses, but those of a draft model. 16 streams of
 SmolLM2 on H200s, in seven runs with gains of 1.05 to 1.5, by the sum and by the mean: prose at 0.76 to 0.98
 of the speed without guesses though up to 30 % of the tokens were guessed, edits at 0.85 to 1.27, logs at 0.85
-to 1.23. Rows end apart then, and each number of rows compiles its passes, 15 ms each."""
+to 1.23. Rows end apart then, and each number of rows compiled all layers of its passes, 15 ms each. Now one
+layer is compiled in their place (compiled_step.py), and this was not measured again."""
 
 LOST_SHARE = 0.015
 """Of plain steps: what guesses that fail may cost."""
