@@ -183,6 +183,27 @@ def test_the_cache_of_the_daemon_that_answers_is_looked_at(tmp_path: Path, quick
     assert network.with_daemons_cache(own) == (own, frozenset())
 
 
+def test_a_daemon_without_an_ssd_cache_is_said_to_have_none(tmp_path: Path, quick, capsys, monkeypatch):
+    monkeypatch.setattr(disk, "check_speed", lambda kept: 1 / 0)
+    off = ("--paged-ssd-cache-max-size", "0")
+
+    def told(*flags: str) -> dict[str, Finding]:
+        main.main(["doctor", "--base-path", str(tmp_path / "other"), *flags, "--json"])
+        report = msgspec.json.decode(capsys.readouterr().out, type=command.Report)
+        return {finding.check: finding for finding in report.findings}
+
+    with Daemon(tmp_path, *off, wait=False) as daemon:
+        found = told("--url", daemon.url)
+        assert found["cache folder"].text == "none: the daemon has no SSD cache"
+        assert found["space"].text.endswith(" free; the SSD cache is off") and "disk" not in found
+        # The daemon may have none because its folder can't be used.
+        (tmp_path / "other").write_text("")
+        away = told("--url", daemon.url)["cache folder"]
+        assert away.verdict == "bad" and away.text.startswith("the daemon has no SSD cache; here ")
+    found = told(*off, "--port", str(free_port()))
+    assert found["cache folder"].text == "none: the SSD cache is off" and "disk" not in found
+
+
 def test_draft_models_and_models_that_failed(tmp_path: Path):
     home = tmp_path / "omlxd"
     text = '[models.a]\ndraft-model = "{}"\n[models.b]\ndraft-model = "org/on-a-hub"\n'

@@ -80,7 +80,7 @@ def examine(
         ("memory", machine.check_memory),
         ("files", machine.check_files),
         ("base folder", lambda: disk.check_folder("base folder", settings.base_path)),
-        ("cache folder", lambda: disk.check_folder("cache folder", kept.paged_ssd_cache_dir)),
+        ("cache folder", lambda: disk.check_cache_folder(settings, kept)),
         ("space", lambda: disk.check_space(kept)),
         ("address", lambda: network.check_exposure(settings)),
         ("port", lambda: network.check_port(settings)),
@@ -88,7 +88,7 @@ def examine(
         ("model", lambda: models.check_models(settings)),
         ("clients", lambda: network.check_clients(settings)),
     ]
-    if disk_test:
+    if disk_test and disk.has_cache(kept):
         checks.insert(-5, ("disk", lambda: disk.check_speed(kept)))
     for name, check in checks:
         try:

@@ -48,6 +48,22 @@ def check_folder(check: str, folder: Path) -> Finding:
     return ok(check, f"{folder}, private")
 
 
+def check_cache_folder(settings: Settings, kept: Settings) -> Finding:
+    """`kept`: with the cache that is in use; a daemon that can't use the folder of `settings` has none."""
+    if has_cache(kept):
+        return check_folder("cache folder", kept.paged_ssd_cache_dir)
+    if not has_cache(settings):
+        return ok("cache folder", "none: the SSD cache is off")
+    here = check_folder("cache folder", settings.paged_ssd_cache_dir)
+    if here.verdict == "bad":
+        return bad(here.check, f"the daemon has no SSD cache; here {here.text}", here.mend)
+    return ok("cache folder", "none: the daemon has no SSD cache")
+
+
+def has_cache(settings: Settings) -> bool:
+    return bool(settings.cold_cache_bytes) and not settings.no_cache
+
+
 def _chown(folder: Path) -> str:
     return f"Make it yours: `sudo chown -R $(id -un) {folder}`, or choose another folder."
 
@@ -61,7 +77,7 @@ def check_space(settings: Settings) -> Finding:
     """Free room against what the SSD cache may still take."""
     folder, cap = settings.paged_ssd_cache_dir, settings.cold_cache_bytes
     free = _free(folder)
-    if not cap or settings.no_cache:
+    if not has_cache(settings):
         return ok("space", f"{human(free)} free; the SSD cache is off")
     used = 0
     with contextlib.suppress(OSError):

@@ -57,13 +57,15 @@ def check_port(settings: Settings) -> Finding:
 def with_daemons_cache(settings: Settings) -> tuple[Settings, frozenset[str]]:
     """`settings` with the SSD cache of the daemon at their address, if that answers and lies on this machine.
 
-    Also returns the checks of folders that the daemon does not tell.
+    Without one if the daemon has none. Also returns the checks of folders that the daemon does not tell.
     """
     try:
         cold = daemon_of(settings).status(_SECONDS).cold
     except (ConfigError, DaemonError):
         return settings, frozenset()
-    if cold is None or not (Path(cold.dir) / LOCK_NAME).exists():
+    if cold is None:
+        return replace(settings, cold_cache_bytes=0), frozenset(("base folder",))
+    if not (Path(cold.dir) / LOCK_NAME).exists():
         return settings, frozenset(("base folder", "cache folder", "space", "disk"))
     same = Path(cold.dir) == settings.paged_ssd_cache_dir
     kept = replace(settings, paged_ssd_cache_dir=Path(cold.dir), cold_cache_bytes=cold.cap, no_cache=False)
