@@ -47,8 +47,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     args = vars(parser.parse_args(argv))
     in_json = args.pop("json")
     flags = {name: value for name, value in args.items() if value is not None}
-    rows = shown(load_settings(flags))
-    for sentence in unknown_variables():
+    settings = load_settings(flags)
+    rows = shown(settings)
+    for sentence in (*unknown_variables(), *settings.overridden):
         print(f"omlxd: {sentence}", file=sys.stderr)
     print(as_json(rows) if in_json else as_text(rows))
     return 0

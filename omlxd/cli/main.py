@@ -140,7 +140,7 @@ def _main(argv: list[str]) -> int:
     flags = {name: value for name, value in vars(args).items() if name != "verb" and value is not None}
     environ = dict(os.environ)
     settings = load_settings(flags, environ)
-    for sentence in unknown_variables(environ):
+    for sentence in (*unknown_variables(environ), *settings.overridden):
         print(f"omlxd: {sentence}", file=sys.stderr)
 
     from ..front.process.serve import serve as run

@@ -39,15 +39,17 @@ _TABLES = ("serve", "defaults", "models")
 def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = None) -> Settings:
     """The settings of `flags` (option name → text), `environ` and the file. Raises ConfigError."""
     environ = os.environ if environ is None else environ
-    entries: dict[str, tuple[Any, str]] = {}
-    for name, option in BY_NAME.items():
-        if name in flags:
-            entries[name] = flags[name], option.flag
-        elif environ.get(option.variable):  # An empty variable is an unset one, as usual in shells.
-            entries[name] = environ[option.variable], option.variable
+    by_flag = {name: (flags[name], option.flag) for name, option in BY_NAME.items() if name in flags}
+    by_variable = {
+        name: (environ[option.variable], option.variable)
+        for name, option in BY_NAME.items()
+        if environ.get(option.variable)  # An empty variable is an unset one, as usual in shells.
+    }
+    entries: dict[str, tuple[Any, str]] = by_variable | by_flag
     path, source = _config_file(flags, environ, entries)
     file = _File(path) if path else None
-    entries = (file.serve if file else {}) | entries
+    in_file = file.serve if file else {}
+    entries = in_file | entries
 
     values: dict[str, Any] = {}
     sources = {"config": source}
@@ -63,10 +65,16 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
             f"{sources['host']}: {values['host']} can be reached by other machines, so a key is needed: "
             "make one with `omlxd key add NAME`, set OMLXD_API_KEY, or leave --host at 127.0.0.1."
         )
+    overridden = tuple(_faults(by_variable, sources, values) + _faults(in_file, sources, values))
     if file is None:
-        return Settings(**values, sources=sources)
+        return Settings(**values, overridden=overridden, sources=sources)
     return Settings(
-        **values, config=path, models=file.models, defaults=file.defaults, sources=sources | file.places
+        **values,
+        config=path,
+        models=file.models,
+        defaults=file.defaults,
+        overridden=overridden,
+        sources=sources | file.places,
     )
 
 
@@ -89,6 +97,20 @@ def settings_of(args: argparse.Namespace, *names: str, **flags: str) -> Settings
     """The settings, with flags of `args` for the options `names` and for the file. Raises ConfigError."""
     named = {name: getattr(args, name, None) for name in (*names, "config")}
     return load_settings({name: value for name, value in named.items() if value is not None} | flags)
+
+
+def _faults(
+    entries: Mapping[str, tuple[Any, str]], sources: Mapping[str, str], values: Mapping[str, Any]
+) -> list[str]:
+    """A sentence for each of `entries` that makes no sense, where another source sets the option."""
+    result: list[str] = []
+    for name, (value, place) in entries.items():
+        if place != sources[name]:
+            try:
+                _value(BY_NAME[name], value, place, values)
+            except ConfigError as error:
+                result.append(f"{error.message.removesuffix('.')}; {sources[name]} overrides it.")
+    return result
 
 
 def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) -> Any:

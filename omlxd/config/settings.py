@@ -175,6 +175,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     hot_cache_bytes     None: grows up to what memory safely allows; 0: no hot tier
     memory_limit_bytes  None: what the machine has; 0: nothing is guarded
     models    of single models, by the id or alias in the file; each has `defaults` too
+    overridden  a sentence for each value that makes no sense, and that a flag or variable overrides
     sources   option name → `--port`, `OMLXD_PORT`, `…/omlxd.toml line 3` or `default`; settings of models by
               their `full_name`
     """
@@ -264,6 +265,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     config: Path | None = None
     models: dict[str, ModelSettings] = {}
     defaults: ModelSettings = ModelSettings()
+    overridden: tuple[str, ...] = ()
     sources: dict[str, str] = {}
 
     def __repr__(self) -> str:

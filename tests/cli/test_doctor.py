@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import resource
+import shutil
 import socketserver
 import sys
 import threading
@@ -319,6 +320,11 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     assert f"only this machine reaches the daemon ({command.SHELLS})" in out
     assert main.main(argv) == 0
     assert f"port          {port} on 127.0.0.1 is free" in capsys.readouterr().out
+    (tmp_path / "o").mkdir(mode=0o700)
+    (tmp_path / "o" / "omlxd.toml").write_text("[serve]\nport = -1\n")
+    assert main.main(argv) == 0
+    assert "(port): -1 is no whole number from 0 to 65535; --port overrides it" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "o")
     (tmp_path / "o").write_text("")
     assert main.main(argv) == 1
     out = capsys.readouterr().out

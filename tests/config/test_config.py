@@ -170,6 +170,23 @@ def test_nonsense_is_refused_by_flag_variable_and_line(name: str, text: str, tmp
     assert name != "api_key" or not text or text not in message
 
 
+def test_what_is_overridden_is_checked_as_well(tmp_path: Path, capsys):
+    path = write(tmp_path, '[serve]\nport = "banana"\nblock-size = 64\nmodel-dir = "/nowhere/at-all"\n')
+    assert "line 2 (port)" in refused({"model_dir": ""}, home=tmp_path).message
+    got = settings({"port": "3", "model_dir": "", "block_size": "32"}, {"OMLXD_PORT": "-1"}, tmp_path)
+    assert got.port == 3 and got.overridden == (
+        "OMLXD_PORT: '-1' is no whole number from 0 to 65535; --port overrides it.",
+        f"{path} line 2 (port): 'banana' is no whole number from 0 to 65535; --port overrides it.",
+        f"{path} line 4 (model-dir): there is no folder /nowhere/at-all; --model-dir overrides it.",
+    )
+    assert main(["config", "show", "--base-path", str(tmp_path), "--port", "3", "--model-dir", ""]) == 0
+    assert capsys.readouterr().err.count("overrides it.\n") == 2
+    write(tmp_path, '[serve]\napi-key = "two words"\n')
+    (said,) = settings({"api_key": "k"}, home=tmp_path).overridden
+    assert "line 2 (api-key)" in said and "two words" not in said
+    assert settings({"port": "3"}, {"OMLXD_PORT": "2"}).overridden == ()
+
+
 @pytest.mark.parametrize(
     ("text", "line", "hint"),
     [

@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from ..daemon_client import daemon_of, find_daemon
 from ..status import as_json
 from . import disk, machine, models, network
-from .finding import Finding, bad
+from .finding import Finding, bad, warn
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 SHELLS = "by this shell's settings; the daemon that answers has others, or does not tell"
@@ -79,6 +79,7 @@ def examine(
         ("backend", machine.check_backend),
         ("memory", machine.check_memory),
         ("files", machine.check_files),
+        ("settings", lambda: check_settings(settings)),
         ("base folder", lambda: disk.check_folder("base folder", settings.base_path)),
         ("cache folder", lambda: disk.check_cache_folder(settings, kept)),
         ("space", lambda: disk.check_space(kept)),
@@ -99,6 +100,11 @@ def examine(
             if finding.check in unsure | folders:
                 finding = replace(finding, text=f"{finding.text} ({SHELLS})")
             yield finding
+
+
+def check_settings(settings: Settings) -> list[Finding]:
+    """What `omlxd serve` would refuse, were it not overridden."""
+    return [warn("settings", text.rstrip("."), "Mend it, or take it out.") for text in settings.overridden]
 
 
 def as_text(finding: Finding) -> str:

@@ -79,6 +79,8 @@ class Reloader:
         self.logs.apply_settings(new)
         self.keys.replace_own(new.api_key)
         self.pool.apply_settings(self.settings)
+        for sentence in new.overridden:
+            log.warning("%s", sentence)
         log.info("configuration read again: %s", _flags([name for name in names if name in LIVE]))
         if at_load := [name for name in names if name in FROM_THE_NEXT_LOAD]:
             log.info("%s: changed for models that are loaded from now on", _flags(at_load))

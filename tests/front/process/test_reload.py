@@ -94,6 +94,14 @@ def test_a_broken_file_changes_nothing_and_is_told_in_one_line(tmp_path: Path, c
     assert "all stays as it was" in line and "line 3 (port)" in line
 
 
+def test_a_wrong_line_that_a_flag_overrides_is_warned_of(tmp_path: Path, caplog):
+    reload, _ = reloader(tmp_path, Pool(), flags={"port": "3"})
+    write(tmp_path, "port = 'x'\n")
+    reload()
+    (line,) = told(caplog)
+    assert "line 2 (port): 'x' is no whole number" in line and line.endswith("--port overrides it.")
+
+
 def test_a_key_that_protects_an_open_address_is_not_taken_away(tmp_path: Path, caplog):
     write(tmp_path, "api-key = 'k'\n")
     reload, keys = reloader(tmp_path, Pool(), loopback=False)
