@@ -80,6 +80,10 @@ def new_file(path: Path) -> Generator[IO[bytes]]:
     temp = path.with_name(f"{path.name}.{os.getpid()}.part")
     if path.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    if not path.parent.exists():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder; create it first", str(path.parent))
+    if not path.parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(path.parent))
     temp.unlink(missing_ok=True)
     try:
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -94,6 +94,10 @@ def test_an_export_is_its_owners_alone_and_says_what_has_no_file(tmp_path: Path,
     assert (tmp_path / "a.tar").stat().st_mode & 0o777 == 0o600
     with pytest.raises(OmlxdError, match=r"^/.*a\.tar: File exists"):
         cache(*words)
+    with pytest.raises(OmlxdError, match=rf"^{tmp_path}/new: there is no such folder; create it first$"):
+        cache("export", tmp_path / "new" / "a.tar", *words[2:])
+    with pytest.raises(OmlxdError, match=r"^/.*a\.tar: it is no folder$"):
+        cache("export", tmp_path / "a.tar" / "b.tar", *words[2:])
     (root / path).parent.mkdir(parents=True)
     (root / path).write_bytes(b"x")
     assert cache("export", tmp_path / "b.tar", *words[2:]) == 0
