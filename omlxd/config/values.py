@@ -31,15 +31,21 @@ class FileBytes(Bytes):
 
 
 class Seconds(float):
-    """A length of time; infinite: for ever."""
+    """A length of time; infinite: for ever. `zero`: what 0 means."""
+
+    zero = "for ever"
 
 
 class Stay(Seconds):
     """How long something stays. 0 and infinity: for good."""
 
+    zero = "for good"
+
 
 class Limit(Seconds):
     """The longest that something may take. 0: no limit."""
+
+    zero = "no limit"
 
 
 def convert(
@@ -68,7 +74,8 @@ def convert(
             if str(value).strip().startswith("-"):  # Ollama's "for good", which is 0 here.
                 raise ValueError
         except ValueError:
-            raise ValueError("no length of time; write 90s, 30m or 2h, 0 for good") from None
+            text = f"no length of time from 0 up; write seconds or 90s, 30m, 2h; 0: {kind.zero}"
+            raise ValueError(text) from None
         if kind is Stay:
             seconds = seconds or math.inf
         return kind(0.0 if kind is Limit and math.isinf(seconds) else seconds)

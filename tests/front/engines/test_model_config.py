@@ -86,7 +86,11 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         ("top-p = 0", "line 4 (top-p): 0 is no number above 0 to 1"),
         ("top_k = 1.5", "line 4 (top_k): 1.5 is no whole number"),
         ("thinking = 1", "neither true nor false"),
-        ('ttl = "soon"', "no length of time"),
+        ('ttl = "soon"', "no length of time from 0 up; write seconds or 90s, 30m, 2h; 0: for good."),
+        (
+            "request-timeout = -1",
+            "-1 is no length of time from 0 up; write seconds or 90s, 30m, 2h; 0: no limit.",
+        ),
         ("ttl = true", "no length of time"),
         ("aliases = [1]", "no list of names"),
         ("template-args = 3", "no table"),
