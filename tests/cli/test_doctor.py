@@ -98,7 +98,8 @@ def test_space(tmp_path: Path, monkeypatch):
     few = settings(tmp_path, paged_ssd_cache_max_size="2GB")
     for free, verdict in ((10 * 10**9, "ok"), (15 * 10**8, "warn"), (10**8, "bad")):
         monkeypatch.setattr(disk, "_free", lambda folder, free=free: free)
-        assert disk.check_space(few).verdict == verdict
+        assert (found := disk.check_space(few)).verdict == verdict
+        assert found.text.endswith("the 2 GB that it may still take don't fit") == (verdict == "warn")
     assert disk.check_space(settings(tmp_path, no_cache="true")).verdict == "ok"
 
 

@@ -82,14 +82,14 @@ def check_space(settings: Settings) -> Finding:
     used = 0
     with contextlib.suppress(OSError):
         used = sum(file.disk for file in inventory.walk(folder, list(inventory.namespaces(folder))))
-    facts = f"{human(free)} free; the SSD cache takes {human(used)} of {human(cap)}"
+    facts = f"{human(free)} free; the SSD cache takes {human(used)} of at most {human(cap)}"
     lower = (
         f"Make room, or lower the cap: `--paged-ssd-cache-max-size {max(1, int((used + free) * 0.8e-9))}GB`."
     )
     if free < SPARE:
         return bad("space", facts, lower)
     if cap - used > free:
-        return warn("space", facts + ", more than the disk has left", lower)
+        return warn("space", f"{facts}; the {human(cap - used)} that it may still take don't fit", lower)
     return ok("space", facts)
 
 
