@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from typing import Any
 
 import httpx
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import is_offline_mode
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from tqdm import tqdm
 
@@ -38,6 +40,13 @@ class _Lines(tqdm):
             print(json.dumps({"done": int(self.n), "total": int(self.total or 0)}), flush=True)
 
 
+def _remedy() -> str:
+    if not is_offline_mode():
+        return "; check the network"
+    name = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
+    return f", as {name} is set; unset it"
+
+
 def main(argv: list[str]) -> int:
     repo = argv[0]
     try:
@@ -49,8 +58,7 @@ def main(argv: list[str]) -> int:
     except RepositoryNotFoundError:
         problem = f"the hub has no model {repo}, or it is private: check the name, or set HF_TOKEN."
     except (ConnectionError, httpx.TransportError, LocalEntryNotFoundError):
-        reason = "the hub can't be reached; check the network, or unset HF_HUB_OFFLINE."
-        problem = f"{repo} can't be downloaded: {reason}"
+        problem = f"{repo} can't be downloaded: the hub can't be reached{_remedy()}."
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         problem = f"{repo} can't be downloaded: {reason[0]}"

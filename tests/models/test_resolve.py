@@ -221,6 +221,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     monkeypatch.setenv("PYTHONPATH", REPO)
     for name in (
         "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
         "HF_TOKEN",
         "HF_HUB_CACHE",
         "HUGGINGFACE_HUB_CACHE",
@@ -262,10 +263,15 @@ async def test_an_unknown_hub_id_is_told(hub: type[Hub], tmp_path: Path):
 
 
 async def test_a_hub_that_is_not_reached_is_told_as_that(hub: type[Hub], tmp_path: Path, monkeypatch):
-    for name, value in (("HF_ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", "1")):
+    for name, value, remedy in (
+        ("HF_ENDPOINT", "http://127.0.0.1:9", "; check the network."),
+        ("TRANSFORMERS_OFFLINE", "1", ", as TRANSFORMERS_OFFLINE is set; unset it."),
+        ("HF_HUB_OFFLINE", "1", ", as HF_HUB_OFFLINE is set; unset it."),
+    ):
         monkeypatch.setenv(name, value)
-        with pytest.raises(ModelError, match="org/tiny can't be downloaded: the hub can't be reached"):
+        with pytest.raises(ModelError) as caught:
             await resolve_model("org/tiny", tmp_path)
+        assert caught.value.message == f"org/tiny can't be downloaded: the hub can't be reached{remedy}"
 
 
 def test_resolving_imports_nothing_heavy():
