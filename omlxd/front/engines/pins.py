@@ -49,7 +49,7 @@ class Pins:
     def remove(self, name: str) -> None:
         """Raises NotFound, and OSError with nothing changed."""
         if name not in self.by_name:
-            raise NotFound(f"Nothing is pinned as {name[:200]!r}; GET /omlxd/cache/pins lists what is.")
+            raise NotFound(f"Nothing is pinned as {name[:200]!r}; `omlxd cache pin` lists what is.")
         self._replace({n: p for n, p in self.by_name.items() if n != name})
 
     def drop(self, gone: Collection[str]) -> None:

@@ -68,7 +68,7 @@ class Explaining:
         if kept is None:
             what = id or (f"session {asked.session}" if asked.session else "")
             raise NotFound(
-                f"Of {what[:200]} no request is kept; the last ones are in /omlxd/requests."
+                f"Of {what[:200]} no request is kept; `omlxd cache why-miss` lists the last ones."
                 if what
                 else "No request has been made yet."
             )

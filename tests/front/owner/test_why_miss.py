@@ -482,7 +482,7 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
         assert main.main(["cache", "why-miss", found.request_id, *url, *folder]) == 0
         assert "another text stands stored there" in capsys.readouterr().out
         assert main.main(["cache", "why-miss", "req_0", *url, *folder]) == 1
-        assert "no request is kept" in capsys.readouterr().err
+        assert "no request is kept; `omlxd cache why-miss` lists the last ones." in capsys.readouterr().err
         daemon.settled()
         assert written() >= 7
         # A damaged file is removed when it is read, and the daemon remembers it.
