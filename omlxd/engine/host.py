@@ -253,6 +253,7 @@ class EngineHost:
             session=request.session,
             name=request.name,
             again=request.again,
+            told=request.again,  # Another answer of its request has begun: a line would say that that waits.
             carried=bool(request.kv_from or request.kv_into),
             asked=request.asked,
         )

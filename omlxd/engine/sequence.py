@@ -122,7 +122,7 @@ class Sequence:
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
     admitted       on the monotonic clock, when it got its slot; 0: it has none yet
     short_since    on the monotonic clock, when it began to wait for memory; 0: it has not
-    told           the log says that it waits behind others
+    told           the log says that it waits behind others; never of an answer that is `again`
     received       on the monotonic clock, when it was made; `asked`: when its client asked
     restore_s, first_token_s  seconds spent on its cached prefix; from `asked` to its first token
     prefill_s      seconds of passes over its prompt, those it shared with others included

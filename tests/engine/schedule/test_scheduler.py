@@ -62,6 +62,7 @@ def test_each_that_waits_for_a_slot_has_a_line_with_its_id(caplog: pytest.LogCap
     host = Host(family_model("qwen3"), slots=1)
     asked = GenerateRequest(RawPrompt(tokens=prompt(20)), Sampling(max_tokens=300, temperature=0.0))
     ids = [host.send(replace(asked, name=f"req_{number}")) for number in range(3)]
+    ids.append(host.send(replace(asked, name="req_2", again=True)))
     assert all(isinstance(host.events(id)[-1], Finished) for id in ids)
     host.close()
     assert [record.getMessage() for record in caplog.records] == [
