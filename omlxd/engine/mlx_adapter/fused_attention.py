@@ -39,34 +39,34 @@ ARCHITECTURES = (90, 100, 103)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a kernel is cut. `least`, `most`: tokens of a part at least, parts of a row at most (32).
+    """How a kernel is cut. `least`, `most`: tokens of a part of a tail at least, parts of a row at most (32).
 
-    A part has a multiple of 16 * `warps` tokens. `stages` of 16 tokens are on their way for each warp. A
-    segment is read for 8 * `tiles` queries of rows that hold it at once: registers bound them, so that two
-    blocks of narrow heads share a multiprocessor.
+    A part has a multiple of 16 * `warps` tokens. `stages` of 16 tokens are on their way for each warp. Of a
+    segment a block reads `span` tokens for 8 * `tiles` queries of rows that hold it at once: registers bound
+    them, so that two blocks of narrow heads share a multiprocessor.
 
-    Microseconds a layer, 32 query heads on 8 of 128 in bfloat16, one H100, 36 launches in one graph:
+    Milliseconds of a decode step, 8B shape in bfloat16, one H100, without launch graphs; `plain`: no segments:
 
-    | warps, stages, least, most | 1 x 500 | 1 x 4,000 | 1 x 16,000 | 4 x 16,000 up | 8 x 32,000 | 32 short |
-    |----------------------------|---------|-----------|------------|---------------|------------|----------|
-    | 8, 3, 512, 16              | 7.8     | 12.3      | 29.8       | 115           | 374        | 67       |
-    | 8, 3, 256, 16              | 8.0     | 12.1      | 29.8       | 115           | 374        | 68       |
-    | 8, 3, 1024, 16             | 7.8     | 15.3      | 29.8       | 115           | 372        | 59       |
-    | 4, 3, 512, 16              | 9.8     | 14.6      | 33.0       | 118           | 382        | 64       |
-    | bytes at 3.35 TB/s         | 0.6     | 4.9       | 19.6       | 89            | 313        | 42       |
+    | warps, tiles, span, least, most | 1 x 500 | 1 x 16,000 | plain | 4 x 16,000 up |
+    |---------------------------------|---------|------------|-------|---------------|
+    | 8, 4, 1024, 1024, 16            | 6.02    | 7.19       | 6.96  | 10.26         |
+    | 8, 4, 1024, 512, 16             | 6.14    | 7.25       | 6.86  | 10.35         |
+    | 8, 4, 512, 512, 16              | 6.12    | 7.86       | 6.92  | 11.55         |
+    | 4, 2, 512, 512, 32              | 6.19    | 7.26       | 6.98  | 10.76         |
+    | 4, 2, 256, 256, 32              | 6.25    | 7.79       | 6.98  | 13.03         |
+
+    On another: 4, 2, 1024, 1024, 32 took 6.08, 7.32, 7.08 and 10.59, where the first row took 6.02, 7.27, 6.93
+    and 10.40. Products in two chains of sums, tails before segments, and no parts put together changed less
+    than 0.1 ms; a kernel for at most eight queries of a segment alone took 7.13 in place of 7.27. To have
+    blocks that end fetch the next product's weights into L2, here and in products_kernel.py, cost 0.1 to 0.4.
     """
 
     warps: int = 8
     stages: int = 3
-    least: int = 512
+    least: int = 1024
     most: int = 16
     tiles: int = 4
-
-    @property
-    def span(self) -> int:
-        """Tokens of a segment that a block reads. With twice as many, a row of 16,000 tokens has 144 blocks,
-        for 132 multiprocessors of an H100: some have two, and the others wait. Not timed by itself."""
-        return 64 * self.warps
+    span: int = 1024
 
 
 def shape_of(width: int) -> Shape:
@@ -503,7 +503,7 @@ class FusedAttention:
 
     Microseconds a layer, 32 query heads on 8 of 128, one H100, 36 launches each behind the other, ten times
     over. Before, segments and the merge had launches of their own; a launch costs the host 20 to 50 of them
-    there. Blocks read 1,024 tokens of a segment then:
+    there:
 
     | rows                               | one launch | three |
     |------------------------------------|------------|-------|

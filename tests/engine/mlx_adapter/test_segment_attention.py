@@ -375,14 +375,14 @@ def test_a_fused_launch_reads_tails_and_segments(monkeypatch):
     attend = FusedAttention(heads)
     held = [(mx.zeros((1, 2, 2048, 128)), mx.zeros((1, 2, 2048, 128))) for _ in range(3)]
     q, k, turns = mx.zeros((3, 1024)), mx.zeros((3, 256)), mx.zeros((3, 128))
-    tails, places = mx.zeros((3, 2, 768, 128)), (mx.zeros((3,), mx.int32), mx.full((3,), 9, mx.int32))
+    tails, places = mx.zeros((3, 2, 1280, 128)), (mx.zeros((3,), mx.int32), mx.full((3,), 9, mx.int32))
     for shared in (None, segment_attention._shared_of(held, [[0, 1, 2], [0], []])):
         watched.launches.clear()
         out = attend((q, k, k), None, turns, (tails, tails), *places, None, shared)
         (launch,) = watched.launches
         assert out.shape == q.shape and launch[0].startswith("omlxd_fused_attention") and launch[1] == 16
-        # Three segments of four parts each, and two parts of each tail, in blocks of 8 warps.
-        assert launch[2] == (256 * ((3 * 4 if shared else 0) + 3 * 2), 2, 1)
+        # Three segments of two parts each, and two parts of each tail, in blocks of 8 warps.
+        assert launch[2] == (256 * ((3 * 2 if shared else 0) + 3 * 2), 2, 1)
 
 
 def test_a_source_for_each_kind_of_heads():
