@@ -193,6 +193,8 @@ def main() -> int:
 def row(servers: list[ChatServer], work: str, questions: list[str], options: argparse.Namespace) -> None:
     begun = BEGUN.get(work, "")
     for server in servers:
+        for question in questions:  # In one order: the first that begins so is cut into passes otherwise.
+            server.chat([question], begun, 1)
         server.chat(questions, begun, options.warm_up)
         server.begin()
     before = servers[1].guesses()

@@ -39,13 +39,13 @@ ARCHITECTURES = (90, 100, 103)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a kernel is cut. `least`, `most`: tokens of a part of a tail at least, parts of a row at most (32).
+    """How a kernel is cut. `least`: tokens of a part of a tail at least; `most`: parts of one at most (32).
 
     A part has a multiple of 16 * `warps` tokens. `stages` of 16 tokens are on their way for each warp. Of a
     segment a block reads `span` tokens for 8 * `tiles` queries of rows that hold it at once: registers bound
     them, so that two blocks of narrow heads share a multiprocessor.
 
-    Milliseconds of a decode step, 8B shape in bfloat16, one H100, without launch graphs; `plain`: no segments:
+    Milliseconds of a decode step, 8B shape in bfloat16, one H100, no launch graphs; plain: no segments:
 
     | warps, tiles, span, least, most | 1 x 500 | 1 x 16,000 | plain | 4 x 16,000 up |
     |---------------------------------|---------|------------|-------|---------------|
@@ -55,7 +55,7 @@ class Shape:
     | 4, 2, 512, 512, 32              | 6.19    | 7.26       | 6.98  | 10.76         |
     | 4, 2, 256, 256, 32              | 6.25    | 7.79       | 6.98  | 13.03         |
 
-    On another: 4, 2, 1024, 1024, 32 took 6.08, 7.32, 7.08 and 10.59, where the first row took 6.02, 7.27, 6.93
+    On another 4, 2, 1024, 1024, 32 took 6.08, 7.32, 7.08 and 10.59, where the first row took 6.02, 7.27, 6.93
     and 10.40. Products in two chains of sums, tails before segments, and no parts put together changed less
     than 0.1 ms; a kernel for at most eight queries of a segment alone took 7.13 in place of 7.27. To have
     blocks that end fetch the next product's weights into L2, here and in products_kernel.py, cost 0.1 to 0.4.

@@ -400,3 +400,19 @@ def test_the_check_runs_each_form_of_the_products(tmp_path, reference, monkeypat
     )
     fuse(model).check(model, compiled_step.StepKV)
     assert {next(eights for eights in FORMS if rows <= 8 * eights) for rows in seen} == set(FORMS)
+
+
+def test_a_pass_of_more_tokens_than_a_set_has_the_bits_of_steps(
+    tmp_path, reference, monkeypatch: pytest.MonkeyPatch
+):
+    model = mlx_adapter.load(build_family("llama", tmp_path / "llama")).model
+    reference()
+    step, own = fuse(model), fused_step.products.products
+    assert step.repeats(compiled_step.StepKV)
+
+    def others_behind_a_set(x, *given, **how):
+        out = own(x, *given, **how)
+        return [mx.concatenate([each[:SET], each[SET:] * 1.01]) for each in out] if x.shape[0] > SET else out
+
+    monkeypatch.setattr(fused_step.products, "products", others_behind_a_set)
+    assert not step.repeats(compiled_step.StepKV) and not step.is_repeatable
