@@ -55,7 +55,7 @@ def spoken(seconds: float | None) -> str:
     for unit, factor in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= factor:
             return f"{seconds / factor:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds:.2g} s" if 0 < seconds < 1 else f"{seconds:.0f} s"
 
 
 _SIZE_UNITS = {"": 1, "b": 1}

@@ -37,9 +37,9 @@ class Seconds(float):
 
 
 class Stay(Seconds):
-    """How long something stays. 0 and infinity: for good."""
+    """How long something stays. 0 and infinity: until its room is needed."""
 
-    zero = "for good"
+    zero = "until its room is needed"
 
 
 class Limit(Seconds):

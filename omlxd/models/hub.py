@@ -13,7 +13,6 @@ import os
 import sys
 from typing import Any
 
-import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import is_offline_mode
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -40,6 +39,13 @@ class _Lines(tqdm):
             print(json.dumps({"done": int(self.n), "total": int(self.total or 0)}), flush=True)
 
 
+def _is_unreachable(error: Exception) -> bool:
+    """Of what the hub's client raises, too: httpx or httpx2, by its version, which omlxd does not import."""
+    if isinstance(error, ConnectionError | LocalEntryNotFoundError):
+        return True
+    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+
+
 def _remedy() -> str:
     if not is_offline_mode():
         return "; check the network"
@@ -57,11 +63,11 @@ def main(argv: list[str]) -> int:
         problem = f"{repo} asks for its terms to be accepted: do so on its hub page, then set HF_TOKEN."
     except RepositoryNotFoundError:
         problem = f"the hub has no model {repo}, or it is private: check the name, or set HF_TOKEN."
-    except (ConnectionError, httpx.TransportError, LocalEntryNotFoundError):
-        problem = f"{repo} can't be downloaded: the hub can't be reached{_remedy()}."
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        problem = f"{repo} can't be downloaded: {reason[0]}"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if _is_unreachable(error):
+            reason = f"the hub can't be reached{_remedy()}."
+        problem = f"{repo} can't be downloaded: {reason}"
     print(problem)
     return 1
 

@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     daemon = find_daemon(args.url, settings)
+    if args.off:  # A pin is unpinned by its name.
+        args.what = args.what or args.name
     if args.off and not args.what:
         raise ConfigError("--off: say what to unpin.")
     if not args.what:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...config import Settings
+from ...errors import ConfigError
 from ...models.catalog import Catalog
 from ..daemon_client import DaemonError, daemon_of
 from ..owner_api import ModelStatus
@@ -28,7 +29,7 @@ def check_models(settings: Settings) -> list[Finding]:
     """As a daemon on the port says; nothing without one."""
     try:
         return [*_of(daemon_of(settings).status(_SECONDS).models, settings)]
-    except DaemonError:
+    except (ConfigError, DaemonError):  # As `--port 0`, by which no daemon is found.
         return []
 
 

@@ -167,7 +167,7 @@ def test_a_pinned_session_stays_while_others_go(tmp_path: Path, capsys):
         assert cache("pin", "--json", "--url", daemon.url) == 0
         pins = json.loads(capsys.readouterr().out.partition("{")[2].join(("{", "")))
         assert pins["pins"][0]["files"] >= 10 and pins["bytes"] <= pins["most_bytes"]
-        assert cache("pin", "mine", "--off", "--url", daemon.url) == 0
+        assert cache("pin", "--off", "--name", "mine", "--url", daemon.url) == 0
     other = tmp_path / "other"
     assert cache("import", archive, "--base-path", other / "omlxd", "--paged-ssd-cache-max-size", "1MB") == 1
     assert "files left out: the SSD cache may take 1 MB" in capsys.readouterr().out

@@ -86,7 +86,10 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         ("top-p = 0", "line 4 (top-p): 0 is no number above 0 to 1"),
         ("top_k = 1.5", "line 4 (top_k): 1.5 is no whole number"),
         ("thinking = 1", "neither true nor false"),
-        ('ttl = "soon"', "no length of time from 0 up; write seconds or 90s, 30m, 2h; 0: for good."),
+        (
+            'ttl = "soon"',
+            "no length of time from 0 up; write seconds or 90s, 30m, 2h; 0: until its room is needed.",
+        ),
         (
             "request-timeout = -1",
             "-1 is no length of time from 0 up; write seconds or 90s, 30m, 2h; 0: no limit.",
@@ -125,9 +128,12 @@ def test_lengths_of_time():
     for text in ("", "m", "5 minutes", "1e3", "nan", "5m3"):
         with pytest.raises(ValueError):
             duration(text)
-    assert [spoken(s) for s in (45, 300, 9000, None, math.inf)] == ["45 s", "5 min", "2.5 h"] + [
-        "for good"
-    ] * 2
+    assert [spoken(s) for s in (0.4, 45, 300, 9000, None, math.inf)] == [
+        "0.4 s",
+        "45 s",
+        "5 min",
+        "2.5 h",
+    ] + ["for good"] * 2
 
 
 @pytest.mark.parametrize("text", ["1" * 10**6, "1" * 10**6 + "m", "1m" * 10**6, "9" * 65])

@@ -58,7 +58,7 @@ def test_a_model_that_cannot_be_loaded_is_named(start):  # noqa: F811
     daemon = start("--no-cache", stub="--load-fails nonsense")
     lines = [daemon.process.stdout.readline() for _ in range(2)]
     assert lines[0] == "  model    tiny can't be loaded: nonsense\n"
-    assert lines[1] == "  cache    in RAM alone; there is no SSD cache\n"
+    assert lines[1] == "  cache    off: --no-cache\n"
 
 
 def test_the_cache_is_counted_although_no_model_is_loaded(start, tmp_path: Path):  # noqa: F811
