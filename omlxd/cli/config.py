@@ -19,7 +19,7 @@ from ..config import (
     add_flags,
     full_name,
     load_settings,
-    unknown_variables,
+    warnings_of,
 )
 from .status import as_json, table
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     flags = {name: value for name, value in args.items() if value is not None}
     settings = load_settings(flags)
     rows = shown(settings)
-    for sentence in (*unknown_variables(), *settings.overridden):
+    for sentence in warnings_of(settings):
         print(f"omlxd: {sentence}", file=sys.stderr)
     print(as_json(rows) if in_json else as_text(rows))
     return 0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..config import OPTIONS, add_flags, closest, load_settings, unknown_variables
+from ..config import OPTIONS, add_flags, closest, load_settings, warnings_of
 from ..errors import ConfigError, OmlxdError
 
 USAGE_ERROR = 2
@@ -140,7 +140,7 @@ def _main(argv: list[str]) -> int:
     flags = {name: value for name, value in vars(args).items() if name != "verb" and value is not None}
     environ = dict(os.environ)
     settings = load_settings(flags, environ)
-    for sentence in (*unknown_variables(environ), *settings.overridden):
+    for sentence in warnings_of(settings, environ):
         print(f"omlxd: {sentence}", file=sys.stderr)
 
     from ..front.process.serve import serve as run

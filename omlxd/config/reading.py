@@ -78,6 +78,11 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
     )
 
 
+def warnings_of(settings: Settings, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Sentences on what is ignored: unknown variables, and wrong values that another source overrides."""
+    return [*unknown_variables(environ), *settings.overridden]
+
+
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for each variable of omlxd's prefix that nothing reads: it may be another program's."""
     known = [option.name.upper() for option in OPTIONS] + ["CONFIG"]

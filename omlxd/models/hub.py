@@ -40,7 +40,8 @@ class _Lines(tqdm):
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Of what the hub's client raises, too: httpx or httpx2, by its version, which omlxd does not import."""
+    """Whether the hub was not reached. Its client raises the TransportError of httpx or of httpx2: which one
+    is there depends on the client's version, so omlxd imports neither."""
     if isinstance(error, ConnectionError | LocalEntryNotFoundError):
         return True
     return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)

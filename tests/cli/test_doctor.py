@@ -321,6 +321,8 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     assert f"only this machine reaches the daemon ({command.SHELLS})" in out
     assert main.main(argv) == 0
     assert f"port          {port} on 127.0.0.1 is free" in capsys.readouterr().out
+    main.main([*argv, "--port", "0"])
+    assert "can't be checked" not in capsys.readouterr().out
     (tmp_path / "o").mkdir(mode=0o700)
     (tmp_path / "o" / "omlxd.toml").write_text("[serve]\nport = -1\n")
     assert main.main(argv) == 0

@@ -11,12 +11,12 @@ begins changing with the rounds. Kinds of work:
 - call    answer with a tool call in JSON
 - prose   tell a story
 
-Answers of `--warm-up` tokens come first, so that all but the ends of the prompts is cached. In each round
-answers of one token are timed, too, and taken off: what is left is decoding, from the first token of the
-last stream that begins to the last one of the last that ends. A row has tokens a second of both and
-their ratio, all rounds together; that of tokens a processor second of the daemons, which other work disturbs
-less; how many guesses held, in all and of a row in a pass; and whether all answers are the same. The aim: at
-least 1.5 on edits, and never under 0.98.
+Each prompt is sent by itself first, then answers of `--warm-up` tokens come, so that all but the ends of the
+prompts is cached. In each round answers of one token are timed, too, and taken off: what is left is decoding,
+from the first token of the last stream that begins to the last one of the last that ends. A row has tokens a
+second of both and their ratio, all rounds together; that of tokens a processor second of the daemons, which
+other work disturbs less; how many guesses held, in all and of a row in a pass; and whether all answers are
+the same. The aim: at least 1.5 on edits, and never under 0.98.
 """
 
 from __future__ import annotations
@@ -193,7 +193,9 @@ def main() -> int:
 def row(servers: list[ChatServer], work: str, questions: list[str], options: argparse.Namespace) -> None:
     begun = BEGUN.get(work, "")
     for server in servers:
-        for question in questions:  # In one order: the first that begins so is cut into passes otherwise.
+        for (
+            question
+        ) in questions:  # One by one: which comes first decides how the others are cut into passes.
             server.chat([question], begun, 1)
         server.chat(questions, begun, options.warm_up)
         server.begin()

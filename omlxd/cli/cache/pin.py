@@ -33,15 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     daemon = find_daemon(args.url, settings)
-    if args.off:  # A pin is unpinned by its name.
-        args.what = args.what or args.name
-    if args.off and not args.what:
+    name = args.name or args.what
+    if args.off and not name:
         raise ConfigError("--off: say what to unpin.")
-    if not args.what:
+    if not args.what and not args.off:
         pins = daemon.fetch("/omlxd/cache/pins", PinList)
     else:
         of = {} if args.off else msgspec.structs.asdict(named_request(args.what, args.model))
-        asked = PinBlocks(**of, name=args.name or args.what, pinned=not args.off)
+        asked = PinBlocks(**of, name=name, pinned=not args.off)
         pins = daemon.fetch("/omlxd/cache/pin", PinList, asked, ANSWER_S)
     if args.json:
         print(as_json(pins))

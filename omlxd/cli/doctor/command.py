@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from ...config import Settings, add_flags, settings_of, unknown_variables
+from ...config import Settings, add_flags, settings_of, warnings_of
 from ...errors import ConfigError
 from ..daemon_client import daemon_of, find_daemon
 from ..status import as_json
@@ -104,8 +104,7 @@ def examine(
 
 def check_settings(settings: Settings) -> list[Finding]:
     """What `omlxd serve` warns of: variables that nothing reads, wrong values that another overrides."""
-    found = (*unknown_variables(), *settings.overridden)
-    return [warn("settings", text.rstrip("."), "Mend it, or take it out.") for text in found]
+    return [warn("settings", text.rstrip("."), "Mend it, or take it out.") for text in warnings_of(settings)]
 
 
 def as_text(finding: Finding) -> str:

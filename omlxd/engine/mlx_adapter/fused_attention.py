@@ -39,7 +39,8 @@ ARCHITECTURES = (90, 100, 103)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a kernel is cut. `least`: tokens of a part of a tail at least; `most`: parts of one at most (32).
+    """How a kernel is cut. A part of a tail has at least `least` tokens; a tail has at most `most` parts, 32
+    or fewer.
 
     A part has a multiple of 16 * `warps` tokens. `stages` of 16 tokens are on their way for each warp. Of a
     segment a block reads `span` tokens for 8 * `tiles` queries of rows that hold it at once: registers bound
@@ -55,10 +56,10 @@ class Shape:
     | 4, 2, 512, 512, 32              | 6.19    | 7.26       | 6.98  | 10.76         |
     | 4, 2, 256, 256, 32              | 6.25    | 7.79       | 6.98  | 13.03         |
 
-    On another 4, 2, 1024, 1024, 32 took 6.08, 7.32, 7.08 and 10.59, where the first row took 6.02, 7.27, 6.93
-    and 10.40. Products in two chains of sums, tails before segments, and no parts put together changed less
-    than 0.1 ms; a kernel for at most eight queries of a segment alone took 7.13 in place of 7.27. To have
-    blocks that end fetch the next product's weights into L2, here and in products_kernel.py, cost 0.1 to 0.4.
+    On another host 4, 2, 1024, 1024, 32 took 6.08, 7.32, 7.08 and 10.59, and the first row 6.02, 7.27, 6.93
+    and 10.40. Two chains of sums, blocks of tails first, and no merge changed a step by less than 0.1 ms. A
+    kernel for eight queries of a segment or fewer took 7.13 in place of 7.27. Blocks that prefetch the next
+    product's weights into L2 at their end, here and in products_kernel.py, cost 0.1 to 0.4 ms.
     """
 
     warps: int = 8

@@ -211,8 +211,7 @@ class FusedStep:
         self, rows: int, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None
     ) -> bool:
         heads, n, length = self.heads, 4, 700
-        places = [(0, length), (5, length - 7), (length - 1, length)] * -(-rows // 3)
-        starts, ends = ([place[i] for place in places[:rows]] for i in (0, 1))
+        starts, ends = _unequal_rows(rows, length)
         keys = [mx.random.key(i) for i in range(3)]
         x = mx.random.normal((rows, n, self._norm.shape[0]), key=keys[0]).astype(heads.dtype)
         shape = rows, heads.kv_heads, length + n, heads.width
@@ -256,8 +255,7 @@ class FusedStep:
         """The largest of what a layer adds, of its KV and of the head, for rows of unequal lengths."""
         heads, dtype = self.heads, self.heads.dtype
         length, capacity = 300, 512
-        places = [(0, length), (5, length - 7), (length - 1, length)] * -(-rows // 3)
-        starts, ends = (mx.array([place[i] for place in places[:rows]]) for i in (0, 1))
+        starts, ends = map(mx.array, _unequal_rows(rows, length))
         shape = rows, heads.kv_heads, capacity, heads.width
         keys = [mx.random.key(4 * rows - at + i) for i in range(3)]
         x = mx.random.normal((rows, self._norm.shape[0]), key=keys[0]).astype(dtype)
@@ -276,6 +274,12 @@ class FusedStep:
         logits = self.head(got)[:, None], own_head(model.model.norm(want))
         pairs = added, (ours.keys, own.keys), (ours.values, own.values), logits
         return max(_apart(*pair) for pair in pairs)
+
+
+def _unequal_rows(rows: int, length: int) -> tuple[list[int], list[int]]:
+    """First columns of so many rows, and the columns behind their last ones."""
+    places = [(0, length), (5, length - 7), (length - 1, length)] * -(-rows // 3)
+    return [start for start, _ in places[:rows]], [end for _, end in places[:rows]]
 
 
 def _apart(got: mx.array, want: mx.array) -> float:

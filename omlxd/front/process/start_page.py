@@ -52,9 +52,8 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
         return trouble
     rows = _model_rows(engine, len(pool.models()), trouble)
     stats, complete = await _count(pool)
-    rows.append(
-        ("cache", "off: --no-cache" if settings.no_cache else _cache(pool.cold.folder, stats, complete))
-    )
+    cache = "off: --no-cache" if settings.no_cache else _cache(pool.cold.folder, stats, complete)
+    rows.append(("cache", cache))
     if stats is not None and settings.hot_cache_bytes == 0:
         rows.append(("", "none in RAM: --hot-cache-max-size 0 means no RAM cache; auto: as memory allows"))
     rows.append(("page", f"{url}/"))
