@@ -36,7 +36,7 @@ from . import attention, attention_packed, cuda_driver, segment_attention, segme
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import COPIED, Cache, arrays_of
 from .fused_attention import ARCHITECTURES, MOST_NEW
-from .fused_step import FusedStep, Layer, Residual, Unfusable
+from .fused_step import BehindLayer, Between, FusedStep, Layer, Unfusable
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
 from .segments import SegmentedBatchKVCache, SegmentedKVCache
@@ -303,7 +303,7 @@ class CompiledStep:
         held: list[Any] = []
         if shared is not None:
             shared = first.shared_by(counts, size) if count > 1 else shared
-            held = [*shared[:-1], *(layer.shared.layer for layer in cache)]
+            held = [*shared[1:], *(layer.shared.addresses for layer in cache)]
             shape += shared.table.shape[0], shared.tokens, shared.most
         if shape not in self._functions and not fused and steps < AFTER:
             return None
@@ -365,18 +365,18 @@ class CompiledStep:
     def _trace_layer(
         self,
         weights: Layer,
-        x: Residual,
+        x: Between,
         turns: mx.array,
-        norm: mx.array,
+        behind: BehindLayer,
         held: tuple[Any, Any],
         places: tuple[mx.array, mx.array, mx.array],
         shared: Shared | None,
         firsts: mx.array | None,
-    ) -> tuple[Residual, Any, Any]:
+    ) -> tuple[Between, Any, Any]:
         """A layer of a fused step: what comes out of it, its keys and values."""
         assert self._fused is not None
         kv = StepKV(*held, *places, 0, shared, self._how if isinstance(held[0], list) else None, firsts)
-        return self._fused.layer(weights, x, turns, kv, norm), kv.keys, kv.values
+        return self._fused.layer(weights, x, turns, kv, behind), kv.keys, kv.values
 
     def _trace(
         self,
@@ -391,11 +391,11 @@ class CompiledStep:
     ) -> tuple[mx.array, list[Any], list[Any]]:
         """`windows`: of each layer. `layer`: `_trace_layer`, compiled, of a fused step. `places`: as
         `Next.arrays`, of each window in the order of the layers. `held`: what all layers have of `Shared`,
-        and each layer's number; empty where no row has segments.
+        and each layer's addresses; empty where no row has segments.
         `firsts`: empty where each row has one token."""
         at = dict(zip(dict.fromkeys(windows), places, strict=True))
-        addresses, table, counts, each, most, *numbers = held or [None] * 5
-        shared = [Shared(addresses, table, counts, each, most, number) for number in numbers]
+        table, counts, each, most, *of_each = held or [None] * 4
+        shared = [Shared(addresses, table, counts, each, most) for addresses in of_each]
         of_layers = zip(keys, values, windows, shared or [None] * len(keys), strict=True)
         layers = [
             StepKV(
@@ -419,10 +419,10 @@ class CompiledStep:
 
 
 def _call_layer(
-    function: Callable[..., Any], weights: Layer, x: Residual, turns: mx.array, kv: StepKV, norm: mx.array
-) -> Residual:
+    function: Callable[..., Any], weights: Layer, x: Between, turns: mx.array, kv: StepKV, behind: BehindLayer
+) -> Between:
     """As `FusedStep.layer`, by `_trace_layer`."""
     held, places = (kv.keys, kv.values), (kv.starts, kv.ends, kv.offset)
-    x, kv.keys, kv.values = function(weights, x, turns, norm, held, places, kv.shared, kv.firsts)
+    x, kv.keys, kv.values = function(weights, x, turns, behind, held, places, kv.shared, kv.firsts)
     kv.done = True
     return x

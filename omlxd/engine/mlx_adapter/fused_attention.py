@@ -14,7 +14,7 @@ cores: tokens are the long side of a tile, the query heads of a KV head the shor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -105,12 +105,13 @@ def fits(heads: Heads) -> bool:
 
 
 _TURN_QUERY = """
-    constexpr int EACH = D / 64;
+  constexpr int EACH = D / 64;
+  int a[EACH], b[EACH];
+  T x[EACH], y[EACH], x_weight[EACH], y_weight[EACH];
+  float cosine[EACH], sine[EACH];
+  auto read = [&](int c) {
     const long at = c < columns ? place(c) : 0;
     const float* turn = turns + at / (kv_heads * GROUP) * D;
-    int a[EACH], b[EACH];
-    T x[EACH], y[EACH];
-    float squares = 0.f;
     #pragma unroll
     for (int j = 0; j < EACH; j++) {
       const int pair = lane * EACH + j;
@@ -119,10 +120,19 @@ _TURN_QUERY = """
       b[j] = near ? a[j] + 1 : pair + TURNED / 2;
       x[j] = q[at * D + a[j]];
       y[j] = q[at * D + b[j]];
-      const float one = omlxd_float(x[j]), two = omlxd_float(y[j]);
-      squares += one * one + two * two;
+      if (NORM) { x_weight[j] = q_norm[a[j]]; y_weight[j] = q_norm[b[j]]; }
+      cosine[j] = turn[a[j]];
+      sine[j] = turn[b[j]];
     }
+  };
+  auto prepare = [&](int c) {
+    float squares = 0.f;
     if (NORM) {
+      #pragma unroll
+      for (int j = 0; j < EACH; j++) {
+        const float one = omlxd_float(x[j]), two = omlxd_float(y[j]);
+        squares += one * one + two * two;
+      }
       #pragma unroll
       for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
       const float factor = rsqrtf(squares / D + eps);
@@ -130,21 +140,21 @@ _TURN_QUERY = """
       for (int j = 0; j < EACH; j++) {
         const T one = omlxd_round<T>(omlxd_float(x[j]) * factor);
         const T two = omlxd_round<T>(omlxd_float(y[j]) * factor);
-        x[j] = omlxd_round<T>(omlxd_float(one) * omlxd_float(q_norm[a[j]]));
-        y[j] = omlxd_round<T>(omlxd_float(two) * omlxd_float(q_norm[b[j]]));
+        x[j] = omlxd_round<T>(omlxd_float(one) * omlxd_float(x_weight[j]));
+        y[j] = omlxd_round<T>(omlxd_float(two) * omlxd_float(y_weight[j]));
       }
     }
     #pragma unroll
     for (int j = 0; j < EACH; j++) {
       if (2 * (lane * EACH + j) < TURNED) {
         const float one = omlxd_float(x[j]), two = omlxd_float(y[j]);
-        const float cosine = turn[a[j]], sine = turn[b[j]];
-        x[j] = omlxd_round<T>(one * cosine - two * sine);
-        y[j] = omlxd_round<T>(one * sine + two * cosine);
+        x[j] = omlxd_round<T>(one * cosine[j] - two * sine[j]);
+        y[j] = omlxd_round<T>(one * sine[j] + two * cosine[j]);
       }
       queries[c * D + a[j]] = x[j];
       queries[c * D + b[j]] = y[j];
     }
+  };
 """
 
 _PARTS = """
@@ -233,22 +243,22 @@ _BODY = """
     const int tile = blockIdx.x % across, part = blockIdx.x / across % parts;
     const int slot = blockIdx.x / across / parts, kv_head = blockIdx.y / PARTS;
     const int* own = table + slot * (1 + 2 * rows);
+    const unsigned long long k_at = addresses[slot * 2], v_at = addresses[slot * 2 + 1];
     const int first = tile * 8 * MOST_TILES, columns = min(own[0] * GROUP - first, 8 * MOST_TILES);
     if (columns <= 0 || blockIdx.y % PARTS) return;
-    const unsigned long long* at = addresses + ((long)layer[0] * segments + slot) * 2;
     const int from = part * SPAN, to = min(from + SPAN, length);
-    const uint4* K = reinterpret_cast<const uint4*>(at[0]) + (long)kv_head * length * CHUNKS;
-    const uint4* V = reinterpret_cast<const uint4*>(at[1]) + (long)kv_head * length * CHUNKS;
+    const long before = (long)kv_head * length * CHUNKS;
+    // For the end, asked for now.
+    const int c = first + min((int)threadIdx.x, columns - 1), row = own[1 + 2 * (c / GROUP)];
+    const int all_parts = counts[row] * parts + omlxd_spans(ends[row] - starts[row]);
     #define RUN(N) \\
-      omlxd_segment<N>(q, q_norm, turns, K, V, own + 1, columns, first, from, to, factor, parts, part, \\
-                       most, 1, KV_HEADS, kv_head, rings, queries, tops, masses, sums, weights)
-    if (columns <= 8) RUN(1);
+      omlxd_segment<N>(q, q_norm, turns, k_at, v_at, before, own + 1, columns, first, from, to, factor, \\
+                       parts, part, most, 1, KV_HEADS, kv_head, rings, queries, tops, masses, sums, weights)
+    if (MOST_TILES == 1 || columns <= 8) RUN(1);
     else if (MOST_TILES == 2 || columns <= 16) RUN(2);
     else RUN(MOST_TILES);
-    const int c = first + min((int)threadIdx.x, columns - 1), row = own[1 + 2 * (c / GROUP)];
-    omlxd_put_together(columns, ((long)row * KV_HEADS + kv_head) * GROUP + c % GROUP,
-                       counts[row] * parts + omlxd_spans(ends[row] - starts[row]), due, counter, most, sums,
-                       weights, out);
+    omlxd_put_together(columns, ((long)row * KV_HEADS + kv_head) * GROUP + c % GROUP, all_parts, due, counter,
+                       most, sums, weights, out);
     return;
   }
   const int held_row = (blockIdx.x - of_segments) / places, place = (blockIdx.x - of_segments) % places;
@@ -463,7 +473,7 @@ _BODY = """
 _ARGUMENTS = (
     "const T* q, const T* k, const T* v, const T* q_norm, const T* k_norm, const float* turns, "
     "const T* keys, const T* values, const int* starts, const int* ends, const int* firsts, "
-    "const unsigned long long* addresses, const int* table, const int* counts, const int* layer, "
+    "const unsigned long long* addresses, const int* table, const int* counts, "
     "const int* counters, T* out, float* sums, float* weights, const int capacity, const int tokens, "
     "const int places, const int rows, const int segments, const int length, const int across, const int most"
 )
@@ -544,20 +554,22 @@ class FusedAttention:
         shared        what rows have in segments, of a multiple of 16 tokens, before `held`
         """
         heads, shape = self.heads, self._shape
-        rows, (rows_held, _, capacity, width) = new[0].shape[0], held[0].shape
         group = heads.heads // heads.kv_heads
+        if shared is None or new[0].shape[0] * group <= 8:
+            shape = replace(shape, tiles=1)
+        rows, (rows_held, _, capacity, width) = new[0].shape[0], held[0].shape
         tokens = 1 if firsts is None else min(MOST_NEW, rows - rows_held + 1)
         places = min(shape.most, -(-capacity // shape.least)) * tokens
         if self._counters is None:
             self._counters = mx.zeros((MOST_ROWS * heads.heads,), mx.int32)
             mx.eval(self._counters)
         segments, length, across, most = 0, 0, 0, shape.most
-        its: tuple[mx.array, ...] = (ends, ends, ends, ends)
+        its: tuple[mx.array, ...] = (ends, ends, ends)
         if shared is not None:
             segments, length = shared.table.shape[0], shared.tokens
             across = -(-rows * group // (8 * shape.tiles))
             most += shared.most * -(-length // shape.span)
-            its = shared.addresses, shared.table, shared.counts, shared.layer
+            its = shared.addresses, shared.table, shared.counts
         function, code = _compiled(heads, shape)
         ring = shape.warps * shape.stages * 2 * 16 * width * 2
         return mx.fast.precompiled_cuda_kernel(

@@ -1,4 +1,4 @@
-"""A decode step of Llama's kind of model in five kernels a layer: products.py's and fused_attention.py's.
+"""A decode step of Llama's kind of model in two kernels a layer: layer_products.py and fused_attention.py.
 
 A layer of RMSNorm, attention and SwiGLU is some 14 kernels in MLX, most of them so small that starting them
 is what they cost: a third of a step of one row. Besides, MLX multiplies one row by one kernel and eight by
@@ -17,8 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
-from . import products
+from . import layer_products, products
 from .fused_attention import FusedAttention, Heads, fits
+from .layer_products import LayerProducts
 from .segment_attention import Shared
 
 MODULES = {f"mlx_lm.models.{name}" for name in ("llama", "qwen2", "qwen3")}
@@ -35,7 +36,7 @@ CHECKED_ROWS = (3, 12, 24)
 for. NVRTC takes 0.2 to 0.6 s for a launch, five launches a form."""
 
 
-REPEATED_ROWS = (3, 12)
+REPEATED_ROWS = (1, 3, 12)
 """Steps of so many rows, and passes of four times as many tokens: each form of the products' kernel beside
 another, and more tokens than one of its sets has."""
 
@@ -73,14 +74,25 @@ class Layer(NamedTuple):
     gate_up: tuple[Linear, Linear]
     down: Linear
 
+    @property
+    def of_mlp(self) -> tuple[Linear, ...]:
+        """And what is before it."""
+        return self.out, *self.gate_up, self.down
 
-class Residual(NamedTuple):
-    """`sum`, (rows, hidden), goes from layer to layer. `scaled`: times the weight of the norm that is next.
-    `squares` (rows, parts) in float32: together those of a row of `sum`."""
+
+class BehindLayer(NamedTuple):
+    """What follows a layer: a norm's weight, and the next layer's queries, keys and values, or the head."""
+
+    norm: mx.array
+    linears: tuple[Linear, ...]
+
+
+class Between(NamedTuple):
+    """`sum`, (rows, hidden), goes from layer to layer. `results` of the next one's first products, (rows, …)
+    each, or the logits."""
 
     sum: mx.array
-    scaled: mx.array
-    squares: mx.array
+    results: tuple[mx.array, ...]
 
 
 class FusedStep:
@@ -114,7 +126,8 @@ class FusedStep:
         head = getattr(model, "lm_head", None)
         head = getattr(head, "head", head)  # Of the last positions alone.
         self._head = _linear(head) if head is not None else Linear(self._embedding.weight, None)
-        self._norm = _norm(inner.norm, self._eps)
+        self._behind = [BehindLayer(layer.norm, layer.qkv) for layer in self._layers[1:]]
+        self._behind.append(BehindLayer(_norm(inner.norm, self._eps), (self._head,)))
         self.attend = attend or FusedAttention(self.heads)
         self.is_repeatable = False
         first = self._layers[0]
@@ -122,20 +135,28 @@ class FusedStep:
         self.most_rows = products.most_rows([linear.weight for linear in each])
 
     def __call__(
-        self, tokens: mx.array, layers: list[Any], layer: Callable[..., Residual] | None = None
+        self, tokens: mx.array, layers: list[Any], layer: Callable[..., Between] | None = None
     ) -> mx.array:
-        """`layer`: what does the same as the method, in less time."""
+        """`layer`: what does the same as the method for all layers but the last, in less time."""
         turns = self.turns(layers[0].offset)
-        residual = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0])
-        norms = [each.norm for each in self._layers[1:]] + [self._norm]
-        for weights, kv, norm in zip(self._layers, layers, norms, strict=True):
-            residual = (layer or self.layer)(weights, residual, turns, kv, norm)
-        return self.head(residual).reshape(*tokens.shape, -1)
+        between = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0])
+        for weights, kv, behind in zip(self._layers, layers, self._behind, strict=True):
+            compute = self.layer if layer is None or behind is self._behind[-1] else layer
+            between = compute(weights, between, turns, kv, behind)
+        return between.results[0].reshape(*tokens.shape, -1)
 
-    def begin(self, x: mx.array, layer: Layer) -> Residual:
+    def begin(self, x: mx.array, layer: Layer) -> Between:
         """What a layer takes in, of (rows, hidden)."""
         squares = mx.sum(mx.square(x.astype(mx.float32)), axis=-1, keepdims=True)
-        return Residual(x, x * layer.norm, squares)
+        linears = layer.qkv
+        qkv = products.products(
+            x * layer.norm,
+            [linear.weight for linear in linears],
+            squares=squares,
+            eps=self._eps,
+            biases=[linear.bias for linear in linears],
+        )
+        return Between(x, tuple(qkv))
 
     def turns(self, offset: mx.array) -> mx.array:
         """(rows, width): cosine and sine by which each pair of dimensions turns: what the model's own rope
@@ -148,10 +169,9 @@ class FusedStep:
         probe = mx.contiguous(mx.broadcast_to(first.astype(mx.float32), shape))
         return mx.contiguous(self._rope(probe.transpose(0, 2, 1, 3), offset=offset)[:, 0, 0])
 
-    def layer(self, weights: Layer, x: Residual, turns: mx.array, kv: Any, norm: mx.array) -> Residual:
-        """What comes out of a layer; `kv` takes the tokens' KV. `norm`: weight of the norm behind it."""
-        eps = self._eps
-        q, k, v = _products(x.scaled, *weights.qkv, squares=x.squares, eps=eps)
+    def layer(self, weights: Layer, x: Between, turns: mx.array, kv: Any, behind: BehindLayer) -> Between:
+        """What comes out of a layer; `kv` takes the tokens' KV."""
+        q, k, v = x.results
         if kv.how is not None:
             attended = self._attend_packed(q, k, v, weights.qk_norms, kv)
         else:
@@ -162,9 +182,13 @@ class FusedStep:
             if isinstance(attended, tuple):  # Where nothing is written in place.
                 attended, kv.keys, kv.values = attended
             kv.done = True
-        x = Residual(*_products(attended, weights.out, residual=x.sum, scaled=weights.mlp_norm))
-        (inner,) = _products(x.scaled, *weights.gate_up, squares=x.squares, eps=eps, silu=True)
-        return Residual(*_products(inner, weights.down, residual=x.sum, scaled=norm))
+        linears = *weights.of_mlp, *behind.linears
+        out, gate, up, down, *nexts = (linear.weight for linear in linears)
+        biases, norms = [linear.bias for linear in linears], (weights.mlp_norm, behind.norm)
+        total, *results = products.of_layer(
+            attended, x.sum, LayerProducts(out, gate, up, down, nexts, norms, biases, self._eps)
+        )
+        return Between(total, tuple(results))
 
     def _attend_packed(
         self, q: mx.array, k: mx.array, v: mx.array, norms: tuple[mx.array, mx.array] | None, kv: Any
@@ -177,23 +201,20 @@ class FusedStep:
         keys, values = kv.update_and_fetch(k, v)
         return kv.attend(q, keys, values, self.heads.scale, None, None).reshape(q.shape[0], -1)
 
-    def head(self, x: Residual) -> mx.array:
-        (logits,) = _products(x.scaled, self._head, squares=x.squares, eps=self._eps)
-        return logits
-
     def check(
         self, model: Any, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None = None
     ) -> None:
-        """Raise Unfusable unless the first and the last layer, and the head, give what the model's own do.
+        """Raise Unfusable unless the first and the last layer give what the model's own do, and what follows
+        them, too: queries, keys and values, or the head's logits.
 
         step_kv  makes a layer's cache of (keys, values, starts, ends, offset, shared)
         shared   of so many rows: what they hold in segments, the tokens of that, what must stay meanwhile
         """
-        own_head = getattr(model, "lm_head", None) or self._embedding.as_linear
+        self._compile()
         for rows in CHECKED_ROWS:
             for at in (0, -1):
-                behind = shared(rows) if shared is not None else (None, mx.array(0), None)
-                far = self._difference(model, own_head, step_kv, rows, at, *behind[:2])
+                before = shared(rows) if shared is not None else (None, mx.array(0), None)
+                far = self._difference(model, step_kv, rows, at, *before[:2])
                 if not far < CLOSE:  # NaN too
                     raise Unfusable(f"layer {at} differs by {far:.3g} in a step of {rows} rows")
 
@@ -213,7 +234,7 @@ class FusedStep:
         heads, n, length = self.heads, 4, 700
         starts, ends = _unequal_rows(rows, length)
         keys = [mx.random.key(i) for i in range(3)]
-        x = mx.random.normal((rows, n, self._norm.shape[0]), key=keys[0]).astype(heads.dtype)
+        x = mx.random.normal((rows, n, self._behind[-1].norm.shape[0]), key=keys[0]).astype(heads.dtype)
         shape = rows, heads.kv_heads, length + n, heads.width
         held = [mx.random.normal(shape, key=key).astype(heads.dtype) for key in keys[1:]]
         mx.eval(held)
@@ -227,8 +248,8 @@ class FusedStep:
             its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
             kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its, firsts=firsts)
             weights = self._layers[0]
-            got = self.layer(weights, self.begin(own, weights), self.turns(kv.offset), kv, self._norm)
-            out = [self.head(got).reshape(rows, count, -1), kv.keys, kv.values]
+            got = self.layer(weights, self.begin(own, weights), self.turns(kv.offset), kv, self._behind[-1])
+            out = [got.results[0].reshape(rows, count, -1), kv.keys, kv.values]
             mx.eval(out)
             del stay
             return out
@@ -242,23 +263,31 @@ class FusedStep:
         pairs = zip([mx.concatenate(each, axis=1), *arrays], run(range(n), copies), strict=True)
         return all(bool(mx.array_equal(a, b).item()) for a, b in pairs)
 
+    def _compile(self) -> None:
+        """What `check` computes by, at once: one by one it takes as many times as long."""
+        if products.most_rows([self._head.weight]):
+            biases = [
+                tuple(linear.bias is not None for linear in (*layer.of_mlp, *behind.linears))
+                for layer, behind in zip(self._layers, self._behind, strict=True)
+            ]
+            layer_products.compile_for(self.heads.dtype, set(biases))
+
     def _difference(
         self,
         model: Any,
-        own_head: Any,
         step_kv: Any,
         rows: int,
         at: int,
         shared: Shared | None,
         bases: mx.array,
     ) -> float:
-        """The largest of what a layer adds, of its KV and of the head, for rows of unequal lengths."""
+        """The largest of what a layer adds, of its KV and of what follows, for rows of unequal lengths."""
         heads, dtype = self.heads, self.heads.dtype
         length, capacity = 300, 512
         starts, ends = map(mx.array, _unequal_rows(rows, length))
         shape = rows, heads.kv_heads, capacity, heads.width
         keys = [mx.random.key(4 * rows - at + i) for i in range(3)]
-        x = mx.random.normal((rows, self._norm.shape[0]), key=keys[0]).astype(dtype)
+        x = mx.random.normal((rows, self._behind[-1].norm.shape[0]), key=keys[0]).astype(dtype)
         held = [mx.random.normal(shape, key=key).astype(dtype) for key in keys[1:]]
         mx.eval(held)
         own, ours = (
@@ -268,12 +297,23 @@ class FusedStep:
         mx.eval(own.keys, own.values, ours.keys, ours.values)
         want = model.model.layers[at](x[:, None], None, own)
         weights = self._layers[at]
-        got = self.layer(weights, self.begin(x, weights), self.turns(ours.offset), ours, self._norm)
+        got = self.layer(weights, self.begin(x, weights), self.turns(ours.offset), ours, self._behind[at])
         mx.eval(got, want, own.keys, ours.keys)
         added = got.sum - x, want[:, 0] - x
-        logits = self.head(got)[:, None], own_head(model.model.norm(want))
-        pairs = added, (ours.keys, own.keys), (ours.values, own.values), logits
+        pairs = [added, (ours.keys, own.keys), (ours.values, own.values)]
+        pairs += zip(
+            got.results, (wanted[:, 0] for wanted in self._wanted_behind(model, at, want)), strict=True
+        )
         return max(_apart(*pair) for pair in pairs)
+
+    def _wanted_behind(self, model: Any, at: int, x: mx.array) -> list[mx.array]:
+        """The next layer's queries, keys and values, or the logits, by the model's own modules."""
+        if self._behind[at] is self._behind[-1]:
+            head = getattr(model, "lm_head", None) or self._embedding.as_linear
+            return [head(model.model.norm(x))]
+        layer = model.model.layers[at + 1]
+        own, x = layer.self_attn, layer.input_layernorm(x)
+        return [own.q_proj(x), own.k_proj(x), own.v_proj(x)]
 
 
 def _unequal_rows(rows: int, length: int) -> tuple[list[int], list[int]]:
@@ -285,12 +325,6 @@ def _unequal_rows(rows: int, length: int) -> tuple[list[int], list[int]]:
 def _apart(got: mx.array, want: mx.array) -> float:
     got, want = got.astype(mx.float32), want.astype(mx.float32)
     return cast(float, mx.sqrt(mx.mean((got - want) ** 2) / mx.mean(want**2)).item())
-
-
-def _products(x: mx.array, *linears: Linear, **how: Any) -> list[mx.array]:
-    biases = [linear.bias for linear in linears]
-    how["biases"] = biases if any(bias is not None for bias in biases) else None
-    return products.products(x, [linear.weight for linear in linears], **how)
 
 
 def _heads_of(layer: Any, rope: Any) -> Heads:

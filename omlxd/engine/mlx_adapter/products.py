@@ -19,7 +19,9 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from . import layer_products
 from .device import backend
+from .layer_products import LayerProducts
 from .products_kernel import MOST_ROWS, SET, TYPES, Around, run
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,22 @@ def products(
     if norm is not None and x.dtype == mx.float16:
         x, around = mx.fast.rms_norm(x, norm, eps), around._replace(norm=None)
     return run(x, weights, around)
+
+
+def of_layer(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.array]:
+    """As `layer_products.run`, for any number of rows: in one launch, or in four with the same bits."""
+    weights = layer.out, layer.gate, layer.up, layer.down, *layer.nexts
+    if x.size <= min(SET, most_rows(weights)) * x.shape[-1] and x.dtype == layer.out.dtype:
+        return layer_products.run(x, residual, layer)
+    biases, (norm, next_norm) = layer.biases, layer.norms
+    total, scaled, squares = products(x, [layer.out], residual=residual, scaled=norm, biases=biases[:1])
+    how: Any = {"squares": squares, "eps": layer.eps}
+    (inner,) = products(scaled, [layer.gate, layer.up], silu=True, biases=biases[1:3], **how)
+    total, scaled, squares = products(
+        inner, [layer.down], residual=total, scaled=next_norm, biases=biases[3:4]
+    )
+    how["squares"] = squares
+    return [total, *products(scaled, layer.nexts, biases=biases[4:], **how)]
 
 
 def _plain(x: mx.array, weights: Sequence[mx.array], around: Around) -> list[mx.array]:

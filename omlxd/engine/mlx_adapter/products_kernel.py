@@ -88,6 +88,14 @@ with barriers of the grid.
 
 _BODY = r"""
 template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_floats<T>(x.bits).x; }
+__device__ inline void omlxd_await(const int* done, int count) {
+  if (threadIdx.x == 0) {
+    int now;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(done) : "memory");
+    while (now < count);
+  }
+  __syncthreads();
+}
 template <typename T> struct Products {
   const T *x, *norm, *residual, *scaled, *w[3], *bias[3];
   const float* squares;
@@ -101,17 +109,17 @@ template <typename T> struct Products {
 // A block computes 16 * MT rows of weights at once, for all rows of x (NT eights): fragments of mma.m16n8k16
 // with the weights as its m, whose k is dealt out so that a lane copies 16 bytes at a time, into places of a
 // ring of ST stages that it alone reads. Warp w adds the pieces w, w + KW ... of CHM * 32 of K; G such groups
-// of warps are a block. With SILU a sixteen has 8 rows of the gate and 8 of what it lets through. In the
-// largest form blockIdx.x says which of x's rows are a block's.
+// of warps are a block. With SILU a sixteen has 8 rows of the gate and 8 of what it lets through. Of x's rows
+// those from `before` on are the block's. With LATE other blocks of the launch compute x and what comes with
+// it: `awaited` of them count themselves in `done`. The first weights are on their way meanwhile.
 template <typename T, int NT, int MT, int G, int KW, int CHM, int CH, int ST, int DB, bool NORM, bool SILU,
-          bool SQUARES, bool SCALED>
-__device__ __forceinline__ void omlxd_products(const Products<T>& p) {
+          bool SQUARES, bool SCALED, bool LATE>
+__device__ __forceinline__ void omlxd_products(const Products<T>& p, const int block, const int blocks,
+                                               const int before, const int* done, const int awaited) {
   constexpr int ROWS = 16 * MT * G, COLS = 8 * NT, PAD = ROWS + 4, SUBS = CHM / CH;
   constexpr int WP = CH * MT * 2, STAGE = (WP + CH * NT) * 32;
   constexpr int HALF = SILU ? ROWS / 2 : ROWS;
-  constexpr bool SETS = COLS == MOST_COLS;
-  const int block = SETS ? blockIdx.y : blockIdx.x, blocks = SETS ? gridDim.y : gridDim.x;
-  const int before = SETS ? blockIdx.x * COLS : 0, rows = p.rows - before;
+  const int rows = p.rows - before;
   extern __shared__ uint4 omlxd_shared[];
   const int warp = threadIdx.x >> 5, slice = warp % KW, part = warp / KW;
   const int lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
@@ -147,7 +155,23 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
       from[j] = (SILU && (j & 1) ? p.w[1] : w) + (long)min(r, n - 1) * p.k + quad * 8;
     }
   };
-  auto load = [&](int stage) {
+  auto load_x = [&](int stage, int k0) {
+    #pragma unroll
+    for (int c = 0; c < CH; c++) {
+      const int k = k0 + c * 32;
+      #pragma unroll
+      for (int t = 0; t < NT; t++) {
+        const unsigned to = place + (stage * STAGE + (WP + c * NT + t) * 32) * 16;
+        const int bytes = is_row[t] && k + quad * 8 < p.k ? 16 : 0;
+        const T* at = x[t] + (bytes ? k : 0);
+        if (LATE)  // Past the first cache, which does not follow what others write.
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(at), "r"(bytes));
+        else
+          asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(at), "r"(bytes));
+      }
+    }
+  };
+  auto load = [&](int stage, bool with_x) {
     if (load_tile < all) {
       const int k0 = start(load_step);
       #pragma unroll
@@ -160,14 +184,8 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
           asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
                        :: "r"(to), "l"(at), "r"(bytes));
         }
-        #pragma unroll
-        for (int t = 0; t < NT; t++) {
-          const unsigned to = place + (stage * STAGE + (WP + c * NT + t) * 32) * 16;
-          const int some = is_row[t] ? bytes : 0;
-          asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
-                       :: "r"(to), "l"(x[t] + (some ? k : 0)), "r"(some));
-        }
       }
+      if (with_x) load_x(stage, k0);
       if (++load_step == steps) {
         load_step = 0;
         load_tile += blocks;
@@ -177,8 +195,18 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
     asm volatile("cp.async.commit_group;");
   };
   if (load_tile < all) aim();
+  int late[ST - 1];
   #pragma unroll
-  for (int s = 0; s < ST - 1; s++) load(s);
+  for (int s = 0; s < ST - 1; s++) {
+    late[s] = load_tile < all ? start(load_step) : p.k;
+    load(s, !LATE);
+  }
+  if (LATE) {
+    omlxd_await(done, awaited);
+    #pragma unroll
+    for (int s = 0; s < ST - 1; s++) load_x(s, late[s]);
+    asm volatile("cp.async.commit_group;");
+  }
 
   if (SQUARES) {  // All of a lane's numbers are on their way together.
     constexpr int EACH = COLS / (KW * G) ? COLS / (KW * G) : 1;
@@ -193,7 +221,7 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
         for (int u = 0; u < 8; u++) {
           const int col = warp + c * KW * G, i = base + u * 32 + lane;
           const float* from = p.squares + (long)(before + col) * p.parts + i;
-          some[c][u] = col < rows && i < p.parts ? __ldg(from) : 0.f;
+          some[c][u] = col < rows && i < p.parts ? __ldcg(from) : 0.f;
         }
       #pragma unroll
       for (int c = 0; c < EACH; c++)
@@ -222,7 +250,8 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
         for (int e = 0; e < 4; e++) sum[m][t][e] = 0.f;
     for (int step = 0; step < steps; step++) {
       const int k0 = start(step);
-      asm volatile("cp.async.wait_group %0;" :: "n"(ST - 2) : "memory");
+      if (LATE && which == 0 && step == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
+      else asm volatile("cp.async.wait_group %0;" :: "n"(ST - 2) : "memory");
       #pragma unroll
       for (int c = 0; c < CH; c++) {
         uint4 xs[NT];
@@ -256,7 +285,7 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
           }
         }
       }
-      load(stage == 0 ? ST - 1 : stage - 1);
+      load(stage == 0 ? ST - 1 : stage - 1, true);
       if (++stage == ST) stage = 0;
     }
     if (DB == 1) __syncthreads();
@@ -288,7 +317,10 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
     for (int q = 0; q < ROUNDS; q++) {
       const int j = q * THREADS + threadIdx.x, col = j / HALF, at = t * HALF + j % HALF;
       const bool is_result = j < HALF * rows && at < n;
-      if (p.residual) more[q] = is_result ? p.residual[(long)(before + col) * n + at] : T{};
+      if (p.residual) {
+        const T* from = p.residual + (long)(before + col) * n + at;
+        more[q].bits = is_result ? __ldcg(&from->bits) : 0;
+      }
       if (SCALED) times[q] = is_result ? p.scaled[at] : T{};
     }
     __syncthreads();
@@ -367,14 +399,31 @@ def source_of(
     parameters += [("const int", f"n{i}", f"n[{i}]") for i in weights]
     arguments = [*(f"{kind_of} {name}" for kind_of, name, _ in parameters), "const int eps"]
     fields = " ".join(f"p.{field} = {name};" for _, name, field in parameters)
-    constants = [eights, form.sixteens, form.groups, WARPS, CHUNKS, form.chunks, form.stages, form.buffers]
-    template = ", ".join(str(one).lower() for one in [*constants, norm, silu, squares, scaled])
-    return function, (
-        f"{HEADER}using T = {kind};\nconstexpr int MOST_COLS = {SET};\n{_BODY}\n"
-        f'extern "C" __global__ void __launch_bounds__({32 * WARPS * form.groups}, {form.blocks})\n'
-        f"{function}({', '.join(arguments)}) {{\n"
+    # In the largest form x of the grid says which of x's rows are a block's.
+    block = f"blockIdx.y, gridDim.y, blockIdx.x * {SET}" if 8 * eights == SET else "blockIdx.x, gridDim.x, 0"
+    body = (
         f"  Products<T> p = {{}};\n  {fields} p.eps = __int_as_float(eps);\n"
-        f"  omlxd_products<T, {template}>(p);\n}}\n"
+        f"  {call_of(eights, norm, silu, squares, scaled, late=False)}(p, {block}, nullptr, 0);\n"
+    )
+    return function, kernel_source(kind, form, function, arguments, body)
+
+
+def call_of(eights: int, norm: bool, silu: bool, squares: bool, scaled: bool, *, late: bool) -> str:
+    """The device function that computes products, of T."""
+    form = FORMS[eights]
+    constants = [eights, form.sixteens, form.groups, WARPS, CHUNKS, form.chunks, form.stages, form.buffers]
+    flags = [norm, silu, squares, scaled, late]
+    return f"omlxd_products<T, {', '.join(str(one).lower() for one in [*constants, *flags])}>"
+
+
+def kernel_source(
+    kind: str, form: Form, function: str, arguments: Sequence[str], body: str, before: str = ""
+) -> str:
+    """The CUDA source of a kernel with this body. `before`: functions of its own."""
+    return (
+        f"{HEADER}using T = {kind};\n{_BODY}\n{before}"
+        f'extern "C" __global__ void __launch_bounds__({32 * WARPS * form.groups}, {form.blocks})\n'
+        f"{function}({', '.join(arguments)}) {{\n{body}}}\n"
     )
 
 

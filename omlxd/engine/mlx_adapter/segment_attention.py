@@ -66,8 +66,7 @@ def _places(rows: tuple[tuple[int, ...], ...]) -> Places:
 class Shared(NamedTuple):
     """KV of a layer that rows hold in segments.
 
-    addresses  (layers, segments, 2) in uint64: of keys and values, each (1, KV heads, tokens, width)
-    layer      (1,) in int32: which of those. An array, so that layers share a compiled function
+    addresses  (segments, 2) in uint64: of keys and values, each (1, KV heads, tokens, width)
     The rest as `Places` has it.
     """
 
@@ -76,15 +75,6 @@ class Shared(NamedTuple):
     counts: mx.array
     tokens: int
     most: int
-    layer: mx.array
-
-
-@cache
-def layer_number(layer: int) -> mx.array:
-    """As `Shared` has it."""
-    number = mx.array([layer], mx.int32)
-    mx.eval(number)
-    return number
 
 
 def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
@@ -208,7 +198,7 @@ class SegmentKernel:
         ring = WARPS * STAGES * 2 * 16 * width * 2
         sums, weights = self._code.run(
             "",
-            [queries, shared.addresses, shared.table, scales, shared.layer],
+            [queries, shared.addresses, shared.table, scales],
             [segments, shared.tokens, rows, new, most, keys.shape[1]],
             grid=(tiles * 32 * WARPS, keys.shape[1], segments * parts),
             threadgroup=(32 * WARPS, 1, 1),
@@ -270,8 +260,8 @@ def _shared_of(held: Sequence[Pair], rows: Sequence[Sequence[int]]) -> Shared:
     """Of rows that hold these of the segments `held`, by number, which must stay."""
     places = places_of([[held[number] for number in row] for row in rows])
     arrays = [array for row, index in places.holders for array in held[rows[row][index]]]
-    addresses = addresses_of(arrays).reshape(1, -1, 2)
-    return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most, layer_number(0))
+    addresses = addresses_of(arrays).reshape(-1, 2)
+    return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most)
 
 
 def example(heads: Heads, rows: int, count: int = 1) -> tuple[Shared, mx.array, list[Pair]]:
@@ -280,7 +270,7 @@ def example(heads: Heads, rows: int, count: int = 1) -> tuple[Shared, mx.array, 
     Each row comes `count` times, one behind the other.
     """
     shape = 1, heads.kv_heads, SPAN, heads.width
-    own = [[0, 1, 2][: row % 4] for row in range(rows) for _ in range(count)]
+    own = [[0, 1, 2][: (row + 1) % 4] for row in range(rows) for _ in range(count)]
     held = [
         cast(
             Pair,

@@ -23,10 +23,10 @@ MERGE_WARPS = 8
 
 _READ = """
 template <int NT> __device__ inline void omlxd_segment(
-    const T* q, const T* q_norm, const float* turns, const uint4* K, const uint4* V, const int* holders,
-    int columns, int first, int from, int to, float factor, int parts, int part, int most, int fresh,
-    int kv_heads, int kv_head, uint4* rings, T* queries, float* tops, float* masses, float* sums,
-    float* weights) {
+    const T* q, const T* q_norm, const float* turns, unsigned long long k_at, unsigned long long v_at,
+    long before, const int* holders, int columns, int first, int from, int to, float factor, int parts,
+    int part, int most, int fresh, int kv_heads, int kv_head, uint4* rings, T* queries, float* tops,
+    float* masses, float* sums, float* weights) {
   constexpr int CHUNKS = D / 8, TILE = 16, STAGE = 2 * TILE * CHUNKS, COLUMNS = 8 * NT;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
   const int tiles = (to - from) / TILE;
@@ -36,6 +36,11 @@ template <int NT> __device__ inline void omlxd_segment(
     const long head = ((long)row * kv_heads + kv_head) * GROUP + (first + c) % each / fresh;
     return head * fresh + (first + c) % fresh;
   };
+  // `read(c)` asks for what `prepare(c)` puts into column c: before the KV, behind which it would wait.
+  QUERY
+  read(warp);
+  const uint4* K = reinterpret_cast<const uint4*>(k_at) + before;
+  const uint4* V = reinterpret_cast<const uint4*>(v_at) + before;
   uint4* ring = rings + warp * STAGES * STAGE;
   const unsigned ring_at = omlxd_shared(ring);
   auto fetch = [&](int tile, int stage) {
@@ -53,9 +58,11 @@ template <int NT> __device__ inline void omlxd_segment(
   };
   #pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) fetch(warp + s * WARPS, s);
+  prepare(warp);
   #pragma unroll 1
-  for (int c = warp; c < COLUMNS; c += WARPS) {
-    QUERY
+  for (int c = warp + WARPS; c < COLUMNS; c += WARPS) {
+    read(c);
+    prepare(c);
   }
   __syncthreads();
   unsigned query[NT][D / 16][2];
@@ -173,10 +180,16 @@ template <int NT> __device__ inline void omlxd_segment(
 """
 
 _COPY_QUERY = """
-    const uint4 none = make_uint4(0, 0, 0, 0);
+  uint4 some[(CHUNKS + 31) / 32];
+  auto read = [&](int c) {
     const uint4* source = reinterpret_cast<const uint4*>(q) + (c < columns ? place(c) : 0) * CHUNKS;
-    for (int i = lane; i < CHUNKS; i += 32)
-      reinterpret_cast<uint4*>(queries)[c * CHUNKS + i] = c < columns ? source[i] : none;
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    for (int i = lane, j = 0; i < CHUNKS; i += 32, j++) some[j] = c < columns ? source[i] : none;
+  };
+  auto prepare = [&](int c) {
+    for (int i = lane, j = 0; i < CHUNKS; i += 32, j++)
+      reinterpret_cast<uint4*>(queries)[c * CHUNKS + i] = some[j];
+  };
 """
 
 _BODY = """
@@ -189,14 +202,13 @@ _BODY = """
   const int first = blockIdx.x * 8 * MOST_TILES;
   const int columns = min(own[0] * GROUP * fresh - first, 8 * MOST_TILES);
   if (columns <= 0) return;
-  const unsigned long long* at = addresses + ((long)layer[0] * segments + slot) * 2;
+  const unsigned long long* at = addresses + slot * 2;
   const int kv_head = blockIdx.y, from = part * SPAN, to = min(from + SPAN, length);
-  const uint4* K = reinterpret_cast<const uint4*>(at[0]) + (long)kv_head * length * (D / 8);
-  const uint4* V = reinterpret_cast<const uint4*>(at[1]) + (long)kv_head * length * (D / 8);
+  const long before = (long)kv_head * length * (D / 8);
   const float factor = scale[0] * 1.44269504f;
   #define RUN(N) \\
-    omlxd_segment<N>(q, nullptr, nullptr, K, V, own + 1, columns, first, from, to, factor, parts, part, \\
-                     most, fresh, kv_heads, kv_head, rings, queries, tops, masses, sums, weights)
+    omlxd_segment<N>(q, nullptr, nullptr, at[0], at[1], before, own + 1, columns, first, from, to, factor, \\
+                     parts, part, most, fresh, kv_heads, kv_head, rings, queries, tops, masses, sums, weights)
   if (columns <= 8) RUN(1);
   else if (MOST_TILES == 2 || columns <= 16) RUN(2);
   else RUN(MOST_TILES);
@@ -286,7 +298,7 @@ def addresses_source(count: int) -> tuple[str, str]:
 
 
 def read_source(query: str = _COPY_QUERY) -> str:
-    """`omlxd_segment`, for D, GROUP, SPAN, WARPS and STAGES. `query`: puts column `c` into `queries`."""
+    """`omlxd_segment`, for D, GROUP, SPAN, WARPS and STAGES. `query`: `read` and `prepare`."""
     return _READ.replace("QUERY", query)
 
 
@@ -298,7 +310,7 @@ def segments_source(width: int, group: int, dtype: Any) -> tuple[str, str]:
     name = "_".join(["omlxd_segments", kind, *map(str, numbers.values())])
     arguments = (
         "const T* q, const unsigned long long* addresses, const int* table, const float* scale, "
-        "const int* layer, float* sums, float* weights, const int segments, const int length, "
+        "float* sums, float* weights, const int segments, const int length, "
         "const int rows, const int fresh, const int most, const int kv_heads"
     )
     head = f"{HEADER}{COPIES}using T = {kind};\n{_constants(**numbers)}{read_source()}"

@@ -71,7 +71,7 @@ class Segment:
 
     @property
     def addresses(self) -> mx.array:
-        """(layers, 1, 2): as `segment_attention.Shared` has them."""
+        """(layers, 1, 2): of each layer as `segment_attention.Shared` has them."""
         if self._addresses is None:
             arrays = [array for layer in self.layers for array in self.pair(layer)]
             self._addresses = segment_attention.addresses_of(arrays).reshape(-1, 1, 2)
@@ -238,14 +238,7 @@ def _shared(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
     places = segment_attention.places_of(rows)
     held = [rows[row][index] for row, index in places.holders]
     number, tokens = held[0].layers.index(layer), held[0].pair(layer)[0].shape[2]
-    return Shared(
-        _addresses(held),
-        places.table,
-        places.counts,
-        tokens,
-        places.most,
-        segment_attention.layer_number(number),
-    )
+    return Shared(_addresses(held)[number], places.table, places.counts, tokens, places.most)
 
 
 def _shared_by(rows: Sequence[Sequence[Segment]], counts: Sequence[int], size: int, layer: str) -> Shared:
@@ -253,17 +246,17 @@ def _shared_by(rows: Sequence[Sequence[Segment]], counts: Sequence[int], size: i
     return _shared([*tokens, *[()] * (size - len(tokens))], layer)
 
 
-def _addresses(held: list[Segment]) -> mx.array:
-    """Of all layers; the newest ones are kept, since layers ask one by one."""
+def _addresses(held: list[Segment]) -> list[mx.array]:
+    """Of each layer; the newest ones are kept, since layers ask one by one."""
     global _known
     if [known() for known in _known[0]] != held:
-        addresses = mx.concatenate([segment.addresses for segment in held], axis=1)
+        addresses = list(mx.concatenate([segment.addresses for segment in held], axis=1))
         mx.eval(addresses)
         _known = [weakref.ref(segment) for segment in held], addresses
     return _known[1]
 
 
-_known: tuple[list[weakref.ref[Segment]], mx.array] = [], mx.array(0)
+_known: tuple[list[weakref.ref[Segment]], list[mx.array]] = [], []
 
 
 OWN_MASK = "a row sees its own tokens"

@@ -143,7 +143,7 @@ class SegmentReference:
         seen = (columns >= starts[:, None, None]) & (columns <= last[..., None])
         parts = [partial_attention(queries, keys, values, scale, seen[:, None])]
         table = shared.table
-        for slot, (key, value) in enumerate(np.array(shared.addresses[shared.layer.item()])):
+        for slot, (key, value) in enumerate(np.array(shared.addresses)):
             out, mass = partial_attention(queries, self.arrays[int(key)], self.arrays[int(value)], scale)
             holders = table[slot, 1::2][None], mx.arange(table.shape[1] // 2)[None] < table[slot, 0]
             holds = mx.any((holders[0] == rows[:, None]) & holders[1], axis=1)[:, None, None, None]
