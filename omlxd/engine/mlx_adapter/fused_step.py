@@ -37,8 +37,11 @@ for. NVRTC takes 0.2 to 0.6 s for a launch, five launches a form."""
 
 
 REPEATED_ROWS = (1, 3, 12)
-"""Steps of so many rows, and passes of four times as many tokens: each form of the products' kernel beside
-another, and more tokens than one of its sets has."""
+"""Steps of so many rows, and passes of `PASS` times as many tokens: each form of the products' kernel beside
+another, and more tokens than one of its sets has, where a pass may have these."""
+
+PASS = 4
+"""Tokens of a row in a check's pass."""
 
 
 class Unfusable(Exception):
@@ -130,6 +133,7 @@ class FusedStep:
         self._behind.append(BehindLayer(_norm(inner.norm, self._eps), (self._head,)))
         self.attend = attend or FusedAttention(self.heads)
         self.is_repeatable = False
+        self._probes: dict[int, mx.array] = {}  # By the rows of a step.
         first = self._layers[0]
         each = (*first.qkv, first.out, *first.gate_up, first.down, self._head)
         self.most_rows = products.most_rows([linear.weight for linear in each])
@@ -147,27 +151,24 @@ class FusedStep:
 
     def begin(self, x: mx.array, layer: Layer) -> Between:
         """What a layer takes in, of (rows, hidden)."""
-        squares = mx.sum(mx.square(x.astype(mx.float32)), axis=-1, keepdims=True)
-        linears = layer.qkv
-        qkv = products.products(
-            x * layer.norm,
-            [linear.weight for linear in linears],
-            squares=squares,
-            eps=self._eps,
-            biases=[linear.bias for linear in linears],
-        )
-        return Between(x, tuple(qkv))
+        weights, biases = [one.weight for one in layer.qkv], [one.bias for one in layer.qkv]
+        return Between(x, tuple(products.products(x, weights, norm=layer.norm, eps=self._eps, biases=biases)))
 
     def turns(self, offset: mx.array) -> mx.array:
         """(rows, width): cosine and sine by which each pair of dimensions turns: what the model's own rope
         makes of (1, 0)."""
-        heads = self.heads
-        dimension = mx.arange(heads.width)
-        first = dimension % 2 == 0 if heads.traditional else dimension < heads.turned // 2
-        # In the shape and order in which the model's own keys come.
-        shape = offset.shape[0], 1, heads.kv_heads, heads.width
-        probe = mx.contiguous(mx.broadcast_to(first.astype(mx.float32), shape))
-        return mx.contiguous(self._rope(probe.transpose(0, 2, 1, 3), offset=offset)[:, 0, 0])
+        return mx.contiguous(self._rope(self._probe(offset.shape[0]), offset=offset)[:, 0, 0])
+
+    def _probe(self, rows: int) -> mx.array:
+        """(1, 0) for each pair, in the shape and order in which the model's own keys come. Kept."""
+        if (probe := self._probes.get(rows)) is None:
+            heads, dimension = self.heads, mx.arange(self.heads.width)
+            first = dimension % 2 == 0 if heads.traditional else dimension < heads.turned // 2
+            shape = rows, 1, heads.kv_heads, heads.width
+            probe = mx.contiguous(mx.broadcast_to(first.astype(mx.float32), shape)).transpose(0, 2, 1, 3)
+            mx.eval(probe)
+            self._probes[rows] = probe
+        return probe
 
     def layer(self, weights: Layer, x: Between, turns: mx.array, kv: Any, behind: BehindLayer) -> Between:
         """What comes out of a layer; `kv` takes the tokens' KV."""
@@ -225,13 +226,15 @@ class FusedStep:
 
         The arguments are `check`'s; `shared` takes how often all rows come, too.
         """
-        self.is_repeatable = all(self._repeats(rows, step_kv, shared) for rows in REPEATED_ROWS)
+        most = max(1, self.most_rows // PASS)
+        rows = {min(rows, most) for rows in REPEATED_ROWS}
+        self.is_repeatable = all(self._repeats(some, step_kv, shared) for some in rows)
         return self.is_repeatable
 
     def _repeats(
         self, rows: int, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None
     ) -> bool:
-        heads, n, length = self.heads, 4, 700
+        heads, n, length = self.heads, PASS, 700
         starts, ends = _unequal_rows(rows, length)
         keys = [mx.random.key(i) for i in range(3)]
         x = mx.random.normal((rows, n, self._behind[-1].norm.shape[0]), key=keys[0]).astype(heads.dtype)

@@ -407,7 +407,7 @@ def test_a_pass_of_more_tokens_than_a_set_has_the_bits_of_steps(
 ):
     model = mlx_adapter.load(build_family("llama", tmp_path / "llama")).model
     reference()
-    step, own = fuse(model), fused_step.products.products
+    step, own = fuse_passes(model, 4 * SET), fused_step.products.products
     assert step.repeats(compiled_step.StepKV)
 
     def others_behind_a_set(x, *given, **how):
@@ -416,3 +416,5 @@ def test_a_pass_of_more_tokens_than_a_set_has_the_bits_of_steps(
 
     monkeypatch.setattr(fused_step.products, "products", others_behind_a_set)
     assert not step.repeats(compiled_step.StepKV) and not step.is_repeatable
+    step.most_rows = SET
+    assert step.repeats(compiled_step.StepKV), "no pass has so many tokens"
