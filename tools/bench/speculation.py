@@ -193,9 +193,8 @@ def main() -> int:
 def row(servers: list[ChatServer], work: str, questions: list[str], options: argparse.Namespace) -> None:
     begun = BEGUN.get(work, "")
     for server in servers:
-        for (
-            question
-        ) in questions:  # One by one: which comes first decides how the others are cut into passes.
+        # One by one: which comes first decides how the others are cut into passes.
+        for question in questions:
             server.chat([question], begun, 1)
         server.chat(questions, begun, options.warm_up)
         server.begin()
