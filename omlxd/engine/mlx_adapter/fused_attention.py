@@ -59,8 +59,8 @@ class Shape:
     On another host 4, 2, 1024, 1024, 32 took 6.08, 7.32, 7.08 and 10.59, and the first row 6.02, 7.27, 6.93
     and 10.40. Two chains of sums, blocks of tails first, and no merge changed a step by less than 0.1 ms; nor
     did it help to ask for all parts of a head at once as they are put together. A kernel for eight queries of
-    a segment or fewer took 7.13 in place of 7.27, and is in use since. Blocks that prefetch the next product's
-    weights into L2 at their end, here and in products_kernel.py, cost 0.1 to 0.4 ms.
+    a segment or fewer took 7.13 in place of 7.27, and is in use since. Blocks that prefetch the next
+    product's weights into L2 at their end, here and in products_kernel.py, cost 0.1 to 0.4 ms.
     """
 
     warps: int = 8

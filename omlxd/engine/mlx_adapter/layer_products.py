@@ -17,6 +17,10 @@ Milliseconds of a decode step, 8B shape in bfloat16, one H100, no launch graphs:
 | one                                         | 5.68    | 6.75       | 9.59          | 9.14     |
 | one, of twice as many blocks                | 5.72    | 6.82       | 9.81          | 9.28     |
 | one, of blocks that go on with what is next | 5.76    | 6.86       | 9.80          | 9.17     |
+
+Other forms for eight rows, as products_kernel.py has them, on another: (1, 1, 2, 4, 2, 2), which is in use,
+5.66 and 6.81; (1, 1, 1, 8, 2, 2) 5.73 and 6.85, (1, 1, 1, 5, 3, 2) 5.87 and 7.06, (2, 1, 1, 5, 2, 1) 6.01 and
+7.17. Copies by a policy that has weights leave the second cache first are an illegal instruction there.
 """
 
 from __future__ import annotations
