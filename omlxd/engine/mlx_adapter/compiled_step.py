@@ -36,7 +36,7 @@ from . import attention, attention_packed, cuda_driver, segment_attention, segme
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import COPIED, Cache, arrays_of
 from .fused_attention import ARCHITECTURES, MOST_NEW
-from .fused_step import BehindLayer, Between, FusedStep, Layer, Unfusable
+from .fused_step import Between, FusedStep, Layer, Unfusable
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
 from .segments import SegmentedBatchKVCache, SegmentedKVCache
@@ -367,7 +367,6 @@ class CompiledStep:
         weights: Layer,
         x: Between,
         turns: mx.array,
-        behind: BehindLayer,
         held: tuple[Any, Any],
         places: tuple[mx.array, mx.array, mx.array],
         shared: Shared | None,
@@ -376,7 +375,7 @@ class CompiledStep:
         """A layer of a fused step: what comes out of it, its keys and values."""
         assert self._fused is not None
         kv = StepKV(*held, *places, 0, shared, self._how if isinstance(held[0], list) else None, firsts)
-        return self._fused.layer(weights, x, turns, kv, behind), kv.keys, kv.values
+        return self._fused.layer(weights, x, turns, kv), kv.keys, kv.values
 
     def _trace(
         self,
@@ -419,10 +418,10 @@ class CompiledStep:
 
 
 def _call_layer(
-    function: Callable[..., Any], weights: Layer, x: Between, turns: mx.array, kv: StepKV, behind: BehindLayer
+    function: Callable[..., Any], weights: Layer, x: Between, turns: mx.array, kv: StepKV
 ) -> Between:
     """As `FusedStep.layer`, by `_trace_layer`."""
     held, places = (kv.keys, kv.values), (kv.starts, kv.ends, kv.offset)
-    x, kv.keys, kv.values = function(weights, x, turns, behind, held, places, kv.shared, kv.firsts)
+    x, kv.keys, kv.values = function(weights, x, turns, held, places, kv.shared, kv.firsts)
     kv.done = True
     return x

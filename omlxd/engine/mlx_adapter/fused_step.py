@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
-from . import layer_products, products
+from . import products
 from .fused_attention import FusedAttention, Heads, fits
 from .layer_products import LayerProducts
 from .segment_attention import Shared
@@ -33,7 +33,7 @@ bfloat16 rounds by 0.2 % at each of some ten places.
 
 CHECKED_ROWS = (3, 12, 24)
 """One of each form of the products' kernel (products_kernel.FORMS): what the check compiles, no request waits
-for. NVRTC takes 0.2 to 0.6 s for a launch, five launches a form."""
+for."""
 
 
 REPEATED_ROWS = (1, 3, 12)
@@ -67,27 +67,12 @@ class Linear(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Weights of a layer. `qk_norms`: of queries and keys, or None."""
+    """Weights of a layer. `qk_norms`: of queries and keys, or None. `products`: those behind attention."""
 
     norm: mx.array
-    qkv: tuple[Linear, Linear, Linear]
+    qkv: tuple[Linear, ...]
     qk_norms: tuple[mx.array, mx.array] | None
-    out: Linear
-    mlp_norm: mx.array
-    gate_up: tuple[Linear, Linear]
-    down: Linear
-
-    @property
-    def of_mlp(self) -> tuple[Linear, ...]:
-        """And what is before it."""
-        return self.out, *self.gate_up, self.down
-
-
-class BehindLayer(NamedTuple):
-    """What follows a layer: a norm's weight, and the next layer's queries, keys and values, or the head."""
-
-    norm: mx.array
-    linears: tuple[Linear, ...]
+    products: LayerProducts
 
 
 class Between(NamedTuple):
@@ -124,19 +109,22 @@ class FusedStep:
         (self.heads,) = heads
         if attend is None and not fits(self.heads):
             raise Unfusable(f"no kernel for {self.heads}")
-        self._layers = [_layer_of(layer) for layer in inner.layers]
         self._eps: float = inner.norm.eps
         head = getattr(model, "lm_head", None)
         head = getattr(head, "head", head)  # Of the last positions alone.
         self._head = _linear(head) if head is not None else Linear(self._embedding.weight, None)
-        self._behind = [BehindLayer(layer.norm, layer.qkv) for layer in self._layers[1:]]
-        self._behind.append(BehindLayer(_norm(inner.norm, self._eps), (self._head,)))
+        nexts = [(_norm(layer.input_layernorm, self._eps), _qkv_of(layer)) for layer in inner.layers]
+        nexts.append((_norm(inner.norm, self._eps), (self._head,)))
+        self._layers = [
+            _layer_of(layer, own[1], behind)
+            for layer, own, behind in zip(inner.layers, nexts, nexts[1:], strict=False)
+        ]
         self.attend = attend or FusedAttention(self.heads)
         self.is_repeatable = False
         self._probes: dict[int, mx.array] = {}  # By the rows of a step.
         first = self._layers[0]
-        each = (*first.qkv, first.out, *first.gate_up, first.down, self._head)
-        self.most_rows = products.most_rows([linear.weight for linear in each])
+        weights = *first.products.weights, *(linear.weight for linear in first.qkv), self._head.weight
+        self.most_rows = products.most_rows(weights)
 
     def __call__(
         self, tokens: mx.array, layers: list[Any], layer: Callable[..., Between] | None = None
@@ -144,9 +132,9 @@ class FusedStep:
         """`layer`: what does the same as the method for all layers but the last, in less time."""
         turns = self.turns(layers[0].offset)
         between = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0])
-        for weights, kv, behind in zip(self._layers, layers, self._behind, strict=True):
-            compute = self.layer if layer is None or behind is self._behind[-1] else layer
-            between = compute(weights, between, turns, kv, behind)
+        for weights, kv in zip(self._layers, layers, strict=True):
+            compute = self.layer if layer is None or weights is self._layers[-1] else layer
+            between = compute(weights, between, turns, kv)
         return between.results[0].reshape(*tokens.shape, -1)
 
     def begin(self, x: mx.array, layer: Layer) -> Between:
@@ -170,7 +158,7 @@ class FusedStep:
             self._probes[rows] = probe
         return probe
 
-    def layer(self, weights: Layer, x: Between, turns: mx.array, kv: Any, behind: BehindLayer) -> Between:
+    def layer(self, weights: Layer, x: Between, turns: mx.array, kv: Any) -> Between:
         """What comes out of a layer; `kv` takes the tokens' KV."""
         q, k, v = x.results
         if kv.how is not None:
@@ -183,12 +171,7 @@ class FusedStep:
             if isinstance(attended, tuple):  # Where nothing is written in place.
                 attended, kv.keys, kv.values = attended
             kv.done = True
-        linears = *weights.of_mlp, *behind.linears
-        out, gate, up, down, *nexts = (linear.weight for linear in linears)
-        biases, norms = [linear.bias for linear in linears], (weights.mlp_norm, behind.norm)
-        total, *results = products.of_layer(
-            attended, x.sum, LayerProducts(out, gate, up, down, nexts, norms, biases, self._eps)
-        )
+        total, *results = products.of_layer(attended, x.sum, weights.products)
         return Between(total, tuple(results))
 
     def _attend_packed(
@@ -211,7 +194,7 @@ class FusedStep:
         step_kv  makes a layer's cache of (keys, values, starts, ends, offset, shared)
         shared   of so many rows: what they hold in segments, the tokens of that, what must stay meanwhile
         """
-        self._compile()
+        products.compile_ahead([layer.products for layer in self._layers])
         for rows in CHECKED_ROWS:
             for at in (0, -1):
                 before = shared(rows) if shared is not None else (None, mx.array(0), None)
@@ -237,7 +220,7 @@ class FusedStep:
         heads, n, length = self.heads, PASS, 700
         starts, ends = _unequal_rows(rows, length)
         keys = [mx.random.key(i) for i in range(3)]
-        x = mx.random.normal((rows, n, self._behind[-1].norm.shape[0]), key=keys[0]).astype(heads.dtype)
+        x = mx.random.normal((rows, n, self._embedding.weight.shape[1]), key=keys[0]).astype(heads.dtype)
         shape = rows, heads.kv_heads, length + n, heads.width
         held = [mx.random.normal(shape, key=key).astype(heads.dtype) for key in keys[1:]]
         mx.eval(held)
@@ -250,8 +233,8 @@ class FusedStep:
             firsts = mx.arange(rows + 1) * count if count > 1 else None
             its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
             kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its, firsts=firsts)
-            weights = self._layers[0]
-            got = self.layer(weights, self.begin(own, weights), self.turns(kv.offset), kv, self._behind[-1])
+            weights = self._layers[-1]
+            got = self.layer(weights, self.begin(own, weights), self.turns(kv.offset), kv)
             out = [got.results[0].reshape(rows, count, -1), kv.keys, kv.values]
             mx.eval(out)
             del stay
@@ -265,15 +248,6 @@ class FusedStep:
         mx.eval(copies)
         pairs = zip([mx.concatenate(each, axis=1), *arrays], run(range(n), copies), strict=True)
         return all(bool(mx.array_equal(a, b).item()) for a, b in pairs)
-
-    def _compile(self) -> None:
-        """What `check` computes by, at once: one by one it takes as many times as long."""
-        if products.most_rows([self._head.weight]):
-            biases = [
-                tuple(linear.bias is not None for linear in (*layer.of_mlp, *behind.linears))
-                for layer, behind in zip(self._layers, self._behind, strict=True)
-            ]
-            layer_products.compile_for(self.heads.dtype, set(biases))
 
     def _difference(
         self,
@@ -290,7 +264,7 @@ class FusedStep:
         starts, ends = map(mx.array, _unequal_rows(rows, length))
         shape = rows, heads.kv_heads, capacity, heads.width
         keys = [mx.random.key(4 * rows - at + i) for i in range(3)]
-        x = mx.random.normal((rows, self._behind[-1].norm.shape[0]), key=keys[0]).astype(dtype)
+        x = mx.random.normal((rows, self._embedding.weight.shape[1]), key=keys[0]).astype(dtype)
         held = [mx.random.normal(shape, key=key).astype(dtype) for key in keys[1:]]
         mx.eval(held)
         own, ours = (
@@ -300,7 +274,7 @@ class FusedStep:
         mx.eval(own.keys, own.values, ours.keys, ours.values)
         want = model.model.layers[at](x[:, None], None, own)
         weights = self._layers[at]
-        got = self.layer(weights, self.begin(x, weights), self.turns(ours.offset), ours, self._behind[at])
+        got = self.layer(weights, self.begin(x, weights), self.turns(ours.offset), ours)
         mx.eval(got, want, own.keys, ours.keys)
         added = got.sum - x, want[:, 0] - x
         pairs = [added, (ours.keys, own.keys), (ours.values, own.values)]
@@ -311,7 +285,7 @@ class FusedStep:
 
     def _wanted_behind(self, model: Any, at: int, x: mx.array) -> list[mx.array]:
         """The next layer's queries, keys and values, or the logits, by the model's own modules."""
-        if self._behind[at] is self._behind[-1]:
+        if self._layers[at] is self._layers[-1]:
             head = getattr(model, "lm_head", None) or self._embedding.as_linear
             return [head(model.model.norm(x))]
         layer = model.model.layers[at + 1]
@@ -361,18 +335,28 @@ def _same_turns(one: Any, other: Any) -> bool:
     return all(mx.array_equal(one[name], other[name]).item() for name in one)
 
 
-def _layer_of(layer: Any) -> Layer:
+def _qkv_of(layer: Any) -> tuple[Linear, ...]:
+    own = layer.self_attn
+    return _linear(own.q_proj), _linear(own.k_proj), _linear(own.v_proj)
+
+
+def _layer_of(layer: Any, qkv: tuple[Linear, ...], behind: tuple[mx.array, tuple[Linear, ...]]) -> Layer:
+    """`behind`: the next layer's norm, and its queries, keys and values; or those of the head."""
     own, mlp = layer.self_attn, layer.mlp
     eps = layer.input_layernorm.eps
-    norms = (own.q_norm, own.k_norm) if "q_norm" in own else None
+    linears = *map(_linear, (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)), *behind[1]
     return Layer(
         norm=_norm(layer.input_layernorm, eps),
-        qkv=(_linear(own.q_proj), _linear(own.k_proj), _linear(own.v_proj)),
-        qk_norms=(_norm(norms[0], norms[1].eps), _norm(norms[1], norms[0].eps)) if norms else None,
-        out=_linear(own.o_proj),
-        mlp_norm=_norm(layer.post_attention_layernorm, eps),
-        gate_up=(_linear(mlp.gate_proj), _linear(mlp.up_proj)),
-        down=_linear(mlp.down_proj),
+        qkv=qkv,
+        qk_norms=(_norm(own.q_norm, own.k_norm.eps), _norm(own.k_norm, own.q_norm.eps))
+        if "q_norm" in own
+        else None,
+        products=LayerProducts(
+            weights=tuple(linear.weight for linear in linears),
+            biases=tuple(linear.bias for linear in linears),
+            norms=(_norm(layer.post_attention_layernorm, eps), behind[0]),
+            eps=eps,
+        ),
     )
 
 

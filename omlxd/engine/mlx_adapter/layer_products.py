@@ -28,8 +28,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -44,21 +43,23 @@ PLACES = 32
 
 
 class LayerProducts(NamedTuple):
-    """Weights, (outputs, inputs) each, of what follows attention in a layer, and of the next layer's first
-    products. `biases`: of each of the weights in their order, or None.
+    """What follows attention in a layer, and the next layer's first products.
 
-    norms   of the MLP's input, and of the next layer's
-    nexts   of the next layer's queries, keys and values, or of the head
+    weights  (outputs, inputs) each: behind attention, of the gate, of what it lets through, behind these;
+             then of the next layer's queries, keys and values, or of the head
+    biases   of each, or None
+    norms    of the MLP's input, and of the next layer's
     """
 
-    out: mx.array
-    gate: mx.array
-    up: mx.array
-    down: mx.array
-    nexts: Sequence[mx.array]
-    norms: tuple[mx.array, mx.array]
+    weights: Sequence[mx.array]
     biases: Sequence[mx.array | None]
+    norms: tuple[mx.array, mx.array]
     eps: float
+
+    @property
+    def kind(self) -> tuple[str, tuple[bool, ...]]:
+        """What launches are compiled for, with a form."""
+        return TYPES[self.weights[0].dtype], tuple(bias is not None for bias in self.biases)
 
 
 _BODY = """
@@ -110,7 +111,7 @@ template <int NUMBER> __device__ inline void omlxd_count(int* done, int blocks) 
 """
 
 
-def source_of(kind: str, eights: int, biases: tuple[bool, ...]) -> tuple[str, str]:
+def source_of(eights: int, kind: str, biases: tuple[bool, ...]) -> tuple[str, str]:
     """(function, CUDA source). `biases`: whether each weight has one."""
     weights, nexts = range(len(biases)), range(len(biases) - 4)
     inputs = ["x", "residual", *(f"w{i}" for i in weights), "norm0", "norm1"]
@@ -140,21 +141,15 @@ def source_of(kind: str, eights: int, biases: tuple[bool, ...]) -> tuple[str, st
 
 
 @cache
-def _code(*form: Any) -> tuple[str, bytes]:
+def code(*form: Any) -> tuple[str, bytes]:
     """(function, machine code)."""
     function, source = source_of(*form)
     return function, nvrtc.machine_code(source)
 
 
-def compile_for(dtype: Any, biases: Iterable[tuple[bool, ...]]) -> None:
-    """Compile launches for any number of rows, of weights with such biases. Raises what NVRTC raises."""
-    kinds = [(TYPES[dtype], eights, has) for has in biases for eights in FORMS]
-    with ThreadPoolExecutor(len(kinds), thread_name_prefix="nvrtc") as aside:
-        list(aside.map(lambda kind: _code(*kind), kinds))
-
-
 @cache
 def _counters() -> mx.array:
+    """Of all launches, which follow each other: a layer needs what the one before gave."""
     counters = mx.zeros((4 * PLACES,), mx.int32)
     mx.eval(counters)
     return counters
@@ -168,12 +163,12 @@ def _launch(
     ffn: int,
     nexts: tuple[int, ...],
     dtype: Any,
-    biases: tuple[bool, ...],
+    kind: tuple[str, tuple[bool, ...]],
     eps: float,
 ) -> Callable[..., list[mx.array]]:
     eights = next(eights for eights in FORMS if rows <= 8 * eights)
     form = FORMS[eights]
-    function, code = _code(TYPES[dtype], eights, biases)
+    function, machine_code = code(eights, *kind)
     tiles = [-(-hidden // form.tile), -(-2 * ffn // form.tile), -(-hidden // form.tile)]
     tiles.append(sum(-(-length // form.tile) for length in nexts))
     blocks = [min(count, form.blocks * cuda_driver.multiprocessors()) for count in tiles]
@@ -185,7 +180,7 @@ def _launch(
     def launch(*arrays: mx.array) -> list[mx.array]:
         return mx.fast.precompiled_cuda_kernel(
             name=function,
-            compiled_source=code,
+            compiled_source=machine_code,
             inputs=arrays,
             scalars=[rows, wide, hidden, ffn, bits, *nexts, *blocks],
             output_shapes=[(rows, length) for length, _ in outputs],
@@ -200,24 +195,17 @@ def _launch(
 
 
 def run(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.array]:
-    """The residual behind the layer (rows, hidden), and the results of `nexts`.
+    """The residual behind the layer (rows, hidden), and the results of the next products.
 
     x         (rows, heads * width), at most `SET` rows: what attention gives
     residual  (rows, hidden), before it
     """
     rows = math.prod(x.shape[:-1])
     assert rows <= SET
-    launch = _launch(
-        rows,
-        x.shape[-1],
-        residual.shape[-1],
-        layer.gate.shape[0],
-        tuple(weight.shape[0] for weight in layer.nexts),
-        x.dtype,
-        tuple(bias is not None for bias in layer.biases),
-        layer.eps,
-    )
-    weights = layer.out, layer.gate, layer.up, layer.down, *layer.nexts
+    ffn, nexts = layer.weights[1].shape[0], tuple(weight.shape[0] for weight in layer.weights[4:])
+    hidden = residual.shape[-1]
+    launch = _launch(rows, x.shape[-1], hidden, ffn, nexts, x.dtype, layer.kind, layer.eps)
     biases = (bias for bias in layer.biases if bias is not None)
-    _, _, _, _, total, _, _, *results = launch(x, residual, *weights, *layer.norms, *biases, _counters())
+    given = x, residual, *layer.weights, *layer.norms, *biases, _counters()
+    _, _, _, _, total, _, _, *results = launch(*given)
     return [total, *results]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ import mlx.nn as nn
 from . import layer_products
 from .device import backend
 from .layer_products import LayerProducts
-from .products_kernel import MOST_ROWS, SET, TYPES, Around, run
+from .products_kernel import FORMS, MOST_ROWS, SET, TYPES, Around, code, run
 
 log = logging.getLogger(__name__)
 
@@ -86,18 +87,34 @@ def products(
 
 def of_layer(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.array]:
     """As `layer_products.run`, for any number of rows: in one launch, or in four with the same bits."""
-    weights = layer.out, layer.gate, layer.up, layer.down, *layer.nexts
-    if x.size <= min(SET, most_rows(weights)) * x.shape[-1] and x.dtype == layer.out.dtype:
+    weights, biases, (norm, next_norm), eps = layer
+    if x.size <= min(SET, most_rows(weights)) * x.shape[-1] and x.dtype == weights[0].dtype:
         return layer_products.run(x, residual, layer)
-    biases, (norm, next_norm) = layer.biases, layer.norms
-    total, scaled, squares = products(x, [layer.out], residual=residual, scaled=norm, biases=biases[:1])
-    how: Any = {"squares": squares, "eps": layer.eps}
-    (inner,) = products(scaled, [layer.gate, layer.up], silu=True, biases=biases[1:3], **how)
+    total, scaled, squares = products(x, weights[:1], residual=residual, scaled=norm, biases=biases[:1])
+    (inner,) = products(scaled, weights[1:3], biases=biases[1:3], silu=True, squares=squares, eps=eps)
     total, scaled, squares = products(
-        inner, [layer.down], residual=total, scaled=next_norm, biases=biases[3:4]
+        inner, weights[3:4], residual=total, scaled=next_norm, biases=biases[3:4]
     )
-    how["squares"] = squares
-    return [total, *products(scaled, layer.nexts, biases=biases[4:], **how)]
+    return [total, *products(scaled, weights[4:], biases=biases[4:], squares=squares, eps=eps)]
+
+
+def compile_ahead(layers: Sequence[LayerProducts]) -> None:
+    """Compile all that `of_layer` computes these by, at once: NVRTC takes up to a second for a launch.
+
+    Raises what NVRTC raises.
+    """
+    most, largest = min(most_rows(layer.weights) for layer in layers), max(FORMS)
+    jobs: set[tuple[Any, ...]] = set()
+    for kind, biases in {layer.kind for layer in layers} if most else ():
+        jobs |= {(layer_products.code, eights, kind, biases) for eights in FORMS}
+        if most > SET:
+            back, on = (False, True, False, False, True), (False, False, False, True, False)
+            jobs |= {(code, kind, largest, some, *back) for some in (biases[:1], biases[3:4])}
+            jobs |= {(code, kind, largest, biases[1:3], False, False, True, True, False)}
+            jobs |= {(code, kind, largest, biases[4:], *on)}
+    if jobs:
+        with ThreadPoolExecutor(len(jobs), thread_name_prefix="nvrtc") as aside:
+            list(aside.map(lambda job: job[0](*job[1:]), jobs))
 
 
 def _plain(x: mx.array, weights: Sequence[mx.array], around: Around) -> list[mx.array]:

@@ -428,7 +428,7 @@ def kernel_source(
 
 
 @cache
-def _code(*form: Any) -> tuple[str, bytes]:
+def code(*form: Any) -> tuple[str, bytes]:
     """(function, machine code)."""
     function, source = source_of(*form)
     return function, nvrtc.machine_code(source)
@@ -451,7 +451,7 @@ def _launch(
     rows = math.prod(shape[:-1])
     eights = next(eights for eights in FORMS if min(rows, SET) <= 8 * eights)
     form = FORMS[eights]
-    function, code = _code(TYPES[dtype], eights, biases, norm, residual, silu, parts > 0, scaled)
+    function, machine_code = code(TYPES[dtype], eights, biases, norm, residual, silu, parts > 0, scaled)
     tiles = -(-2 * lengths[0] // form.tile) if silu else sum(-(-length // form.tile) for length in lengths)
     threads, sets = 32 * WARPS * form.groups, -(-rows // SET)
     blocks = min(tiles, -(-form.blocks * cuda_driver.multiprocessors() // sets))
@@ -463,7 +463,7 @@ def _launch(
     def launch(*arrays: mx.array) -> list[mx.array]:
         return mx.fast.precompiled_cuda_kernel(
             name=function,
-            compiled_source=code,
+            compiled_source=machine_code,
             inputs=arrays,
             scalars=[rows, shape[-1], parts, *lengths, bits],
             output_shapes=[(*shape[:-1], length) for length, _ in outputs],

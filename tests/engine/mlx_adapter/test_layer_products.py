@@ -23,15 +23,15 @@ def drawn(*shape: int) -> mx.array:
 def layer_of(nexts: tuple[int, ...] = (96, 32, 32), biased: tuple[int, ...] = ()) -> LayerProducts:
     """`biased`: numbers of the weights that have a bias."""
     shapes = [(HIDDEN, WIDE), (FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN), *((n, HIDDEN) for n in nexts)]
-    out, gate, up, down, *behind = (drawn(*shape) / 8 for shape in shapes)
     biases = [drawn(shape[0]) if i in biased else None for i, shape in enumerate(shapes)]
-    return LayerProducts(out, gate, up, down, behind, (drawn(HIDDEN), drawn(HIDDEN)), biases, 1e-5)
+    return LayerProducts(
+        [drawn(*shape) / 8 for shape in shapes], biases, (drawn(HIDDEN), drawn(HIDDEN)), 1e-5
+    )
 
 
 def wanted(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.array]:
     """By the definition, in float32."""
-    weights = [layer.out, layer.gate, layer.up, layer.down, *layer.nexts]
-    arrays = [array.astype(mx.float32) for array in (x, residual, *layer.norms, *weights)]
+    arrays = [array.astype(mx.float32) for array in (x, residual, *layer.norms, *layer.weights)]
     x, residual, norm, next_norm, *weights = arrays
     biases = [0 if bias is None else bias.astype(mx.float32) for bias in layer.biases]
     by = [lambda x, w=w, b=b: x @ w.T + b for w, b in zip(weights, biases, strict=True)]
@@ -76,12 +76,12 @@ def test_a_launch_gives_the_source_what_it_names(rows: int, nexts: tuple[int, ..
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch, raising=False)
     monkeypatch.setattr(layer_products.cuda_driver, "multiprocessors", lambda: 2)
     monkeypatch.setattr(layer_products.nvrtc, "machine_code", lambda source: source.encode())
-    for cached in (layer_products._code, layer_products._launch, layer_products._counters):
+    for cached in (layer_products.code, layer_products._launch, layer_products._counters):
         cached.cache_clear()
     biased = (1, 4) if len(nexts) > 1 else ()
     out = layer_products.run(drawn(rows, WIDE), drawn(rows, HIDDEN), layer_of(nexts, biased))
     assert [array.shape[1] for array in out] == [HIDDEN, *nexts]
-    for cached in (layer_products._code, layer_products._launch, layer_products._counters):
+    for cached in (layer_products.code, layer_products._launch, layer_products._counters):
         cached.cache_clear()
     (given,) = asked
     source = given["compiled_source"].decode()
@@ -101,9 +101,19 @@ def test_a_launch_gives_the_source_what_it_names(rows: int, nexts: tuple[int, ..
     assert source.count("{") == source.count("}")
 
 
+@pytest.mark.parametrize(("most", "jobs"), [(0, 0), (SET, 6), (128, 6 + 4)])
+def test_all_launches_are_compiled_ahead(most: int, jobs: int, monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(products, "most_rows", lambda weights: most)
+    for module, name in ((layer_products, "code"), (products, "code")):
+        monkeypatch.setattr(module, name, lambda *form, name=module.__name__: asked.append((name, *form)))
+    products.compile_ahead([layer_of(), layer_of(), layer_of((512,))])
+    assert len(set(asked)) == len(asked) == jobs, "out and down are of one kind"
+
+
 def test_each_kind_has_its_own_source():
     kinds = [
-        (kind, eights, biases)
+        (eights, kind, biases)
         for kind in ("bfloat16", "float16")
         for eights in FORMS
         for biases in ((False,) * 7, (False,) * 5, (True,) * 7, (False,) * 4 + (True,) * 3)
