@@ -74,22 +74,30 @@ def test_a_launch_gives_the_source_what_it_names(rows: int, nexts: tuple[int, ..
         return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch, raising=False)
+    monkeypatch.setattr(layer_products.mx, "compile", lambda function: function)
     monkeypatch.setattr(layer_products.cuda_driver, "multiprocessors", lambda: 2)
     monkeypatch.setattr(layer_products.nvrtc, "machine_code", lambda source: source.encode())
     for cached in (layer_products.code, layer_products._launch, layer_products._counters):
         cached.cache_clear()
     biased = (1, 4) if len(nexts) > 1 else ()
-    out = layer_products.run(drawn(rows, WIDE), drawn(rows, HIDDEN), layer_of(nexts, biased))
+    x, residual, layer = drawn(rows, WIDE), drawn(rows, HIDDEN), layer_of(nexts, biased)
+    out = layer_products.run(x, residual, layer)
     assert [array.shape[1] for array in out] == [HIDDEN, *nexts]
     for cached in (layer_products.code, layer_products._launch, layer_products._counters):
         cached.cache_clear()
     (given,) = asked
+    monkeypatch.undo()
     source = given["compiled_source"].decode()
     head = re.search(rf"{given['name']}\(([^)]*)\)", source)
     assert head is not None
     names = [argument.split() for argument in head[1].split(",")]
     kinds = [" ".join(words[:-1]) for words in names]
-    assert len(given["inputs"]) == sum(kind in ("const T*", "const int*") for kind in kinds)
+    named = {"x": x, "residual": residual, "norm0": layer.norms[0], "norm1": layer.norms[1]}
+    named |= {f"w{i}": weight for i, weight in enumerate(layer.weights)}
+    named |= {f"bias{i}": bias for i, bias in enumerate(layer.biases)}
+    inputs = [words[-1] for words in names if words[:-1] in (["const", "T*"], ["const", "int*"])]
+    for array, name in zip(given["inputs"], inputs, strict=True):
+        assert name == "counters" or mx.array_equal(array, named[name]).item(), name
     assert len(given["output_shapes"]) == sum(kind in ("T*", "float*") for kind in kinds)
     numbers = [words[-1] for words in names if words[:-1] == ["const", "int"]]
     values = dict(zip(numbers, given["scalars"], strict=True))
