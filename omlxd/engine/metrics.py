@@ -49,6 +49,8 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         **mlx_adapter.limits,
         "attention_reads_own_rows": float(mlx_adapter.reads_own_rows() or mlx_adapter.rows_attend_alone()),
     }
+    if (ratio := mlx_adapter.rows_alone_ratio()) is not None:
+        values["attention_rows_alone_ratio"] = ratio
     if scheduler.speculation is not None:
         values["spec_decode_draft_model"] = isinstance(scheduler.speculation.draft_model, DraftModel)
     if scheduler.bridge is not None:

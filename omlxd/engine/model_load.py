@@ -30,7 +30,7 @@ def load_model(load: wire.Load) -> LoadedModel:
     if load.speculate and load.draft_path:
         check_tokenizer(Path(load.draft_path), Path(load.model_path), load.model_id)
     shares = load.share_prefix == "on" or (load.share_prefix == "auto" and backend in ("cpu", "cuda"))
-    return mlx_adapter.load(
+    loaded = mlx_adapter.load(
         Path(load.model_path),
         Quantisation(cache.kv_bits, cache.kv_group_size) if cache.kv_bits else None,
         load.budget.float32 and backend == "cpu",
@@ -39,6 +39,14 @@ def load_model(load: wire.Load) -> LoadedModel:
         mlx_adapter.SEGMENT if shares and mlx_adapter.SEGMENT % cache.block_size == 0 else 0,
         load.share_prefix == "auto",
     )
+    if load.share_prefix == "on" and not loaded.segments.tokens:
+        why = (
+            f"KV of {cache.kv_bits} bits is not"
+            if cache.kv_bits
+            else "what this model keeps of a prompt is not"
+        )
+        log.warning("--share-prefix on: %s: prefixes are not shared: %s held in segments", load.model_id, why)
+    return loaded
 
 
 def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None:

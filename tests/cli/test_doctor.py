@@ -229,12 +229,17 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert "segments of 2,048 tokens, without guesses" in decodes.text and decodes.verdict == "ok"
     assert broken.verdict == "bad" and broken.text == failed.trouble and "models load n" in broken.mend
     guesses = {"spec_decode_num_draft_tokens_total": 12.0, "spec_decode_num_accepted_tokens_total": 9.0}
-    (decodes,) = models._of(
-        [msgspec.structs.replace(ready, backend="cuda", values={**guesses, "attention_reads_own_rows": 1.0})],
-        given,
-    )
-    assert "omlxd's attention kernel, with prefixes not shared" in decodes.text
-    assert "with guesses, of which 9 of 12 held" in decodes.text
+
+    def told(backend: str, **values: float) -> str:
+        (decodes,) = models._of([msgspec.structs.replace(ready, backend=backend, values=values)], given)
+        return decodes.text
+
+    now = {**guesses, "spec_decode_draft_model": 0.0}
+    by_kernel = told("cuda", attention_reads_own_rows=1.0, **now)
+    assert "omlxd's attention kernel, with prefixes not shared, with guesses, of which 9 of 12" in by_kernel
+    assert told("cpu", **guesses).endswith("without guesses"), "an earlier process counted them"
+    measured = told("cpu", attention_reads_own_rows=1.0, attention_rows_alone_ratio=0.421)
+    assert "row by row, row by row takes 0.42 times as long as MLX's own, as measured" in measured
 
 
 def test_an_adapter_decodes_as_its_base_and_has_its_own_guesses(tmp_path: Path):

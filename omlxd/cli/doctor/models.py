@@ -54,14 +54,18 @@ def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[st
     """What was chosen when it was loaded, and how guesses do."""
     own = values.get("attention_reads_own_rows")
     ours = "by omlxd's attention kernel" if backend.startswith("cuda") else "with attention row by row"
+    ratio = values.get("attention_rows_alone_ratio")
     yield ours if own else "by MLX's own attention"
+    if ratio is not None:
+        yield f"row by row takes {ratio:.2f} times as long as MLX's own, as measured at load"
     tokens = int(values.get("kv_shared_segment_tokens", 0))
     yield f"with prefixes shared in segments of {tokens:,} tokens" if tokens else "with prefixes not shared"
-    if (drafted := values.get("spec_decode_num_draft_tokens_total")) is None:
+    if "spec_decode_draft_model" not in values:  # Counters of an earlier process stay.
         yield "without guesses"
         return
     yield "with guesses"
-    if values.get("spec_decode_draft_model"):
+    drafted = values.get("spec_decode_num_draft_tokens_total", 0)
+    if values["spec_decode_draft_model"]:
         yield f"also of its draft model {draft}".rstrip()
     if drafted:
         held = int(values.get("spec_decode_num_accepted_tokens_total", 0))

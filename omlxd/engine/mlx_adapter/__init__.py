@@ -82,5 +82,6 @@ from .prompt_cache import (
 )
 from .quantised import Quantisation
 from .row_attention import pays as rows_attend_alone
+from .row_attention import ratio as rows_alone_ratio
 from .segments import SEGMENT, LiveSegments, Segment, add_segment
 from .vision import VLM_VERSION, blindness

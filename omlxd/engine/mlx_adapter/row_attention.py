@@ -62,10 +62,14 @@ class Costs(NamedTuple):
     row: float
     token: float
 
+    def ratio(self, lengths: Sequence[int], columns: int) -> float:
+        """Time of rows of these lengths by themselves, by that of MLX's own, where they lie in `columns`."""
+        own = self.call + self.column * columns * len(lengths)
+        return (self.row * len(lengths) + self.token * sum(lengths)) / max(own, 1e-12)
+
     def pays(self, lengths: Sequence[int], columns: int) -> bool:
         """Whether rows of these lengths, which lie in `columns` columns, are faster by themselves."""
-        own = self.call + self.column * columns * len(lengths)
-        return self.row * len(lengths) + self.token * sum(lengths) <= FAVOUR * own
+        return self.ratio(lengths, columns) <= FAVOUR
 
 
 _costs: dict[tuple[Any, ...], Costs | None] = {}
@@ -81,9 +85,18 @@ def install() -> None:
     attention.attend_by(attend)
 
 
+HALF = [512] * ROWS, 1024
+"""Rows of half their batch's length: what is told of a measurement."""
+
+
+def ratio() -> float | None:
+    """Of rows of half their batch's length, in the layers where it is least. None: nothing was measured."""
+    return min((costs.ratio(*HALF) for costs in _costs.values() if costs is not None), default=None)
+
+
 def pays() -> bool:
     """Whether rows of half their batch's length attend by themselves, in some model's layers."""
-    return any(costs is not None and costs.pays([512] * ROWS, 1024) for costs in _costs.values())
+    return (least := ratio()) is not None and least <= FAVOUR
 
 
 def attend(
@@ -190,9 +203,11 @@ def costs_for(queries: mx.array, keys: mx.array) -> Costs | None:
             _costs[key] = None
             return None
         log.info(
-            "a batch attends %s (%d query heads, %d KV heads, %d wide, %s; both ways measured in %.2f s)",
-            "row by row" if costs.pays([512] * ROWS, 1024) else "in one call of MLX's own",
+            "a batch attends %s (%d query heads, %d KV heads, %d wide, %s; row by row takes %.2f times"
+            " as long as MLX's own call: measured in %.2f s)",
+            "row by row" if costs.pays(*HALF) else "in one call of MLX's own",
             *key[:4],
+            costs.ratio(*HALF),
             time.perf_counter() - began,
         )
     return _costs[key]

@@ -12,7 +12,7 @@ from mlx_lm.models import base
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import row_attention
-from omlxd.engine.mlx_adapter.row_attention import Costs
+from omlxd.engine.mlx_adapter.row_attention import HALF, Costs
 
 ALWAYS, NEVER = Costs(1.0, 0.0, 0.0, 0.0), Costs(0.0, 0.0, 1.0, 0.0)
 
@@ -47,9 +47,9 @@ def test_a_load_measures_and_doctor_can_tell(tmp_path, monkeypatch: pytest.Monke
     (costs,) = found.values()
     assert all(cost >= 0 for cost in costs) and costs.row + costs.token > 0 and costs.call + costs.column > 0
     found["a kind"] = ALWAYS
-    assert mlx_adapter.rows_attend_alone()
+    assert mlx_adapter.rows_attend_alone() and mlx_adapter.rows_alone_ratio() == ALWAYS.ratio(*HALF) <= 1
     found.clear()
-    assert not mlx_adapter.rows_attend_alone()
+    assert not mlx_adapter.rows_attend_alone() and mlx_adapter.rows_alone_ratio() is None
     assert base.scaled_dot_product_attention is not None
 
 

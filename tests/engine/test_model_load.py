@@ -1,0 +1,32 @@
+"""What a load says of settings that this model can't follow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from omlxd import wire
+from omlxd.engine import mlx_adapter, model_load
+
+
+@pytest.mark.parametrize(
+    ("share", "bits", "tokens", "why"),
+    [
+        ("on", 8, 0, "KV of 8 bits is not held in segments"),
+        ("on", 0, 0, "what this model keeps of a prompt is not held in segments"),
+        ("on", 0, 2048, ""),
+        ("auto", 8, 0, ""),
+        ("off", 0, 0, ""),
+    ],
+)
+def test_share_prefix_on_that_a_model_can_not_follow(
+    share: str, bits: int, tokens: int, why: str, monkeypatch: pytest.MonkeyPatch, caplog
+):
+    loaded = SimpleNamespace(segments=SimpleNamespace(tokens=tokens))
+    monkeypatch.setattr(mlx_adapter, "load", lambda *given: loaded)
+    settings = wire.CacheSettings(kv_bits=bits)
+    load = wire.Load(model_path="/nowhere", model_id="m", cache=settings, share_prefix=share)
+    assert model_load.load_model(load) is loaded
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ([f"--share-prefix on: m: prefixes are not shared: {why}"] if why else [])
