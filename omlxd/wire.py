@@ -345,7 +345,10 @@ class Embedded(Answer, frozen=True, tag="embedded"):
 
 
 class Stats(Struct, frozen=True, tag="stats"):
-    """Counters and gauges by name; names are listed in engine/metrics.py."""
+    """Counters and gauges by name; names are listed in engine/metrics.py.
+
+    id  of the question; a channel's first id: unasked, as an engine or an adapter ends in order
+    """
 
     id: int
     values: dict[str, float]

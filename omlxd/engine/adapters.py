@@ -80,6 +80,12 @@ class Adapters:
         with self._lock:
             return self._served.get(id // wire.CHANNEL)
 
+    @property
+    def channels(self) -> list[int]:
+        """Of the model itself, and of each adapter."""
+        with self._lock:
+            return list(self._served)
+
     def of_request(self, id: int) -> Served:
         """As `find`. Raises OmlxdError."""
         if (served := self.find(id)) is None:

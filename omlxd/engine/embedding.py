@@ -191,6 +191,9 @@ class EmbedderHost:
         """As the scheduler's. Any thread."""
         return self.steps
 
+    channels = (0,)
+    """As `EngineHost` has it."""
+
     def engine_stats(self, id: int = 0) -> dict[str, float]:
         return {}
 

@@ -429,6 +429,11 @@ class EngineHost:
 
     # ----------------------------------------------------------------- figures and the end
 
+    @property
+    def channels(self) -> list[int]:
+        """Of the model and of its adapters (wire.py)."""
+        return self.adapters.channels
+
     def engine_stats(self, id: int = 0) -> dict[str, float]:
         """Counters and gauges by name; vLLM's names where it has one. Of an adapter, its own alone."""
         served = self.adapters.find(id)

@@ -223,6 +223,7 @@ class EngineService:
             case wire.DropAdapter():
                 dropped = wire.AdapterDropped(channel=message.channel)
                 if isinstance(host := self._host.result(), EngineHost):
+                    self._send_last_stats(host, message.channel)
                     host.adapters.drop(message.channel, lambda: self._send(dropped))
             case wire.Grant():
                 self._lease.granted(message)
@@ -351,6 +352,14 @@ class EngineService:
         values["device_available_bytes"] = float(memory()[1])
         self._send(wire.Stats(id=message.id, values=values))
 
+    def _send_last_stats(self, host: EngineHost | EmbedderHost, channel: int) -> None:
+        """What `channel` has counted up to its end, whoever asked last. Raises nothing: more is to be done."""
+        id = channel * wire.CHANNEL
+        try:
+            self._send(wire.Stats(id=id, values=host.engine_stats(id)))
+        except Exception:
+            log.exception("its last counters are lost")
+
     def _fail(self, id: int, error: BaseException, name: str = "") -> None:
         if isinstance(error, RecursionError):
             error = InvalidRequest("the request holds a value that is nested too deeply")
@@ -386,6 +395,8 @@ class EngineService:
                 log.warning("the engine is still computing: what it has not stored is lost")
                 return
         self._output.close(1.0)
+        for channel in host.channels:
+            self._send_last_stats(host, channel)
         host.close(max(0.0, end - time.monotonic()))
         self._lease.release_all()
 

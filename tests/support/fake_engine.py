@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ class FakeEngine:
         self.shares = ""
         self.explanation = Explanation(cause="none")
         self.values: dict[str, float] | None = {}
+        self.last_stats: list[tuple[int, dict[str, float]]] = []
         self.script = tuple(script)
         self.tokens = tokens
         self.requests: list[GenerateRequest] = []
@@ -195,6 +196,10 @@ class FakeEngine:
     async def explain(self, request: GenerateRequest, reached: int = -1, files: bool = False) -> Explanation:
         self.explained = (request, reached)
         return self.explanation
+
+    def take_last_stats(self) -> Iterator[tuple[int, dict[str, float]]]:
+        while self.last_stats:
+            yield self.last_stats.pop(0)
 
     async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
         if trim or reset_peak:

@@ -26,6 +26,8 @@ from .supervisor import UNLOAD_S, Spawn, State, Supervisor
 log = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
+MOST_LAST = 64
+"""Ends of processes whose counters are kept while nobody looks."""
 TRIAL_S = 2.0
 """How long a request that is sent again may hold up the next one before its answer begins."""
 
@@ -57,6 +59,8 @@ class EngineProcess:
         self._requests = InFlight(max_concurrent, self._request_ended, channel)
         self._load_waiters: set[asyncio.Future[None]] = set()
         self._again: deque[Request] = deque()
+        self.last_stats: deque[tuple[int, dict[str, float]]] = deque(maxlen=MOST_LAST)
+        """(process, by its number, what it had counted when it ended in order), until somebody takes them."""
         self._trial: Request | None = None
         self._trial_ends: asyncio.TimerHandle | None = None
         self._closing = False
@@ -279,7 +283,10 @@ class EngineProcess:
         elif isinstance(message, wire.Answer):
             self._answer(message.id, message.result)
         elif isinstance(message, wire.Stats):
-            self._answer(message.id, message)
+            if message.id % wire.CHANNEL:
+                self._answer(message.id, message)
+            else:  # Unasked, at the end.
+                self.last_stats.append((self.supervisor.starts, message.values))
         elif isinstance(message, wire.Wants):
             self._on_want(message)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -276,6 +276,11 @@ class ModelEngine:
     def memory_bytes(self) -> int | None:
         """What its process holds of RAM (on a GPU with memory of its own, that is not all)."""
         return resident(self.pid)
+
+    def take_last_stats(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """What each process that ended in order had counted: (its number among `starts`, values)."""
+        while self.process.last_stats:
+            yield self.process.last_stats.popleft()
 
     async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
         """The engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""

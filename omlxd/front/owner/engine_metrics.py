@@ -4,7 +4,7 @@ An engine is asked with a short timeout; one that is loading, dead or slow costs
 that. Of a slow engine the last values stand; of one that doesn't run, its counters alone.
 
 An engine's counters begin at nothing with its process. Here they go on: a counter never goes down.
-What an engine counted between the last look and its death is lost.
+One that ends in order says its counters once more; what one that dies counted since the last look is lost.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ class MetricsOf:
 
     async def _ask(self, engine: ModelEngine) -> None:
         metrics = self._by_model.setdefault(engine.model_id, EngineMetrics(engine.model_id))
+        for ended, values in engine.take_last_stats():
+            if ended >= metrics.life:  # Else a later one has been asked already.
+                metrics.add_counters(values, ended)
         life = engine.starts
         answer = None
         if engine.state == "ready":

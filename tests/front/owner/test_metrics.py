@@ -244,6 +244,20 @@ async def test_a_counter_never_goes_down_when_an_engine_restarts():
     assert second("omlxd_engine_restarts_total") == 1 and second("omlxd_engine_starts_total") == 2
 
 
+async def test_what_an_engine_says_at_its_end_counts():
+    engine = FakeEngine()
+    async with client(app_of(engine)) as http:
+        engine.values = {"generation_tokens_total": 50.0}
+        assert (await scrape(http))("vllm:generation_tokens_total") == 50
+        engine.state, engine.values = "unloaded", None
+        engine.last_stats = [(1, {"generation_tokens_total": 58.0}), (2, {"generation_tokens_total": 7.0})]
+        assert (await scrape(http))("vllm:generation_tokens_total") == 65, "nobody has asked the second one"
+        engine.state, engine.starts, engine.values = "ready", 3, {"generation_tokens_total": 1.0}
+        assert (await scrape(http))("vllm:generation_tokens_total") == 66
+        engine.last_stats = [(2, {"generation_tokens_total": 9.0})]
+        assert (await scrape(http))("vllm:generation_tokens_total") == 66, "too late"
+
+
 async def test_a_scrape_waits_for_no_engine(monkeypatch):
     monkeypatch.setattr(engine_metrics, "ANSWER_S", 0.05)
     engine = FakeEngine()
@@ -382,6 +396,18 @@ async def test_status_tells_of_models():
 
 
 # --------------------------------------------------------------------------- the real thing
+
+
+@pytest.mark.slow
+def test_an_unload_in_order_loses_no_count(tmp_path: Path):
+    with Daemon(tmp_path) as daemon:
+        for _ in range(2):
+            before = sum(daemon.chat(prose(20))["usage"]["completion_tokens"] for _ in range(2))
+            answer = daemon.http.post("/omlxd/models/unload", json={"model": daemon.model})
+            assert answer.status_code == 200
+        page = Scrape(daemon.metrics())
+        assert page("vllm:generation_tokens_total", model_name=daemon.model) == 2 * before > 0
+        assert page("vllm:prompt_tokens_total", model_name=daemon.model) > 0
 
 
 @pytest.mark.slow
