@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(error: OmlxdError) -> int:
     """Print `error` and return the exit status for it."""
-    print(f"omlxd: {error.message.rstrip('.')}.", file=sys.stderr)
+    for line in error.message.splitlines():
+        print(f"omlxd: {line.rstrip('.')}.", file=sys.stderr)
     return USAGE_ERROR if isinstance(error, ConfigError) else 1
 
 

@@ -209,6 +209,27 @@ def test_a_bad_file_is_refused_with_its_line(text: str, line: str, hint: str, tm
     assert str(path) in message and line in message and hint in message
 
 
+def test_all_mistakes_of_a_file_are_told_in_its_order(tmp_path: Path):
+    path = write(
+        tmp_path,
+        "[serve]\nport = -1\nkv-bits = 5\nnonesuch = 1\n[defaults]\ntop-p = 7\n"
+        '[models.a]\nttl = "x"\nwhat = 2\n',
+    )
+    status, said = run(
+        "config", "show", "--config", str(path), "--base-path", str(tmp_path), "--block-size", "x"
+    )
+    assert status == 2
+    assert re.findall(r"(?m)^omlxd: (--block-size|\S+ line \d+) ?[:(]", said) == [
+        "--block-size",
+        *(f"{path} line {number}" for number in (2, 3, 4, 6, 8, 9)),
+    ]
+    write(tmp_path, "[serve]\n" + "".join(f"x{number} = 1\n" for number in range(13)))
+    assert refused(home=tmp_path).message.splitlines()[9:] == [
+        f"{path} line 11 (x9): 'x9' is no setting.",
+        "There are 3 more mistakes.",
+    ]
+
+
 @pytest.mark.parametrize("table", ["[serve]", '[models."a/b"]'])
 def test_a_value_of_a_wrong_type_is_told_what_it_has_to_be(table: str, tmp_path: Path):
     names = [option.name for option in OPTIONS] if table == "[serve]" else ModelSettings.__struct_fields__
