@@ -37,6 +37,10 @@ _INTERNAL = re.compile(
 )
 """Variables that are no settings: of commands for each other, of tests and of tools."""
 _TABLES = ("serve", "defaults", "models")
+_BARE = re.compile(
+    r"""\s*(?P<key>[^\s=#]+)\s*=\s*(?P<word>[^\s"'#\[\]{},]*[A-Za-z%/~][^\s"'#\[\]{},]*)\s*(?:\#.*)?"""
+)
+"""A line `speculation = off`, which TOML would have in quotes."""
 MOST_MISTAKES = 10
 """Told at once."""
 
@@ -289,6 +293,8 @@ class _File:
         if not result:
             return ConfigError(f"{self._path}: {problem}.")
         what, line = result[1], int(result[2])
+        if bare := _BARE.fullmatch(self._text.splitlines()[line - 1]):
+            what = f'a word needs quotes: {bare["key"]} = "{bare["word"]}"'
         if what == "Cannot overwrite a value" or what.endswith(" twice"):
             written, equals, _ = self._text.splitlines()[line - 1].partition("=")
             what = (written.strip() if equals or "[" in written else "a key") + " stands there twice"

@@ -105,6 +105,13 @@ def test_what_is_no_toml_is_said_with_its_line(tmp_path: Path):
         (b"[models.a]\naliases = []\naliases = [\n]\n", " line 4: a key stands there twice."),
         (b"[serve]\n[serve]\n", " line 2: [serve] stands there twice."),
         (b"[serve]\nport =\n", " line 2: Invalid value."),
+        (
+            b"[serve]\n\nkv-bits = 4\nspeculation = off # slow\n",
+            ' line 4: a word needs quotes: speculation = "off".',
+        ),
+        (b"[serve]\nbase-path = ~/x\n", ' line 2: a word needs quotes: base-path = "~/x".'),
+        (b"[serve]\nmemory-limit = 60%", ' line 2: a word needs quotes: memory-limit = "60%".'),
+        (b"[serve]\nspeculation = false\n", ' line 2 (speculation): false is none of "auto", "off".'),
         (b"[serve]\n# \xff\n", " line 2: the text is not UTF-8."),
     ):
         path = tmp_path / "omlxd.toml"
@@ -133,6 +140,7 @@ def test_sizes_and_percentages(tmp_path: Path):
         ("hot_cache_max_size", "900TB"),
         ("hot_cache_max_size", "120%"),
         ("hot_cache_max_size", "8"),
+        ("hot_cache_max_size", "0.2"),
         ("paged_ssd_cache_max_size", "-1GB"),
         ("paged_ssd_cache_max_size", "auto"),
         ("port", "70000"),
