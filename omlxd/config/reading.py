@@ -139,8 +139,16 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     return [
         f"{PREFIX}{name} is no variable of omlxd{hint.replace('mean ', 'mean ' + PREFIX)}; it is ignored."
         for name in sorted(set(names) - set(known))
-        for hint in [closest(name, known)]
+        for hint in [where_else(name, known)]
     ]
+
+
+def where_else(name: str, words: list[str]) -> str:
+    """` (it stands under … of a settings file)` for a setting of another place, else as `closest`."""
+    field = name.lstrip("-").lower().replace("-", "_")
+    fields = {"[serve]": BY_NAME, "[defaults]": SAMPLING, '[models."NAME"]': _MODEL_TYPES}
+    tables = [table for table, names in fields.items() if field in names]
+    return f" (it stands under {' or '.join(tables)} of a settings file)" if tables else closest(name, words)
 
 
 def settings_of(args: argparse.Namespace, *names: str, **flags: str) -> Settings:
@@ -279,7 +287,7 @@ class _File:
             if name not in names:
                 kinds = {"serve": "setting", "defaults": "sampling setting", "models": "setting of a model"}
                 what = kinds[table[0]]
-                hint = closest(key.replace("_", "-"), [entry.replace("_", "-") for entry in names])
+                hint = where_else(key.replace("_", "-"), [entry.replace("_", "-") for entry in names])
                 self.mistakes.append(f"{self._place(key, *table)}: {key!r} is no {what}{hint}.")
             elif name in got:
                 self.mistakes.append(f"{self._place(key, *table)}: {key!r} is given twice.")

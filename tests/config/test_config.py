@@ -97,6 +97,10 @@ def test_no_variable_of_ours_is_warned_of():
     assert unknown_variables({"OMLXD_QQQQQQ": "1"}) == [
         "OMLXD_QQQQQQ is no variable of omlxd; it is ignored."
     ]
+    assert unknown_variables({"OMLXD_DRAFT_MODEL": "1"}) == [
+        'OMLXD_DRAFT_MODEL is no variable of omlxd (it stands under [models."NAME"] of a settings file); '
+        "it is ignored."
+    ]
 
 
 def test_what_is_no_toml_is_said_with_its_line(tmp_path: Path):
@@ -200,6 +204,10 @@ def test_what_is_overridden_is_checked_as_well(tmp_path: Path, capsys):
     [
         ("[serve]\nporrt = 1\n", "line 2 (porrt)", "did you mean port?"),
         ("[serve]\nhot_cache_size = 1\n", "line 2", "hot-cache-max-size"),
+        ("[serve]\ndraft-model = 1\n", "line 2", '(it stands under [models."NAME"] of a settings file)'),
+        ("[serve]\ntop_p = 1\n", "line 2", '(it stands under [defaults] or [models."NAME"] of a '),
+        ('[defaults]\nspeculation = "off"\n', "line 2", 'under [serve] or [models."NAME"] of a '),
+        ("[models.a]\nhot-cache-max-size = 0\n", "line 2", "(it stands under [serve] of a "),
         ("port = 1\n", "line 1 (port)", "put [serve] before it"),
         ('[model."a/b"]\nttl = 1\n', "line 1 (model)", "did you mean models?"),
         ("[server]\nport = 1\n", "line 1", "did you mean serve?"),
@@ -279,6 +287,7 @@ def test_the_command_ends_with_2_and_one_sentence(tmp_path: Path):
     for argv, words in (
         ((*base, "--port", "x"), "--port: 'x'"),
         ((*base, "--prot", "1"), "did you mean --port?"),
+        ((*base, "--draft-model", "x"), '(it stands under [models."NAME"] of a settings file)'),
         ((*base, "--por", "1"), "did you mean --port?"),
         ((*base, "--port"), "expected one argument"),
         (("serv",), "is not one of serve, "),
