@@ -136,9 +136,10 @@ def _plain(info: inspect.Type) -> inspect.Type:
 
 
 def closest(word: str, words: list[str]) -> str:
-    """` (did you mean …?)`, or nothing when no word is near."""
-    near = difflib.get_close_matches(word, words, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    """` (did you mean …?)`, in upper or lower case alike, or nothing when no word is near."""
+    by_lower = {each.lower(): each for each in words}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[near[0]]}?)" if near else ""
 
 
 def is_loopback(host: str) -> bool:

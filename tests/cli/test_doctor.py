@@ -237,6 +237,20 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert "with guesses, of which 9 of 12 held" in decodes.text
 
 
+def test_settings_of_a_model_that_is_not_there(tmp_path: Path):
+    home = tmp_path / "omlxd"
+    make(home / "models" / "Qwen3-8B")
+    make(tmp_path / "models" / "org" / "small")
+    text = "".join(f"[models.{name}]\n" for name in ("qwen3-8b", "Qwen3-8B", "small", "smal", "other"))
+    (home / "omlxd.toml").write_text(text)
+    given = settings(tmp_path, model_dir=str(tmp_path / "models"))
+    assert [(each.verdict, each.text.partition(";")[0]) for each in models.check_names(given)] == [
+        ("warn", '[models."qwen3-8b"] is the name of no model here (did you mean Qwen3-8B?)'),
+        ("warn", '[models."smal"] is the name of no model here (did you mean small?)'),
+        ("warn", '[models."other"] is the name of no model here'),
+    ]
+
+
 def test_an_adapter_decodes_as_its_base_and_has_its_own_guesses(tmp_path: Path):
     guesses = "spec_decode_num_draft_tokens_total"
     of_base = {"kv_shared_segment_tokens": 2048.0, "spec_decode_draft_model": 1.0, guesses: 12.0}

@@ -80,6 +80,7 @@ def examine(
         ("memory", machine.check_memory),
         ("files", machine.check_files),
         ("settings", lambda: check_settings(settings)),
+        ("settings", lambda: models.check_names(settings)),
         ("base folder", lambda: disk.check_folder("base folder", settings.base_path)),
         ("cache folder", lambda: disk.check_cache_folder(settings, kept)),
         ("space", lambda: disk.check_space(kept)),
