@@ -341,6 +341,16 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     (tmp_path / "o" / "omlxd.toml").write_text("[serve]\nport = -1\n")
     assert main.main(argv) == 0
     assert "(port): -1 is no whole number from 0 to 65535; --port overrides it" in capsys.readouterr().out
+    (tmp_path / "o" / "omlxd.toml").write_text("[serve]\nblock-size = 3\nnonesuch = 1\n")
+    monkeypatch.setenv("OMLXD_KV_BITS", "5")
+    assert main.main(argv) == 1
+    out = capsys.readouterr().out
+    assert "BAD   settings      OMLXD_KV_BITS: '5' is none of" in out and "line 2 (block-size): 3 is" in out
+    assert "line 3 (nonesuch)" in out and "3 to mend" in out and f"{port} on 127.0.0.1 is free" in out
+    (tmp_path / "o" / "omlxd.toml").write_text("[serve\n")
+    assert main.main(argv) == 1
+    assert "omlxd.toml line 1: " in capsys.readouterr().out
+    monkeypatch.delenv("OMLXD_KV_BITS")
     shutil.rmtree(tmp_path / "o")
     (tmp_path / "o").write_text("")
     assert main.main(argv) == 1
