@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from msgspec.structs import replace
 
 from ..common.files import read_small
-from ..common.units import disk_total, human, total_ram
+from ..common.units import counted, disk_total, human, total_ram
 from ..errors import ConfigError
 from .keys import keys_path, read_keys
 from .settings import (
@@ -54,7 +54,7 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
     if not mistakes:
         return settings
     more = len(mistakes) - MOST_MISTAKES
-    rest = [f"There are {more} more mistakes."] if more > 0 else []
+    rest = [f"And {counted(more, 'more mistake')}."] if more > 0 else []
     raise ConfigError("\n".join(mistakes[:MOST_MISTAKES] + rest))
 
 
@@ -301,10 +301,11 @@ class _File:
         if not result:
             return ConfigError(f"{self._path}: {problem}.")
         what, line = result[1], int(result[2])
-        if bare := _BARE.fullmatch(self._text.splitlines()[line - 1]):
+        text = self._text.splitlines()[line - 1]
+        if what.startswith(("Invalid value", "Expected newline")) and (bare := _BARE.fullmatch(text)):
             what = f'a word needs quotes: {bare["key"]} = "{bare["word"]}"'
-        if what == "Cannot overwrite a value" or what.endswith(" twice"):
-            written, equals, _ = self._text.splitlines()[line - 1].partition("=")
+        elif what == "Cannot overwrite a value" or what.endswith(" twice"):
+            written, equals, _ = text.partition("=")
             what = (written.strip() if equals or "[" in written else "a key") + " stands there twice"
         return ConfigError(f"{self._path} line {line}: {what}.")
 

@@ -107,6 +107,7 @@ def test_what_is_no_toml_is_said_with_its_line(tmp_path: Path):
     for text, said in (
         (b"[serve]\nport = 1\nport = 2\n", " line 3: port stands there twice."),
         (b"[models.a]\naliases = []\naliases = [\n]\n", " line 4: a key stands there twice."),
+        (b"[serve]\nno-cache = true\nno-cache = true\n", " line 3: no-cache stands there twice."),
         (b"[serve]\n[serve]\n", " line 2: [serve] stands there twice."),
         (b"[serve]\nport =\n", " line 2: Invalid value."),
         (
@@ -242,7 +243,7 @@ def test_all_mistakes_of_a_file_are_told_in_its_order(tmp_path: Path):
     write(tmp_path, "[serve]\n" + "".join(f"x{number} = 1\n" for number in range(13)))
     assert refused(home=tmp_path).message.splitlines()[9:] == [
         f"{path} line 11 (x9): 'x9' is no setting.",
-        "There are 3 more mistakes.",
+        "And 3 more mistakes.",
     ]
 
 
