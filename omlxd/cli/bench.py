@@ -117,7 +117,7 @@ def _named(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 def _lengths(text: str) -> tuple[int, ...]:
     parts = text.lower().split(",")
-    if not all(re.fullmatch(r"\d{1,7}k?", part.strip()) for part in parts):
+    if not all(re.fullmatch(r"\d{1,18}k?", part.strip()) for part in parts):
         raise ConfigError(f"--lengths: {text!r} is no list of lengths; write 1k,4k.")
     lengths = [int(part.strip().rstrip("k")) * (1024 if "k" in part else 1) for part in parts]
     if min(lengths) < SHORTEST:
@@ -153,6 +153,8 @@ def measure(
             report, path = bench.report(), bench.folder()
             most = (report.context_length - ANSWER_TOKENS) * 97 // 100
             lengths = [n for n in wanted or LENGTHS if n <= most]
+            if too_long := [str(n) for n in wanted or () if n > most]:
+                _say(f"--lengths: {', '.join(too_long)}: more than the {most} tokens that fit the context")
             if wanted is None and (not lengths or most > lengths[-1] * 1.1):
                 lengths.append(most)
             if not lengths or lengths[0] < SHORTEST:

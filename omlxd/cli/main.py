@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..config import OPTIONS, add_flags, closest, load_settings, warnings_of
+from ..config import OPTIONS, add_flags, load_settings, warnings_of, where_else
 from ..errors import ConfigError, OmlxdError
 
 USAGE_ERROR = 2
@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(error: OmlxdError) -> int:
     """Print `error` and return the exit status for it."""
-    print(f"omlxd: {error.message.rstrip('.')}.", file=sys.stderr)
+    for line in error.message.splitlines():
+        print(f"omlxd: {line.rstrip('.')}.", file=sys.stderr)
     return USAGE_ERROR if isinstance(error, ConfigError) else 1
 
 
@@ -135,7 +136,7 @@ def _main(argv: list[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     if rest:
         word = rest[0].partition("=")[0]
-        hint = closest(word, [option.flag for option in OPTIONS] + ["--config"])
+        hint = where_else(word, [option.flag for option in OPTIONS] + ["--config"])
         raise ConfigError(f"{word} is not a flag of `omlxd serve`{hint}; see `omlxd serve --help`.")
     flags = {name: value for name, value in vars(args).items() if name != "verb" and value is not None}
     environ = dict(os.environ)

@@ -312,9 +312,13 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> int:
-    body = LoadModel(args.model, args.keep_alive)
-    result = find_daemon(args.url).fetch("/omlxd/models/load", InstalledStatus, body, LOAD_S)
-    _say(args, result, lambda: f"{result.id} is loaded ({_where(result)})")
+    daemon, body = find_daemon(args.url), LoadModel(args.model, args.keep_alive)
+    before = daemon.fetch("/omlxd/models/" + quote(args.model), InstalledStatus)
+    result = daemon.fetch("/omlxd/models/load", InstalledStatus, body, LOAD_S)
+    stays = ""
+    if before.state == "ready" and before.idle_s is None and result.idle_s is not None:
+        stays = f"; it stays for {spoken(result.idle_s)} without a request now, and stayed for good before"
+    _say(args, result, lambda: f"{result.id} is loaded ({_where(result)}){stays}")
     return 0
 
 

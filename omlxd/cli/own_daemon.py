@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -13,9 +14,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO
 
-from ..config import load_settings
 from ..config.settings import WITH_STDIN
-from .daemon_client import Daemon, DaemonError, NoDaemon
+from .daemon_client import KEY_VARIABLE, Daemon, DaemonError, NoDaemon
 
 END_S = 20.0
 """How long it may take to write its blocks to SSD."""
@@ -25,15 +25,17 @@ END_S = 20.0
 def own_daemon(*flags: str) -> Generator[Daemon]:
     """A new daemon, which ends with the block. Raises DaemonError if it can't serve.
 
+    It takes a key of its own, beside those of `omlxd key`: who has none of the user's keys gets in no easier.
     SIGTERM and SIGHUP end the block. The daemon ends with this process, killed or not.
     """
+    key = secrets.token_urlsafe(32)
     before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "omlxd", "serve", "--port", "0", *flags],
                 stdin=subprocess.PIPE,  # Open as long as we are there.
-                env={**os.environ, WITH_STDIN: "1"},
+                env={**os.environ, WITH_STDIN: "1", KEY_VARIABLE: key},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -47,7 +49,7 @@ def own_daemon(*flags: str) -> Generator[Daemon]:
                     process.wait()
                     raise _gave_up(log)
                 try:
-                    yield Daemon(address[1], load_settings({}).api_key)
+                    yield Daemon(address[1], key)
                 except NoDaemon as error:
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(END_S)

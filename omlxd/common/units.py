@@ -89,10 +89,11 @@ def parse_size(text: str, total: Callable[[], int] | None = None, *, least: int 
         if "." not in match["number"]
         else int(number * _SIZE_UNITS[unit])
     )
-    if 0 < nbytes < least:
+    if number and nbytes < least:
         if unit:
             raise _refuse(f"that is too little; {human(least)} is the least")
-        raise _refuse(f"that is {nbytes} bytes; write the unit, as in {match['number']}GB")
+        share = f"{number * 100:g}%, or " if number < 1 and total else ""
+        raise _refuse(f"that is {match['number']} bytes; write {share}the unit, as in {match['number']}GB")
     if nbytes >= 2**63:
         raise _refuse("no machine has that much")
     return nbytes

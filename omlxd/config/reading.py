@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from msgspec.structs import replace
+
 from ..common.files import read_small
-from ..common.units import disk_total, human, total_ram
+from ..common.units import counted, disk_total, human, total_ram
 from ..errors import ConfigError
 from .keys import keys_path, read_keys
 from .settings import (
@@ -34,10 +37,31 @@ _INTERNAL = re.compile(
 )
 """Variables that are no settings: of commands for each other, of tests and of tools."""
 _TABLES = ("serve", "defaults", "models")
+_BARE = re.compile(
+    r"""\s*(?P<key>[^\s=#]+)\s*=\s*(?P<word>[^\s"'#\[\]{},]*[A-Za-z%/~][^\s"'#\[\]{},]*)\s*(?:\#.*)?"""
+)
+"""A line `speculation = off`, which TOML would have in quotes."""
+MOST_MISTAKES = 10
+"""Told at once."""
 
 
 def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings of `flags` (option name → text), `environ` and the file. Raises ConfigError."""
+    """The settings of `flags` (option name → text), `environ` and the file.
+
+    Raises ConfigError, whose message has a line for each mistake: those of the file last, in its order.
+    """
+    settings, mistakes = read_settings(flags, environ)
+    if not mistakes:
+        return settings
+    more = len(mistakes) - MOST_MISTAKES
+    rest = [f"And {counted(more, 'more mistake')}."] if more > 0 else []
+    raise ConfigError("\n".join(mistakes[:MOST_MISTAKES] + rest))
+
+
+def read_settings(
+    flags: Mapping[str, str], environ: Mapping[str, str] | None = None
+) -> tuple[Settings, list[str]]:
+    """As `load_settings`, with a sentence for each mistake; the default stands for what is wrong."""
     environ = os.environ if environ is None else environ
     by_flag = {name: (flags[name], option.flag) for name, option in BY_NAME.items() if name in flags}
     by_variable = {
@@ -46,8 +70,12 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
         if environ.get(option.variable)  # An empty variable is an unset one, as usual in shells.
     }
     entries: dict[str, tuple[Any, str]] = by_variable | by_flag
-    path, source = _config_file(flags, environ, entries)
-    file = _File(path) if path else None
+    mistakes: list[str] = []
+    path, source, file = None, "default", None
+    with _noted(mistakes):
+        path, source = _config_file(flags, environ, entries)
+        file = _File(path) if path else None
+    mistakes += file.mistakes if file else []
     in_file = file.serve if file else {}
     entries = in_file | entries
 
@@ -56,26 +84,43 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
     for option in OPTIONS:
         value, source = entries.get(option.name, (option.default, "default"))
         sources[option.name] = source
-        values[option.field] = _value(option, value, option.flag if source == "default" else source, values)
+        with _noted(mistakes):
+            values[option.field] = _value(
+                option, value, option.flag if source == "default" else source, values
+            )
+            continue
+        values[option.field] = _value(option, option.default, option.flag, values)
     if entries.get("api_key", ("x", ""))[0] == "":
-        raise ConfigError(f"{sources['api_key']}: an empty key protects nothing.")
-    guarded = values["api_key"] or is_loopback(values["host"])
-    if not guarded and not read_keys(keys_path(values["base_path"])):
-        raise ConfigError(
-            f"{sources['host']}: {values['host']} can be reached by other machines, so a key is needed: "
-            "make one with `omlxd key add NAME`, set OMLXD_API_KEY, or leave --host at 127.0.0.1."
-        )
+        mistakes.append(f"{sources['api_key']}: an empty key protects nothing.")
+    guarded = values["api_key"] or is_loopback(values["host"]) or mistakes
+    with _noted(mistakes):
+        if not guarded and not read_keys(keys_path(values["base_path"])):
+            raise ConfigError(
+                f"{sources['host']}: {values['host']} can be reached by other machines, so a key is needed: "
+                "make one with `omlxd key add NAME`, set OMLXD_API_KEY, or leave --host at 127.0.0.1."
+            )
     overridden = tuple(_faults(by_variable, sources, values) + _faults(in_file, sources, values))
-    if file is None:
-        return Settings(**values, overridden=overridden, sources=sources)
-    return Settings(
-        **values,
-        config=path,
-        models=file.models,
-        defaults=file.defaults,
-        overridden=overridden,
-        sources=sources | file.places,
-    )
+    settings = Settings(**values, overridden=overridden, sources=sources)
+    if file is not None:
+        settings = replace(
+            settings, config=path, models=file.models, defaults=file.defaults, sources=sources | file.places
+        )
+    return settings, sorted(dict.fromkeys(mistakes), key=_line)
+
+
+@contextlib.contextmanager
+def _noted(mistakes: list[str]) -> Generator[None]:
+    """A ConfigError of the block is one more of `mistakes`."""
+    try:
+        yield
+    except ConfigError as error:
+        mistakes.append(error.message)
+
+
+def _line(mistake: str) -> int:
+    """Of the file; 0: it is none of the file's."""
+    place = re.search(r"^[^:]* line (\d+)", mistake)
+    return int(place[1]) if place else 0
 
 
 def warnings_of(settings: Settings, environ: Mapping[str, str] | None = None) -> list[str]:
@@ -94,8 +139,16 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     return [
         f"{PREFIX}{name} is no variable of omlxd{hint.replace('mean ', 'mean ' + PREFIX)}; it is ignored."
         for name in sorted(set(names) - set(known))
-        for hint in [closest(name, known)]
+        for hint in [where_else(name, known)]
     ]
+
+
+def where_else(name: str, words: list[str]) -> str:
+    """` (it stands under … of a settings file)` for a setting of another place, else as `closest`."""
+    field = name.lstrip("-").lower().replace("-", "_")
+    fields = {"[serve]": BY_NAME, "[defaults]": SAMPLING, '[models."NAME"]': _MODEL_TYPES}
+    tables = [table for table, names in fields.items() if field in names]
+    return f" (it stands under {' or '.join(tables)} of a settings file)" if tables else closest(name, words)
 
 
 def settings_of(args: argparse.Namespace, *names: str, **flags: str) -> Settings:
@@ -168,8 +221,9 @@ def _config_file(
 
 
 class _File:
-    """A file of settings. Raises ConfigError, which names the line.
+    """A file of settings. Raises ConfigError if it is no TOML at all.
 
+    mistakes  a sentence each, which names the line
     serve     the `[serve]` table: option name → (value, where it stands)
     models    the `[models]` tables, each with what `defaults` says and it does not
     places    `full_name` → where it stands
@@ -177,6 +231,7 @@ class _File:
 
     def __init__(self, path: Path):
         self._path = path
+        self.mistakes: list[str] = []
         try:
             self._text = read_small(path).decode()
             tables = tomllib.loads(self._text)
@@ -189,13 +244,15 @@ class _File:
             raise self._no_toml(str(error)) from error
         for table, entries in tables.items():
             if table not in _TABLES or not isinstance(entries, dict):
-                raise self._unknown_table(table, isinstance(entries, dict))
+                self.mistakes.append(self._unknown_table(table, isinstance(entries, dict)))
+        tables = {name: entries for name, entries in tables.items() if isinstance(entries, dict)}
         self.places: dict[str, str] = {}
         self.serve: dict[str, tuple[Any, str]] = {}
         for name, (key, value) in self._entries(tables.get("serve", {}), list(BY_NAME), "serve").items():
             place = self._place(key, "serve")
             if isinstance(value, (list, dict)):
-                raise ConfigError(f"{place}: {key!r} takes one value, not a list or a table.")
+                self.mistakes.append(f"{place}: {key!r} takes one value, not a list or a table.")
+                continue
             self.serve[name] = value, place
         self.defaults = self._model(tables.get("defaults", {}), list(SAMPLING), "defaults")
         self.models: dict[str, ModelSettings] = {}
@@ -203,19 +260,21 @@ class _File:
         for name, entries in tables.get("models", {}).items():
             if not isinstance(entries, dict):
                 place = self._place(name, "models")
-                raise ConfigError(f'{place}: settings of a model stand under [models."{name}"].')
+                self.mistakes.append(f'{place}: settings of a model stand under [models."{name}"].')
+                continue
             own = self.models[name] = self._model(entries, list(_MODEL_TYPES), "models", name)
             for alias in own.aliases:
                 if (other := owners.setdefault(alias, name)) != name:
                     place = self._place("aliases", "models", name)
-                    raise ConfigError(f"{place}: {alias!r} is an alias of {other!r} already.")
+                    self.mistakes.append(f"{place}: {alias!r} is an alias of {other!r} already.")
 
     def _model(self, entries: Mapping[str, Any], fields: list[str], *table: str) -> ModelSettings:
         values = {name: getattr(self.defaults, name) for name in SAMPLING} if table != ("defaults",) else {}
         for field, (key, value) in self._entries(entries, fields, *table).items():
             place = self.places[full_name(field, *table)] = self._place(key, *table)
             kind = _MODEL_TYPES[field]
-            values[field] = convert(kind, value, place, wrong=expected(kind))
+            with _noted(self.mistakes):
+                values[field] = convert(kind, value, place, wrong=expected(kind))
         return ModelSettings(**values)
 
     def _entries(
@@ -228,11 +287,12 @@ class _File:
             if name not in names:
                 kinds = {"serve": "setting", "defaults": "sampling setting", "models": "setting of a model"}
                 what = kinds[table[0]]
-                hint = closest(key.replace("_", "-"), [entry.replace("_", "-") for entry in names])
-                raise ConfigError(f"{self._place(key, *table)}: {key!r} is no {what}{hint}.")
-            if name in got:
-                raise ConfigError(f"{self._place(key, *table)}: {key!r} is given twice.")
-            got[name] = key, value
+                hint = where_else(key.replace("_", "-"), [entry.replace("_", "-") for entry in names])
+                self.mistakes.append(f"{self._place(key, *table)}: {key!r} is no {what}{hint}.")
+            elif name in got:
+                self.mistakes.append(f"{self._place(key, *table)}: {key!r} is given twice.")
+            else:
+                got[name] = key, value
         return got
 
     def _no_toml(self, problem: str) -> ConfigError:
@@ -241,17 +301,20 @@ class _File:
         if not result:
             return ConfigError(f"{self._path}: {problem}.")
         what, line = result[1], int(result[2])
-        if what == "Cannot overwrite a value" or what.endswith(" twice"):
-            written, equals, _ = self._text.splitlines()[line - 1].partition("=")
+        text = self._text.splitlines()[line - 1]
+        if what.startswith(("Invalid value", "Expected newline")) and (bare := _BARE.fullmatch(text)):
+            what = f'a word needs quotes: {bare["key"]} = "{bare["word"]}"'
+        elif what == "Cannot overwrite a value" or what.endswith(" twice"):
+            written, equals, _ = text.partition("=")
             what = (written.strip() if equals or "[" in written else "a key") + " stands there twice"
         return ConfigError(f"{self._path} line {line}: {what}.")
 
-    def _unknown_table(self, name: str, is_table: bool) -> ConfigError:
+    def _unknown_table(self, name: str, is_table: bool) -> str:
         place = self._place(name)
         if name.replace("-", "_") in BY_NAME and not is_table:
-            return ConfigError(f"{place}: {name!r} stands in no table; put [serve] before it.")
+            return f"{place}: {name!r} stands in no table; put [serve] before it."
         hint = closest(name, list(_TABLES)) if name not in _TABLES else ""
-        return ConfigError(
+        return (
             f"{place}: {name!r} is unknown{hint}; settings stand under [serve], those of one model under "
             '[models."its name"], sampling for all of them under [defaults].'
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +96,10 @@ def convert(
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ValueError) and isinstance(info, inspect.CustomType):
             wrong = str(error.__cause__)
-        what = "" if secret else f"{written!r} is "
+        if isinstance(info, inspect.LiteralType) and not isinstance(written, str):
+            wrong = f"none of {', '.join(map(json.dumps, info.values))}"  # As the file writes them.
+        shown = str(written).lower() if isinstance(written, bool) else repr(written)
+        what = "" if secret else f"{shown} is "
         raise ConfigError(f"{place}: {what}{wrong}.") from None
 
 
@@ -132,9 +136,10 @@ def _plain(info: inspect.Type) -> inspect.Type:
 
 
 def closest(word: str, words: list[str]) -> str:
-    """` (did you mean …?)`, or nothing when no word is near."""
-    near = difflib.get_close_matches(word, words, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    """` (did you mean …?)`, in upper or lower case alike, or nothing when no word is near."""
+    by_lower = {each.lower(): each for each in words}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[near[0]]}?)" if near else ""
 
 
 def is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..common.files import read_small
-from ..config import Settings
+from ..config import Settings, closest
 from ..errors import ModelError
 from .adapters import ADAPTER_FILES
 from .footprint import ModelKind, kind_of, read_config
@@ -82,6 +82,15 @@ class Catalog:
         id's last part, else `name` itself."""
         models = self.models().values()
         return next((m.spec for m in models if name in (m.id, m.id.rpartition("/")[2])), name)
+
+    def unknown_names(self) -> list[str]:
+        """A sentence for each name in the settings file that no model here has."""
+        names = [name for id in self.models() for name in (id, id.rpartition("/")[2])]
+        return [
+            f'[models."{name}"] is the name of no model here{closest(name, names)}; it waits for one.'
+            for name in self.settings.models
+            if name not in names
+        ]
 
     def drafts(self) -> Iterator[tuple[str, str, str]]:
         """(model, its `draft-model`, why that can't be loaded) of the models whose settings have one.

@@ -71,8 +71,10 @@ def test_a_prompt_fits_though_the_texts_first_lines_have_more_letters_a_token(
     assert 7800 < len(made._prompt(7915)) // 3 <= 7915
 
 
-def test_each_result_is_there_as_soon_as_it_is_measured(monkeypatch: pytest.MonkeyPatch):
-    """Nothing waits for the perplexity, nor one of its rows for the next."""
+def test_each_result_is_there_as_soon_as_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Nothing waits for the perplexity, nor one of its rows for the next. A length too long is told."""
     seen: list[str] = []
 
     class Measured:
@@ -107,8 +109,9 @@ def test_each_result_is_there_as_soon_as_it_is_measured(monkeypatch: pytest.Monk
     monkeypatch.setattr(bench, "own_daemon", lambda *flags: contextlib.nullcontext(""))
     monkeypatch.setattr(bench, "_Bench", Measured)
     monkeypatch.setattr(bench, "perplexity", perplexity)
-    bench.measure("m", [128, 256], 1024, seen.append)
+    bench.measure("m", [128, 256, *bench._lengths("99999999")], 1024, seen.append)
     assert seen[-1] == "8: it has none"
+    assert "--lengths: 99999999: more than the 1955 tokens that fit the context" in capsys.readouterr().err
 
 
 def test_a_model_of_the_list_and_of_a_model_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

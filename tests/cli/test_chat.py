@@ -31,6 +31,7 @@ from rich.console import Console
 from omlxd.cli import chat
 from omlxd.cli.daemon_client import Usage
 from omlxd.cli.launch import Target
+from omlxd.config.keys import add_key, keys_path
 from omlxd.errors import ConfigError
 from tests.front.process.test_serve import REPO, STUB, Daemon, start  # noqa: F401
 from tests.models.test_resolve import make
@@ -176,6 +177,7 @@ def test_a_session_without_a_daemon_starts_one_and_ends_it(terminal, tmp_path: P
     port = str(free_port())
     engine = shlex.join([sys.executable, str(STUB), "--notes", str(tmp_path)])
     model = str(make(tmp_path / "tiny"))
+    add_key(keys_path(tmp_path / ".omlxd"), "laptop")  # Which the command does not know.
     screen = terminal(*CHAT, OMLXD_PORT=port, OMLXD_MODEL=model, OMLXD_ENGINE_COMMAND=engine)
     wait_for(screen, r"no daemon runs; starting one for this chat\s*\n(.|\n)*context 1000 tokens")
     say(screen, "hi", r"hellothere\n>$")

@@ -242,6 +242,20 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert "row by row, row by row takes 0.42 times as long as MLX's own, as measured" in measured
 
 
+def test_settings_of_a_model_that_is_not_there(tmp_path: Path):
+    home = tmp_path / "omlxd"
+    make(home / "models" / "Qwen3-8B")
+    make(tmp_path / "models" / "org" / "small")
+    text = "".join(f"[models.{name}]\n" for name in ("qwen3-8b", "Qwen3-8B", "small", "smal", "other"))
+    (home / "omlxd.toml").write_text(text)
+    given = settings(tmp_path, model_dir=str(tmp_path / "models"))
+    assert [(each.verdict, each.text.partition(";")[0]) for each in models.check_names(given)] == [
+        ("warn", '[models."qwen3-8b"] is the name of no model here (did you mean Qwen3-8B?)'),
+        ("warn", '[models."smal"] is the name of no model here (did you mean small?)'),
+        ("warn", '[models."other"] is the name of no model here'),
+    ]
+
+
 def test_an_adapter_decodes_as_its_base_and_has_its_own_guesses(tmp_path: Path):
     guesses = "spec_decode_num_draft_tokens_total"
     of_base = {"kv_shared_segment_tokens": 2048.0, "spec_decode_draft_model": 1.0, guesses: 12.0}
@@ -332,6 +346,16 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     (tmp_path / "o" / "omlxd.toml").write_text("[serve]\nport = -1\n")
     assert main.main(argv) == 0
     assert "(port): -1 is no whole number from 0 to 65535; --port overrides it" in capsys.readouterr().out
+    (tmp_path / "o" / "omlxd.toml").write_text("[serve]\nblock-size = 3\nnonesuch = 1\n")
+    monkeypatch.setenv("OMLXD_KV_BITS", "5")
+    assert main.main(argv) == 1
+    out = capsys.readouterr().out
+    assert "BAD   settings      OMLXD_KV_BITS: '5' is none of" in out and "line 2 (block-size): 3 is" in out
+    assert "line 3 (nonesuch)" in out and "3 to mend" in out and f"{port} on 127.0.0.1 is free" in out
+    (tmp_path / "o" / "omlxd.toml").write_text("[serve\n")
+    assert main.main(argv) == 1
+    assert "omlxd.toml line 1: " in capsys.readouterr().out
+    monkeypatch.delenv("OMLXD_KV_BITS")
     shutil.rmtree(tmp_path / "o")
     (tmp_path / "o").write_text("")
     assert main.main(argv) == 1

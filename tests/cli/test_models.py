@@ -44,6 +44,9 @@ def test_every_verb_against_a_daemon(start, tmp_path: Path):  # noqa: F811
         return out
 
     assert "org/big is loaded (process " in said("load", "big")
+    shorter = said("load", "big", "--keep-alive", "1h")
+    assert shorter.endswith("); it stays for 1 h without a request now, and stayed for good before\n")
+    assert said("load", "big", "--keep-alive", "2h").endswith(")\n")
     listed = said("list").splitlines()
     assert listed[0].split()[:2] == ["MODEL", "STATE"]
     assert listed[1].startswith("* small") and "ready" in listed[2]

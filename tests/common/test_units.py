@@ -34,6 +34,8 @@ def test_sizes_are_read_to_the_byte(text: str, nbytes: int):
 def test_what_is_too_little_is_told_by_what_was_forgotten():
     with pytest.raises(ValueError, match="that is 8 bytes; write the unit, as in 8GB"):
         parse_size("8")
+    with pytest.raises(ValueError, match=r"that is 0\.2 bytes; write 20%, or the unit, as in 0\.2GB"):
+        parse_size("0.2", lambda: 1000)
     with pytest.raises(ValueError, match="no size: that is too little; 1 MB is the least"):
         parse_size("8kB")
     assert parse_size("8kB", least=1000) == 8000  # Of a log file, for one.

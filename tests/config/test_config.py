@@ -97,14 +97,26 @@ def test_no_variable_of_ours_is_warned_of():
     assert unknown_variables({"OMLXD_QQQQQQ": "1"}) == [
         "OMLXD_QQQQQQ is no variable of omlxd; it is ignored."
     ]
+    assert unknown_variables({"OMLXD_DRAFT_MODEL": "1"}) == [
+        'OMLXD_DRAFT_MODEL is no variable of omlxd (it stands under [models."NAME"] of a settings file); '
+        "it is ignored."
+    ]
 
 
 def test_what_is_no_toml_is_said_with_its_line(tmp_path: Path):
     for text, said in (
         (b"[serve]\nport = 1\nport = 2\n", " line 3: port stands there twice."),
         (b"[models.a]\naliases = []\naliases = [\n]\n", " line 4: a key stands there twice."),
+        (b"[serve]\nno-cache = true\nno-cache = true\n", " line 3: no-cache stands there twice."),
         (b"[serve]\n[serve]\n", " line 2: [serve] stands there twice."),
         (b"[serve]\nport =\n", " line 2: Invalid value."),
+        (
+            b"[serve]\n\nkv-bits = 4\nspeculation = off # slow\n",
+            ' line 4: a word needs quotes: speculation = "off".',
+        ),
+        (b"[serve]\nbase-path = ~/x\n", ' line 2: a word needs quotes: base-path = "~/x".'),
+        (b"[serve]\nmemory-limit = 60%", ' line 2: a word needs quotes: memory-limit = "60%".'),
+        (b"[serve]\nspeculation = false\n", ' line 2 (speculation): false is none of "auto", "off".'),
         (b"[serve]\n# \xff\n", " line 2: the text is not UTF-8."),
     ):
         path = tmp_path / "omlxd.toml"
@@ -133,6 +145,7 @@ def test_sizes_and_percentages(tmp_path: Path):
         ("hot_cache_max_size", "900TB"),
         ("hot_cache_max_size", "120%"),
         ("hot_cache_max_size", "8"),
+        ("hot_cache_max_size", "0.2"),
         ("paged_ssd_cache_max_size", "-1GB"),
         ("paged_ssd_cache_max_size", "auto"),
         ("port", "70000"),
@@ -192,6 +205,10 @@ def test_what_is_overridden_is_checked_as_well(tmp_path: Path, capsys):
     [
         ("[serve]\nporrt = 1\n", "line 2 (porrt)", "did you mean port?"),
         ("[serve]\nhot_cache_size = 1\n", "line 2", "hot-cache-max-size"),
+        ("[serve]\ndraft-model = 1\n", "line 2", '(it stands under [models."NAME"] of a settings file)'),
+        ("[serve]\ntop_p = 1\n", "line 2", '(it stands under [defaults] or [models."NAME"] of a '),
+        ('[defaults]\nspeculation = "off"\n', "line 2", 'under [serve] or [models."NAME"] of a '),
+        ("[models.a]\nhot-cache-max-size = 0\n", "line 2", "(it stands under [serve] of a "),
         ("port = 1\n", "line 1 (port)", "put [serve] before it"),
         ('[model."a/b"]\nttl = 1\n', "line 1 (model)", "did you mean models?"),
         ("[server]\nport = 1\n", "line 1", "did you mean serve?"),
@@ -207,6 +224,27 @@ def test_a_bad_file_is_refused_with_its_line(text: str, line: str, hint: str, tm
     path = write(tmp_path, text)
     message = refused(home=tmp_path).message
     assert str(path) in message and line in message and hint in message
+
+
+def test_all_mistakes_of_a_file_are_told_in_its_order(tmp_path: Path):
+    path = write(
+        tmp_path,
+        "[serve]\nport = -1\nkv-bits = 5\nnonesuch = 1\n[defaults]\ntop-p = 7\n"
+        '[models.a]\nttl = "x"\nwhat = 2\n',
+    )
+    status, said = run(
+        "config", "show", "--config", str(path), "--base-path", str(tmp_path), "--block-size", "x"
+    )
+    assert status == 2
+    assert re.findall(r"(?m)^omlxd: (--block-size|\S+ line \d+) ?[:(]", said) == [
+        "--block-size",
+        *(f"{path} line {number}" for number in (2, 3, 4, 6, 8, 9)),
+    ]
+    write(tmp_path, "[serve]\n" + "".join(f"x{number} = 1\n" for number in range(13)))
+    assert refused(home=tmp_path).message.splitlines()[9:] == [
+        f"{path} line 11 (x9): 'x9' is no setting.",
+        "And 3 more mistakes.",
+    ]
 
 
 @pytest.mark.parametrize("table", ["[serve]", '[models."a/b"]'])
@@ -250,6 +288,7 @@ def test_the_command_ends_with_2_and_one_sentence(tmp_path: Path):
     for argv, words in (
         ((*base, "--port", "x"), "--port: 'x'"),
         ((*base, "--prot", "1"), "did you mean --port?"),
+        ((*base, "--draft-model", "x"), '(it stands under [models."NAME"] of a settings file)'),
         ((*base, "--por", "1"), "did you mean --port?"),
         ((*base, "--port"), "expected one argument"),
         (("serv",), "is not one of serve, "),

@@ -1,4 +1,4 @@
-"""The command line of `omlxd doctor`. Exit status 1 if something does not work, 0 if all does."""
+"""The command line of `omlxd doctor`. Exit status 1 if something does not work, 2 for wrong flags, else 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from ...config import Settings, add_flags, settings_of, warnings_of
+from ...config import Settings, add_flags, read_settings, warnings_of
 from ...errors import ConfigError
 from ..daemon_client import daemon_of, find_daemon
 from ..status import as_json
@@ -30,18 +30,22 @@ class Report(msgspec.Struct):
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Raises ConfigError for settings that make no sense, as `omlxd serve` would."""
+    """Raises ConfigError for flags that make no sense, as `omlxd serve` would."""
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--no-disk-test", action="store_true", help="don't write and read 256 MB")
     parser.add_argument("--url", help="the daemon's address, for --host and --port")
     add_flags(parser, *_OPTIONS)
     args = parser.parse_args(argv)
-    asked = settings = settings_of(args, *_OPTIONS)
+    flags = {name: getattr(args, name) for name in (*_OPTIONS, "config") if getattr(args, name) is not None}
+    settings, mistakes = read_settings(flags)
+    if wrong := [text for text in mistakes if text.startswith("--")]:
+        raise ConfigError("\n".join(wrong))
+    asked = settings
     if args.url or not (args.host or args.port):
         settings = _at_daemon(asked, args.url)
     unsure = frozenset(("address",) if settings is not asked else ())
     findings: list[Finding] = []
-    for finding in examine(settings, disk_test=not args.no_disk_test, unsure=unsure):
+    for finding in examine(settings, mistakes, disk_test=not args.no_disk_test, unsure=unsure):
         findings.append(finding)
         if not args.json:
             print(as_text(finding), flush=True)
@@ -66,10 +70,15 @@ def _at_daemon(settings: Settings, url: str | None) -> Settings:
 
 
 def examine(
-    settings: Settings, *, disk_test: bool = True, unsure: frozenset[str] = frozenset()
+    settings: Settings,
+    mistakes: Sequence[str] = (),
+    *,
+    disk_test: bool = True,
+    unsure: frozenset[str] = frozenset(),
 ) -> Iterator[Finding]:
     """Every check in turn. One that fails itself is a finding too.
 
+    mistakes  sentences on what is wrong in the settings' file and variables
     unsure  checks of what a daemon that was found does not tell
     """
     kept, folders = network.with_daemons_cache(settings)
@@ -79,7 +88,8 @@ def examine(
         ("backend", machine.check_backend),
         ("memory", machine.check_memory),
         ("files", machine.check_files),
-        ("settings", lambda: check_settings(settings)),
+        ("settings", lambda: check_settings(settings, mistakes)),
+        ("settings", lambda: models.check_names(settings)),
         ("base folder", lambda: disk.check_folder("base folder", settings.base_path)),
         ("cache folder", lambda: disk.check_cache_folder(settings, kept)),
         ("space", lambda: disk.check_space(kept)),
@@ -102,9 +112,15 @@ def examine(
             yield finding
 
 
-def check_settings(settings: Settings) -> list[Finding]:
-    """What `omlxd serve` warns of: variables that nothing reads, wrong values that another overrides."""
-    return [warn("settings", text.rstrip("."), "Mend it, or take it out.") for text in warnings_of(settings)]
+def check_settings(settings: Settings, mistakes: Sequence[str]) -> list[Finding]:
+    """What keeps `omlxd serve` from starting, and what it warns of: variables that nothing reads, wrong
+    values that another overrides.
+    """
+    mend = "Correct it: `omlxd serve` does not start with it. The other checks take the default."
+    found = [bad("settings", text.rstrip("."), mend) for text in mistakes]
+    return found + [
+        warn("settings", text.rstrip("."), "Mend it, or take it out.") for text in warnings_of(settings)
+    ]
 
 
 def as_text(finding: Finding) -> str:

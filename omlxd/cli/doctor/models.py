@@ -1,4 +1,4 @@
-"""Draft models of the settings; models that the daemon failed to load, and how others decode."""
+"""Names and draft models of the settings; models that the daemon failed to load, and how others decode."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from ...errors import ConfigError
 from ...models.catalog import Catalog
 from ..daemon_client import DaemonError, daemon_of
 from ..owner_api import ModelStatus
-from .finding import Finding, bad, ok
+from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
+
+
+def check_names(settings: Settings) -> list[Finding]:
+    """Whether each `[models."NAME"]` of the file is a model."""
+    mend = "Correct the name to one of `omlxd models list`, or download the model."
+    return [warn("settings", text.rstrip("."), mend) for text in Catalog(settings).unknown_names()]
 
 
 def check_drafts(settings: Settings) -> list[Finding]:

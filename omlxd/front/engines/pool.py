@@ -202,6 +202,8 @@ class EnginePool:
             asyncio.create_task(self._keep(), name="idle models"),
             asyncio.create_task(self._guard.keep(), name="memory"),
         ]
+        for sentence in self.catalog.unknown_names():
+            log.warning("%s", sentence)
         in_background(self.cold.open())  # What it holds is counted and shown before a model is loaded.
         if first and self._first is not None:
             self._first.by_name = True

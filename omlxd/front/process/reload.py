@@ -59,7 +59,8 @@ class Reloader:
         try:
             self._apply(self.read())
         except ConfigError as error:
-            log.error("the configuration was not read again, all stays as it was: %s", error.message)
+            why = error.message.replace("\n", " ")
+            log.error("the configuration was not read again, all stays as it was: %s", why)
         except Exception:
             log.exception("the configuration was not read again, all stays as it was")
         self.notify.ready()

@@ -10,6 +10,7 @@ Socket activation: a service manager opens the sockets before it starts the daem
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -125,6 +126,8 @@ def launch_activate_socket(name: str) -> list[int]:
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+HEALTH_S = 1.0
+"""How long the holder of our port may take to say that it is omlxd."""
 
 RESERVE = 64
 """Open files kept for what is no connection: engines, the cache, the log."""
@@ -245,6 +248,14 @@ def bind(host: str, port: int) -> socket.socket:
 def _why_not_bound(settings: Settings, error: OSError) -> str:
     host, port = settings.host, settings.port
     if error.errno == errno.EADDRINUSE:
+        from ...cli.daemon_client import DaemonError, daemon_of
+
+        with contextlib.suppress(DaemonError):
+            version = daemon_of(settings).version(HEALTH_S)
+            return (
+                f"omlxd {version} already runs on {host} port {port}, see `omlxd status`; stop that one, or "
+                "choose another port with --port (0 takes a free one)."
+            )
         return (
             f"port {port} on {host} is in use; stop the program that holds it, or choose another port "
             "with --port (0 takes a free one)."

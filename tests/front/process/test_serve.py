@@ -250,6 +250,13 @@ def test_a_port_in_use_is_told_with_what_to_do(start):
         assert daemon.logged().count("\n") == 1
 
 
+def test_a_port_that_omlxd_holds_is_told_as_such(start, tmp_path: Path):
+    held = start(env={"OMLXD_API_KEY": "k"})
+    second = start("--port", held.url.rpartition(":")[2], home=tmp_path / "second")
+    assert second.process.wait(PATIENCE_S) == 1
+    assert "already runs on 127.0.0.1 port" in second.logged() and "`omlxd status`" in second.logged()
+
+
 def test_an_address_of_another_machine_is_told(start):
     daemon = start("--host", "203.0.113.7", "--api-key", "k")
     assert daemon.process.wait(PATIENCE_S) == 1
