@@ -271,7 +271,7 @@ class EngineHost:
         if request.return_token_ids:
             sink.prompt = tuple(tokens)
         if not labels and not sink.is_silent:
-            sink.learn = lambda answer: self._learn(rendered, sequence, answer)
+            sink.learn = lambda answer, count: self._learn(rendered, sequence, answer, count)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
             sink.echo(self.loaded.tokenizer.decode(tokens))
         self.prompts.begin(rendered)
@@ -315,13 +315,13 @@ class EngineHost:
         if sink is not None:  # Else the answer's last event is on its way.
             sink.abandon()
 
-    def _learn(self, rendered: RenderedPrompt, sequence: Sequence, answer: Answer) -> None:
-        """A turn is over: later prompts get it as it was generated, each image a placeholder again."""
+    def _learn(self, rendered: RenderedPrompt, sequence: Sequence, answer: Answer, count: int) -> None:
+        """A turn of `count` tokens is over, but for the one that ends turns: later prompts get it as it was
+        generated, each image a placeholder again."""
         tokens, start = sequence.tokens, sequence.prompt_length
         if len(tokens) > start and not sequence.timed_out:
-            end = len(tokens) - (tokens[-1] in sequence.eos)
             prompt = tokens[:start] if sequence.images is None else rendered.tokens
-            self.prompts.learn(rendered.place, answer, prompt, tokens[start:end])
+            self.prompts.learn(rendered.place, answer, prompt, tokens[start : start + count])
 
     def _sampler(
         self, request: GenerateRequest, tokens: list[int], constraint: Constraint | None

@@ -86,7 +86,8 @@ class RequestSink:
     is_silent  the client wants the prompt computed and no answer
     over()   called once if the request did not fail and its client stayed
     prompt   its tokens, where the client wants token ids; they go with the first token
-    learn()  gets what the client was sent, before the last event, if the turn may be remembered
+    learn()  gets what the client was sent, and of how many tokens, before the last event, if the turn may be
+             remembered
     """
 
     def __init__(self, id: int, output: OutputThread, parser: OutputParser, end: Callable[[], None]):
@@ -102,7 +103,7 @@ class RequestSink:
         self.stop: Callable[[], None] = _nothing
         self.is_silent = False
         self.prompt: tuple[int, ...] | None = None
-        self.learn: Callable[[Answer], None] | None = None
+        self.learn: Callable[[Answer, int], None] | None = None
         self.usage: Callable[[], chat.Usage] = chat.Usage
         self.over: Callable[[], None] = _nothing
 
@@ -195,11 +196,10 @@ class RequestSink:
         in_answer = self._parser.in_answer
         events = self._emit(self._parser.finish(reason))
         stopped = self._parser.stopped
-        # A turn that was ended after its one call is not what the model would have written, and
-        # a broken call comes back as something else.
-        complete = not self._parser.ended and not self._cut
+        # A broken call comes back as something else. What came behind its one call nobody was sent.
+        complete = stopped is None and not self._cut
         if complete and self.learn and (reason == "stop" or (in_answer and any(self._answer.texts))):
-            self.learn(self._answer)
+            self.learn(self._answer, self._taken)
         if stopped is not None:
             reason = "stop_sequence"
         elif reason == "stop" and (self._answer.calls or self._cut):

@@ -14,7 +14,7 @@ from host import Host, chat
 from msgspec.structs import replace
 
 from omlxd import wire
-from omlxd.chat import Event, Failed, Finished, Sampling, TextDelta, Usage
+from omlxd.chat import Event, Failed, Finished, Sampling, TextDelta, ToolCall, Usage
 from omlxd.engine.output.sink import OutputThread, RequestSink
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
@@ -128,6 +128,37 @@ def test_an_event_that_can_not_be_sent_fails_its_request_and_no_other(line: Line
     assert got[1][0] == 2 and isinstance(got[1][1], Failed)
     output.put(lambda: [(1, TextDelta("goes on"))])
     assert line.next() == (1, TextDelta("goes on"))
+
+
+class OneCall(Parser):
+    """The answer ends with its one call, whose last token is 12."""
+
+    called = False
+
+    @property
+    def ended(self) -> bool:
+        return self.called or super().ended
+
+    def add_token(self, token: int, likelihood: Any = None) -> list[Event]:
+        if token != 12:
+            return super().add_token(token)
+        self.called = True
+        return [ToolCall("call_1", "paint", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("parser", "learned"), [(OneCall(), [3]), (OneCall(stops_at=11), []), (Parser(), [5])]
+)
+def test_what_is_learned_of_a_turn(parser: Parser, learned: list[int], line: Line, output: OutputThread):
+    """Up to its one call, behind which the engine may be some steps ahead; none of one that was stopped."""
+    sink, got = RequestSink(1, output, parser, lambda: None), list[int]()
+    sink.learn = lambda answer, count: got.append(count)
+    for token in (10, 11, 12, 13, 14):
+        sink.token(token, None)
+    sink.finished(sequence(), "stop")
+    while not isinstance(line.next()[1], Finished):
+        pass
+    assert got == learned
 
 
 def test_tokens_behind_a_stop_string_are_not_counted(line: Line, output: OutputThread):
