@@ -59,6 +59,8 @@ def test_the_logs_level_changes_at_once(ends: tuple[socket.socket, socket.socket
 class Idle:
     """A host whose scheduler does as it is told."""
 
+    channels = ()
+
     def __init__(self, *_: Any) -> None:
         self.info = wire.ModelInfo("m", "", 0, 0, 0, 0, "", "", 64, "cpu")
         self.scheduler = self

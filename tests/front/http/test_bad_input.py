@@ -432,4 +432,4 @@ def test_port_in_use(serving: Daemon, tmp_path: Path):
     port = serving.url.rpartition(":")[2]
     told = serve_once(tmp_path, "--port", port)
     assert told.returncode == 1
-    assert f"port {port}" in told.stderr and "in use" in told.stderr and "Traceback" not in told.stderr
+    assert f"port {port}" in told.stderr and "already runs" in told.stderr and "Traceback" not in told.stderr
