@@ -155,7 +155,10 @@ def _field_error(text: str) -> InvalidRequest:
         param = f"{path}.{missing[1]}" if path else missing[1]
         return bad_field(param, "this field is required")
     if path.endswith("type") and text.startswith("Invalid value"):
-        return unsupported(text.removeprefix("Invalid value ").strip("'"), path)
+        kind = text.removeprefix("Invalid value ").strip("'")
+        if path.startswith("tools."):
+            return bad_field(path, f"a tool of type {kind!r} is not served; describe it as a function")
+        return unsupported(kind, path)
     if not path:
         return InvalidRequest(f"The request body must be a JSON object: {text}.")
     return bad_field(path, text.replace("`", ""))

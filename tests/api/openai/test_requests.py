@@ -307,6 +307,10 @@ def test_bad_fields_are_named(body, param):
     assert param in error.message
 
 
+def test_a_tool_of_another_type_is_told_as_such():
+    assert "a tool of type 'web_search' is not served" in refused(tools=[{"type": "web_search"}]).message
+
+
 # --------------------------------------------------------------------------- legacy completions
 
 
