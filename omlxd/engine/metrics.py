@@ -53,6 +53,7 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         values["attention_rows_alone_ratio"] = ratio
     if scheduler.speculation is not None:
         values["spec_decode_draft_model"] = isinstance(scheduler.speculation.draft_model, DraftModel)
+        values["spec_decode_credit_steps"] = scheduler.speculation.credit
     if scheduler.bridge is not None:
         values |= _bridge_metrics(scheduler.bridge)
         # Of the whole process, which counts it as what it can give back.

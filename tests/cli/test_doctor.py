@@ -238,6 +238,8 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     by_kernel = told("cuda", attention_reads_own_rows=1.0, **now)
     assert "omlxd's attention kernel, with prefixes not shared, with guesses, of which 9 of 12" in by_kernel
     assert told("cpu", **guesses).endswith("without guesses"), "an earlier process counted them"
+    lost = told("cpu", spec_decode_credit_steps=-0.2, **now)
+    assert lost.endswith("9 of 12 held, few of which are made now, since they took longer than they saved")
     measured = told("cpu", attention_reads_own_rows=1.0, attention_rows_alone_ratio=0.421)
     assert "row by row, row by row takes 0.42 times as long as MLX's own, as measured" in measured
 

@@ -76,5 +76,7 @@ def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[st
     if drafted:
         held = int(values.get("spec_decode_num_accepted_tokens_total", 0))
         yield f"of which {held:,} of {int(drafted):,} held"
+        if values.get("spec_decode_credit_steps", 1.0) <= 0:
+            yield "few of which are made now, since they took longer than they saved"
     else:
         yield "none of which was made yet"

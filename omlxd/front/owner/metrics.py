@@ -66,6 +66,7 @@ HELP = {
     "spec_decode_num_draft_tokens_total": "Guessed tokens that were checked, as usage has them.",
     "spec_decode_num_accepted_tokens_total": "Guessed tokens that held, as usage has them.",
     "spec_decode_draft_model": "1 where a draft model is loaded, else 0.",
+    "spec_decode_credit_steps": "Steps without guesses that guesses may cost now, as they have won or lost.",
     "spec_decode_num_drafts_of_draft_model_total": "Of the checks, those of the draft model's guesses.",
     "spec_decode_num_draft_tokens_of_draft_model_total": "Of the guesses, the draft model's.",
     "spec_decode_num_accepted_tokens_of_draft_model_total": "Of these, those that held.",
