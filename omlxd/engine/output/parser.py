@@ -41,6 +41,7 @@ class OutputParser:
     must_call           the answer is nothing but calls: no part of a call that is cut off is text
 
     stopped           the stop string that ended the answer, or None
+    dropped           the tokens so far hold more than the one call, which nobody is sent
     reasoning_tokens  tokens inside thinking blocks so far, tags not counted
     """
 
@@ -79,6 +80,10 @@ class OutputParser:
     def ended(self) -> bool:
         """Whether nothing more will come: a stop string was found, or the one call is made."""
         return self._sink.ended
+
+    @property
+    def dropped(self) -> bool:
+        return self._sink.dropped
 
     @property
     def in_answer(self) -> bool:
@@ -150,6 +155,7 @@ class _EventSink(Sink):
         self._thought = TrailingSpaces()  # of the reasoning
         self._events: list[chat.Event] = []
         self.muted = False  # more answer text is the beginning of a call
+        self.dropped = False
 
     @property
     def ended(self) -> bool:
@@ -157,6 +163,7 @@ class _EventSink(Sink):
 
     def answer(self, text: str) -> None:
         if self.ended or self.muted:
+            self.dropped |= bool(text.strip())
             return
         self.logprobs.answer(len(text), self.splitter.position)
         self._say(self.stops.feed(text))
@@ -262,6 +269,7 @@ class _EventSink(Sink):
         if calls is None:
             return False
         self.boundary()
+        self.dropped |= self._one_call and len(calls) > 1
         for call in calls[:1] if self._one_call else calls:
             self._called = True
             self._events.append(chat.ToolCall(self._id or _new_id(), call.name, call.arguments))

@@ -196,8 +196,8 @@ class RequestSink:
         in_answer = self._parser.in_answer
         events = self._emit(self._parser.finish(reason))
         stopped = self._parser.stopped
-        # A broken call comes back as something else. What came behind its one call nobody was sent.
-        complete = stopped is None and not self._cut
+        # A broken call comes back as something else. What came beside its one call nobody was sent.
+        complete = stopped is None and not self._cut and not self._parser.dropped
         if complete and self.learn and (reason == "stop" or (in_answer and any(self._answer.texts))):
             self.learn(self._answer, self._taken)
         if stopped is not None:

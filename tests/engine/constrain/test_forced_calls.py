@@ -17,7 +17,7 @@ from host import chat
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from parsing import tokenizer  # noqa: F401 -- a fixture
 
-from omlxd.chat import TextDelta, Tool
+from omlxd.chat import TextDelta, Tool, ToolCall
 from omlxd.engine.constrain.constraint import Constraint, ConstraintCompiler
 from omlxd.engine.output.parser import OutputParser
 from omlxd.errors import InvalidRequest
@@ -172,6 +172,24 @@ def test_one_call_and_several(tokenizer, name, special):
         if (tokens := walker.walk(named, seed, free=400)) is not None:
             assert len(calls_in(model, tokens, tools)) == 1
     assert max(counts) > 1
+
+
+@pytest.mark.parametrize(("name", "special"), rest_slow(CASES, *SOME))
+def test_an_answer_that_ends_with_one_call_tells_of_others_in_its_tokens(tokenizer, name, special):
+    """Some formats have several calls between one pair of tags."""
+    model = spelled(tokenizer, name, special)
+    compiler, walker = compiler_of(model), Walker(model)
+    tools = tuple(tool for tool in TOOLS if tool.name in ("none", "choices"))
+    for seed in range(6):
+        tokens = walker.walk(compiled(compiler, tools=tools, tool_choice="required"), seed, free=400)
+        parser, taken = OutputParser(model, tools=tools, one_call=True), list[int]()
+        for token in tokens or ():
+            taken.append(token)
+            events = parser.add_token(token)
+            if parser.ended:
+                assert sum(isinstance(event, ToolCall) for event in events) == 1
+                assert parser.dropped == (len(calls_in(model, taken, tools)) > 1)
+                break
 
 
 @pytest.mark.parametrize(("name", "special"), rest_slow(CASES, *SOME))

@@ -25,8 +25,8 @@ from omlxd.models import demo
 class Parser:
     """Every token is its number in words; `faulty` names the method that raises."""
 
-    def __init__(self, faulty: str = "", stops_at: int = -1):
-        self.faulty, self.stops_at = faulty, stops_at
+    def __init__(self, faulty: str = "", stops_at: int = -1, dropped: bool = False):
+        self.faulty, self.stops_at, self.dropped = faulty, stops_at, dropped
         self.reasoning_tokens = 0
         self.stopped: str | None = None
         self.in_answer = True
@@ -147,10 +147,14 @@ class OneCall(Parser):
 
 
 @pytest.mark.parametrize(
-    ("parser", "learned"), [(OneCall(), [3]), (OneCall(stops_at=11), []), (Parser(), [5])]
+    ("parser", "learned"),
+    [(OneCall(), [3]), (OneCall(dropped=True), []), (OneCall(stops_at=11), []), (Parser(), [5])],
 )
 def test_what_is_learned_of_a_turn(parser: Parser, learned: list[int], line: Line, output: OutputThread):
-    """Up to its one call, behind which the engine may be some steps ahead; none of one that was stopped."""
+    """Up to its one call, behind which the engine may be some steps ahead.
+
+    Nothing of a turn that was stopped, or that holds more than the client was sent.
+    """
     sink, got = RequestSink(1, output, parser, lambda: None), list[int]()
     sink.learn = lambda answer, count: got.append(count)
     for token in (10, 11, 12, 13, 14):
