@@ -5,7 +5,15 @@ fields of `Settings` drive all four, and one conversion (values.py) checks them.
 settings of single models, under `[models."org/name"]`, and sampling for all of them, under `[defaults]`.
 """
 
-from .reading import load_settings, read_settings, settings_of, unknown_variables, warnings_of, where_else
+from .reading import (
+    flags_of,
+    load_settings,
+    read_settings,
+    settings_of,
+    unknown_variables,
+    warnings_of,
+    where_else,
+)
 from .settings import (
     BY_NAME,
     NEXT_LOAD,

@@ -84,12 +84,11 @@ def read_settings(
     for option in OPTIONS:
         value, source = entries.get(option.name, (option.default, "default"))
         sources[option.name] = source
+        place = option.flag if source == "default" else source
         with _noted(mistakes):
-            values[option.field] = _value(
-                option, value, option.flag if source == "default" else source, values
-            )
-            continue
-        values[option.field] = _value(option, option.default, option.flag, values)
+            values[option.field] = _value(option, value, place, values)
+        if option.field not in values:
+            values[option.field] = _value(option, option.default, option.flag, values)
     if entries.get("api_key", ("x", ""))[0] == "":
         mistakes.append(f"{sources['api_key']}: an empty key protects nothing.")
     guarded = values["api_key"] or is_loopback(values["host"]) or mistakes
@@ -153,8 +152,13 @@ def where_else(name: str, words: list[str]) -> str:
 
 def settings_of(args: argparse.Namespace, *names: str, **flags: str) -> Settings:
     """The settings, with flags of `args` for the options `names` and for the file. Raises ConfigError."""
+    return load_settings(flags_of(args, *names) | flags)
+
+
+def flags_of(args: argparse.Namespace, *names: str) -> dict[str, str]:
+    """What `args` says of the options `names` and of the file, where it does."""
     named = {name: getattr(args, name, None) for name in (*names, "config")}
-    return load_settings({name: value for name, value in named.items() if value is not None} | flags)
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _faults(

@@ -191,8 +191,8 @@ class EmbedderHost:
         """As the scheduler's. Any thread."""
         return self.steps
 
-    channels = (0,)
-    """As `EngineHost` has it."""
+    channels = ()
+    """It has no counters to tell at its end."""
 
     def engine_stats(self, id: int = 0) -> dict[str, float]:
         return {}

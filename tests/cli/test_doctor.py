@@ -241,7 +241,9 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     lost = told("cpu", spec_decode_credit_steps=-0.2, **now)
     assert lost.endswith("9 of 12 held, few of which are made now, since they took longer than they saved")
     measured = told("cpu", attention_reads_own_rows=1.0, attention_rows_alone_ratio=0.421)
-    assert "row by row, row by row takes 0.42 times as long as MLX's own, as measured" in measured
+    assert "row by row (in 0.42 of the time of MLX's own, as measured at load), with prefixes" in measured
+    measured = told("cpu", attention_rows_alone_ratio=1.4)
+    assert "MLX's own attention (row by row takes 1.40 of its time, as measured at load), with" in measured
 
 
 def test_settings_of_a_model_that_is_not_there(tmp_path: Path):

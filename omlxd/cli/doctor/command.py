@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from ...config import Settings, add_flags, read_settings, warnings_of
+from ...config import Settings, add_flags, flags_of, read_settings, warnings_of
 from ...errors import ConfigError
 from ..daemon_client import daemon_of, find_daemon
 from ..status import as_json
@@ -36,8 +36,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--url", help="the daemon's address, for --host and --port")
     add_flags(parser, *_OPTIONS)
     args = parser.parse_args(argv)
-    flags = {name: getattr(args, name) for name in (*_OPTIONS, "config") if getattr(args, name) is not None}
-    settings, mistakes = read_settings(flags)
+    settings, mistakes = read_settings(flags_of(args, *_OPTIONS))
     if wrong := [text for text in mistakes if text.startswith("--")]:
         raise ConfigError("\n".join(wrong))
     asked = settings
@@ -79,7 +78,7 @@ def examine(
     """Every check in turn. One that fails itself is a finding too.
 
     mistakes  sentences on what is wrong in the settings' file and variables
-    unsure  checks of what a daemon that was found does not tell
+    unsure    checks of what a daemon that was found does not tell
     """
     kept, folders = network.with_daemons_cache(settings)
     checks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [

@@ -61,9 +61,9 @@ def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[st
     own = values.get("attention_reads_own_rows")
     ours = "by omlxd's attention kernel" if backend.startswith("cuda") else "with attention row by row"
     ratio = values.get("attention_rows_alone_ratio")
-    yield ours if own else "by MLX's own attention"
-    if ratio is not None:
-        yield f"row by row takes {ratio:.2f} times as long as MLX's own, as measured at load"
+    measured = "in {:.2f} of the time of MLX's own" if own else "row by row takes {:.2f} of its time"
+    choice = ours if own else "by MLX's own attention"
+    yield choice if ratio is None else f"{choice} ({measured.format(ratio)}, as measured at load)"
     tokens = int(values.get("kv_shared_segment_tokens", 0))
     yield f"with prefixes shared in segments of {tokens:,} tokens" if tokens else "with prefixes not shared"
     if "spec_decode_draft_model" not in values:  # Counters of an earlier process stay.

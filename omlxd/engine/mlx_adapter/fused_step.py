@@ -116,7 +116,7 @@ class FusedStep:
         nexts = [(_norm(layer.input_layernorm, self._eps), _qkv_of(layer)) for layer in inner.layers]
         nexts.append((_norm(inner.norm, self._eps), (self._head,)))
         self._layers = [
-            _layer_of(layer, own[1], behind)
+            _layer_of(layer, own, behind)
             for layer, own, behind in zip(inner.layers, nexts, nexts[1:], strict=False)
         ]
         self.attend = attend or FusedAttention(self.heads)
@@ -340,17 +340,17 @@ def _qkv_of(layer: Any) -> tuple[Linear, ...]:
     return _linear(own.q_proj), _linear(own.k_proj), _linear(own.v_proj)
 
 
-def _layer_of(layer: Any, qkv: tuple[Linear, ...], behind: tuple[mx.array, tuple[Linear, ...]]) -> Layer:
-    """`behind`: the next layer's norm, and its queries, keys and values; or those of the head."""
+def _layer_of(
+    layer: Any, first: tuple[mx.array, tuple[Linear, ...]], behind: tuple[mx.array, tuple[Linear, ...]]
+) -> Layer:
+    """`first`: its norm, its queries, keys and values. `behind`: those of the next layer, or of the head."""
     own, mlp = layer.self_attn, layer.mlp
     eps = layer.input_layernorm.eps
+    norms = (own.q_norm, own.k_norm) if "q_norm" in own else None
     linears = *map(_linear, (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)), *behind[1]
     return Layer(
-        norm=_norm(layer.input_layernorm, eps),
-        qkv=qkv,
-        qk_norms=(_norm(own.q_norm, own.k_norm.eps), _norm(own.k_norm, own.q_norm.eps))
-        if "q_norm" in own
-        else None,
+        *first,
+        qk_norms=(_norm(norms[0], norms[1].eps), _norm(norms[1], norms[0].eps)) if norms else None,
         products=LayerProducts(
             weights=tuple(linear.weight for linear in linears),
             biases=tuple(linear.bias for linear in linears),

@@ -10,17 +10,14 @@ Socket activation: a service manager opens the sockets before it starts the daem
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import http.client
 import ipaddress
 import logging
 import os
 import resource
 import socket
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
-
-import msgspec
 
 from ...cli.service.plan import LAUNCHD_NAME
 from ...common import ports
@@ -251,7 +248,10 @@ def bind(host: str, port: int) -> socket.socket:
 def _why_not_bound(settings: Settings, error: OSError) -> str:
     host, port = settings.host, settings.port
     if error.errno == errno.EADDRINUSE:
-        if version := _omlxd_at(host, port):
+        from ...cli.daemon_client import DaemonError, daemon_of  # Else no daemon needs it.
+
+        with contextlib.suppress(DaemonError):
+            version = daemon_of(settings).version(HEALTH_S)
             return (
                 f"omlxd {version} already runs on {host} port {port}, see `omlxd status`; stop that one, or "
                 "choose another port with --port (0 takes a free one)."
@@ -265,23 +265,6 @@ def _why_not_bound(settings: Settings, error: OSError) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return f"{settings.sources.get('host', '--host')}: {host} is no address of this machine."
     return f"can't listen on {host} port {port}: {error}."
-
-
-class _Health(msgspec.Struct):
-    version: str
-    models: list[Any]
-
-
-def _omlxd_at(host: str, port: int) -> str:
-    """The version of the omlxd that listens there; "": another program does."""
-    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_S)
-    try:
-        connection.request("GET", "/health")
-        return msgspec.json.decode(connection.getresponse().read(1 << 20), type=_Health).version
-    except (OSError, http.client.HTTPException, msgspec.MsgspecError):
-        return ""
-    finally:
-        connection.close()
 
 
 def urls_of(sockets: list[socket.socket]) -> str:
