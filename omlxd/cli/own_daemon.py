@@ -25,7 +25,7 @@ END_S = 20.0
 def own_daemon(*flags: str) -> Generator[Daemon]:
     """A new daemon, which ends with the block. Raises DaemonError if it can't serve.
 
-    It takes a key of its own, beside those of `omlxd key`: who has none of the user's keys gets in no easier.
+    It accepts a key that only this process knows, beside those of `omlxd key`. Other clients need theirs.
     SIGTERM and SIGHUP end the block. The daemon ends with this process, killed or not.
     """
     key = secrets.token_urlsafe(32)

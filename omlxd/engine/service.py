@@ -353,7 +353,7 @@ class EngineService:
         self._send(wire.Stats(id=message.id, values=values))
 
     def _send_last_stats(self, host: EngineHost | EmbedderHost, channel: int) -> None:
-        """What `channel` has counted up to its end, whoever asked last. Raises nothing."""
+        """Send the counters of `channel` once more, as it ends. Raises nothing."""
         id = channel * wire.CHANNEL
         try:
             self._send(wire.Stats(id=id, values=host.engine_stats(id)))

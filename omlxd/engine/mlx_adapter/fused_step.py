@@ -76,8 +76,8 @@ class Layer(NamedTuple):
 
 
 class Between(NamedTuple):
-    """`sum`, (rows, hidden), goes from layer to layer. `results` of the next one's first products, (rows, …)
-    each, or the logits."""
+    """What one layer gives the next. `sum`: (rows, hidden), the residual. `results`: (rows, any) each, the
+    next layer's queries, keys and values, or the logits."""
 
     sum: mx.array
     results: tuple[mx.array, ...]

@@ -149,7 +149,7 @@ def code(*form: Any) -> tuple[str, bytes]:
 
 @cache
 def _counters() -> mx.array:
-    """Of all launches, which follow each other: a layer needs what the one before gave."""
+    """All launches share them: each waits for the one before it, whose result its layer needs."""
     counters = mx.zeros((4 * PLACES,), mx.int32)
     mx.eval(counters)
     return counters

@@ -99,7 +99,8 @@ def of_layer(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.a
 
 
 def compile_ahead(layers: Sequence[LayerProducts]) -> None:
-    """Compile all that `of_layer` computes these by, at once: NVRTC takes up to a second for a launch.
+    """Compile the launches that `of_layer` uses for these layers, all at the same time. NVRTC takes up to a
+    second for one.
 
     Raises what NVRTC raises.
     """
