@@ -11,8 +11,8 @@
 | kv-…     | read and write block files                                    |
 
 When the front's end of the socket closes, whatever the reason, the engine flushes for a moment and
-exits: no engine outlives its front. (On Linux, one whose front was killed is ended by the kernel before
-it could flush.)
+exits: no engine outlives its front. (On Linux the kernel ends an engine whose front was killed, most often
+before it has flushed.)
 """
 
 from __future__ import annotations
