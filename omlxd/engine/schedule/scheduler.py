@@ -262,8 +262,12 @@ class Scheduler:
 
     def step_due(self) -> bool:
         """Whether those that decode have waited long enough for a prompt."""
-        since = time.perf_counter() - self._stepped_at
-        return self.decodes and since >= slice_seconds(self._step_s, self.passes.layer_s)
+        if not self.decodes:
+            return False
+        prompts = sum(sequence.state is State.PREFILLING for sequence in self.running)
+        rows = sum(len(batch.rows) for batch in self._batches)
+        least = slice_seconds(self._step_s, self.passes.layer_s, prompts, rows)
+        return time.perf_counter() - self._stepped_at >= least
 
     def decode(self, *, beside_prefill: bool) -> None:
         """Run a step of every batch; wait for its end beside a prefill, so that each is timed by itself."""

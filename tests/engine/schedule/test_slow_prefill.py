@@ -17,7 +17,7 @@ from rig import BLOCK, Output, Rig
 from omlxd.chat import Sampling
 from omlxd.common.units import PREFILL_CHUNK
 from omlxd.engine.output.sink import usage_of
-from omlxd.engine.schedule.prefill import LEAST_SLICE_S, PrefillBudget, slice_seconds
+from omlxd.engine.schedule.prefill import LEAST_SLICE_S, MOST_SLICE_S, PrefillBudget, slice_seconds
 
 LAYERS = 16
 
@@ -182,6 +182,13 @@ def test_beside_short_steps_prefill_gets_its_least():
     step, layer = 0.008, 0.0028
     ended = next(n for n in range(1, 200) if n * layer >= slice_seconds(step, layer))
     assert ended == 11 and ended * layer == pytest.approx(LEAST_SLICE_S, abs=layer / 2)
+
+
+def test_prompts_that_outnumber_those_who_decode_get_more_up_to_a_quarter_of_a_second():
+    assert slice_seconds(0.08, 0.0, prompts=3, rows=3) == slice_seconds(0.08, 0.0) == pytest.approx(0.056)
+    assert slice_seconds(0.08, 0.0, prompts=3, rows=1) == pytest.approx(0.24)
+    assert slice_seconds(0.08, 0.0, prompts=9, rows=1) == MOST_SLICE_S
+    assert slice_seconds(0.5, 0.0, prompts=9, rows=1) == slice_seconds(0.5, 0.0) > MOST_SLICE_S
 
 
 @pytest.mark.slow
