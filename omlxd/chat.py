@@ -212,6 +212,7 @@ class GenerateRequest(Struct, frozen=True):
     context_limit  tokens of prompt and answer at most; 0: the model's own
     format      what the answer must be; None: anything
     labels      answers whose likelihood is asked for, and nothing is generated; (): the model's own
+    prediction  text that the answer may be much like: guesses of its next tokens come from it, too; "": none
     collected   the client reads nothing before the end, so after an engine's death the answer may begin anew,
                 with `Restarted`; for the front alone
     return_token_ids  `TokenIds` come with the answer
@@ -235,6 +236,7 @@ class GenerateRequest(Struct, frozen=True):
     timeout_s: float = 0.0
     format: AnswerFormat | None = None
     labels: tuple[str, ...] = ()
+    prediction: str = ""
     collected: bool = False
     return_token_ids: bool = False
     keys_file: str = ""

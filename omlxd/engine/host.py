@@ -207,6 +207,7 @@ class EngineHost:
         if wanted is None:
             wanted = request.sampling.usual_max_tokens
         labels = self.prompts.labels(rendered, request.labels, context)
+        prediction = self.prompts.tokens.encode(request.prediction)[:context]
         constraint = None
         if labels:
             wanted = max(map(len, labels))
@@ -242,6 +243,7 @@ class EngineHost:
             max_new=room if wanted is None else max(1, min(wanted, room)),
             reserve=self._kv_reserve,
             labels=labels,
+            prediction=prediction,
             keys_file=request.keys_file,
             query=request.query,
             values=request.values,

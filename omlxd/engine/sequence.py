@@ -97,6 +97,7 @@ class Sequence:
     images         those of its prompt; None: it has none
     adapter        what its passes add to the model; None: nothing
     labels         answers to be scored, as tokens: the sequence ends with its prompt; (): it generates
+    prediction     tokens that its client thinks may come
     keys_file, values, query  as the request has them (chat.py)
     write_kv       writes what its cache holds of its prompt into a file
     kv_from        the file of its KV, until that is its own; None: it has none
@@ -146,6 +147,7 @@ class Sequence:
     sink: Any = None
     reserve: int = KV_RESERVE
     labels: Seq[Seq[int]] = ()
+    prediction: Seq[int] = ()
     keys_file: str = ""
     query: int | None = None
     values: bool = False

@@ -17,6 +17,13 @@ Guesser = Callable[[list[int]], list[int]]
 """Tokens so far → guesses."""
 
 
+def check_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is guessed is checked, also where that takes longer."""
+    monkeypatch.setattr(
+        Speculation, "best_width", lambda self, offers, own=0.0, flat=0: max(count for _, count in offers)
+    )
+
+
 def guess_by(monkeypatch: pytest.MonkeyPatch, guesser: Guesser, *, forced: bool = False) -> None:
     """forced: what a grammar forces stays a guess."""
     propose = RowSpeculator._propose
@@ -28,9 +35,7 @@ def guess_by(monkeypatch: pytest.MonkeyPatch, guesser: Guesser, *, forced: bool 
             self.guess, self._kind = guesser(tokens.tolist()), "short"
 
     monkeypatch.setattr(RowSpeculator, "_propose", instead)
-    monkeypatch.setattr(
-        Speculation, "best_width", lambda self, offers, own=0.0, flat=0: max(count for _, count in offers)
-    )
+    check_always(monkeypatch)
 
 
 def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
@@ -51,9 +56,7 @@ def draft_always(monkeypatch: pytest.MonkeyPatch, width: int = 4) -> None:
     monkeypatch.setattr(
         Speculation, "draft_width", lambda self, offers, rates, most=15, own=0.0, flat=0: min(width, most)
     )
-    monkeypatch.setattr(
-        Speculation, "best_width", lambda self, offers, own=0.0, flat=0: max(count for _, count in offers)
-    )
+    check_always(monkeypatch)
     monkeypatch.setattr(RowSpeculator, "draft_rate", 0.01)
 
 

@@ -230,6 +230,7 @@ class Rig:
         top_logprobs: int | None = None,
         adapter: mlx_adapter.Adapter | None = None,
         labels: Seq[Seq[int]] = (),
+        prediction: Seq[int] = (),
     ) -> Output:
         output = output or Output()
         root = chain_root(self.namespace, salt)
@@ -252,6 +253,7 @@ class Rig:
             sink=output,
             pins=pins,
             labels=labels,
+            prediction=prediction,
         )
         self.scheduler.submit(output.sequence)
         return output

@@ -92,6 +92,14 @@ class _Message(msgspec.Struct):
     """True: the answer begins with this message (DeepSeek, Mistral)."""
 
 
+class _Prediction(msgspec.Struct, tag_field="type", tag="content"):
+    content: Union[str, list[_TextItem]]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(item.text for item in self.content)
+
+
 class ChatBody(ChatFields, kw_only=True):
     messages: list[_Message]
     max_completion_tokens: Limit | None = None
@@ -109,6 +117,7 @@ class ChatBody(ChatFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     verbosity: Verbosity | None = None
+    prediction: _Prediction | None = None
 
 
 class ChatRequest(ParsedRequest, frozen=True, kw_only=True):
@@ -154,11 +163,14 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
     max_tokens = limit_of(request.max_tokens, "max_tokens")
     if request.max_completion_tokens is not None:
         max_tokens = limit_of(request.max_completion_tokens, "max_completion_tokens")
+    generate = generate_request(
+        request, prompt, max_tokens, _logprobs(request), session(request, headers or {}), format
+    )
+    if request.prediction is not None:
+        generate = msgspec.structs.replace(generate, prediction=request.prediction.text)
     return ChatRequest(
         **parsed_fields(request),
-        generate=generate_request(
-            request, prompt, max_tokens, _logprobs(request), session(request, headers or {}), format
-        ),
+        generate=generate,
         calls=tools.shape,
     )
 

@@ -129,7 +129,7 @@ class DecodeBatch:
             if not shared.repeatable:
                 row.sampler.params = seeded(row.sampler.params)
             shared.rates[DRAFT].forget()
-        return RowSpeculator(row.tokens, row.sampler.constraint, shared.rates)
+        return RowSpeculator(row.tokens, row.sampler.constraint, shared.rates, row.prediction)
 
     def _may_speculate(self) -> bool:
         if self._speculation is None or not mlx_adapter.can_take_back(self._cache, len(self.rows)):

@@ -413,6 +413,7 @@ class RowSpeculator:
     won         steps, by guesses of the batches that it was in
     constraint  of the sequence; its tokens so far are taken by it first
     shared      the share of guesses that holds, of all sequences: what is thought before this one made any
+    prediction  tokens that its client thinks may come
     """
 
     def __init__(
@@ -420,9 +421,10 @@ class RowSpeculator:
         tokens: Seq[int],
         constraint: Constraint | None = None,
         shared: Mapping[str, HoldRate] | None = None,
+        prediction: Seq[int] = (),
     ):
         self.won = 0.0
-        self._proposer = NgramProposer(tokens)
+        self._proposer = NgramProposer(tokens, prediction)
         self._constraint = constraint
         self._shared = shared or {kind: HoldRate() for kind in KINDS}
         self._rates = {kind: HoldRate(rate.value) for kind, rate in self._shared.items()}

@@ -209,6 +209,13 @@ def test_a_message_with_prefix_begins_the_answer():
     assert refused(messages=[asked, {**begun, "content": None}]).param == "messages.1.prefix"
 
 
+def test_a_prediction_is_text_or_texts():
+    for content in ("a = 2", [{"type": "text", "text": "a ="}, {"type": "text", "text": " 2"}]):
+        request = chat(prediction={"type": "content", "content": content}).generate
+        assert request.prediction == "a = 2"
+    assert chat().generate.prediction == chat(prediction=None).generate.prediction == ""
+
+
 def test_session_and_salt():
     got = chat({"x-session-affinity": "s"}, user="u", cache_salt="salt").generate
     assert (got.session, got.cache_salt) == ("s", "salt")
@@ -298,6 +305,9 @@ def test_documents_go_to_the_template():
         ),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"prediction": "a = 2"}, "prediction"),
+        ({"prediction": {"type": "file", "content": "a"}}, "prediction.type"),
+        ({"prediction": {"type": "content", "content": 1}}, "prediction.content"),
         ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
     ],
 )

@@ -11,7 +11,7 @@ from cold_run import prompt
 from daemon import wait_until
 from families import build_family
 from family_configs import CONFIGS
-from guesses import guess_by, half_right
+from guesses import check_always, guess_by, half_right
 from hypothesis import given
 from hypothesis import strategies as st
 from rig import GREEDY, Output, Rig
@@ -97,6 +97,21 @@ def test_an_answer_ends_where_it_would_although_guesses_went_on(model: Path, mon
         for most in range(1, 14):
             assert rig.run(asked, most).got == plain[:most]
             assert rig.run(asked, most).reason == "length"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
+def test_guesses_come_from_what_the_client_predicts(model: Path, monkeypatch, sampling: Sampling):
+    asked = prompt(40, seed=1)
+    with Rig(model) as rig:
+        plain = rig.run(asked, 60, sampling=sampling).got
+    check_always(monkeypatch)
+    with Rig(model, speculate=True) as rig:
+        without = rig.run(asked, 60, sampling=sampling)
+        right = rig.run(asked, 60, sampling=sampling, prediction=[9, *plain, 9])
+        wrong = rig.run(asked, 60, sampling=sampling, prediction=prompt(60, seed=2))
+        assert without.got == right.got == wrong.got == plain
+        assert right.sequence.accepted > 40 > without.sequence.accepted
+        assert right.sequence.tokens[:40] == asked and right.sequence.prompt_length == 40
 
 
 NOT_RECURRENT = [name for name, family in CONFIGS.items() if "ArraysCache" not in family.classes]
@@ -196,6 +211,14 @@ def test_what_followed_the_newest_tokens_is_proposed():
     assert proposed([7, 2, 3, 8, 1, 2, 3]) == ([], 0), "two tokens are no match"
     longer = [1, 2, 3, 4, 5, 0, 9, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5]
     assert proposed(longer, 1) == ([0], 5), "the longest match counts, before a more recent one"
+
+
+def test_what_is_predicted_stands_before_the_tokens():
+    proposer = NgramProposer([1, 2, 3], prediction=[0, 4, 5, 6, 7, 8])
+    assert proposer.tokens.tolist() == [1, 2, 3] and not proposer.match()
+    for token in (4, 5, 6):
+        proposer.add_token(token)
+    assert proposer.following(2) == [7, 8] and proposer.tokens.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_loop_is_proposed_to_go_on():
