@@ -127,12 +127,11 @@ class _Entry:
     """The turns of one place.
 
     turns      by what was sent, the newest last; None: two conversations look alike, and their turns differ
-    begun      answers that were begun there; answering: that have not ended
+    answering  answers that were begun there and have not ended
     on_disk    its file is in place, and holds `turns`; unsaved: it must be written; writing: it is being
     """
 
     turns: dict[Said, Turn | None] = field(default_factory=dict)
-    begun: int = 0
     answering: int = 0
     on_disk: bool = False
     unsaved: bool = False
@@ -186,7 +185,7 @@ class TurnMemory:
             entry = self._held(place)
             if entry is None:
                 # A place that has no file is noted too, so that it is looked for once.
-                entry = _Entry(dict(stored), begun=bool(stored), on_disk=bool(stored))
+                entry = _Entry(dict(stored), on_disk=bool(stored))
                 self._places.put(place.key, entry)
             return entry
 
@@ -208,7 +207,6 @@ class TurnMemory:
             else:  # It couldn't be told whether there is a file.
                 entry.on_disk = True
                 self._places.put(place.key, entry)
-            entry.begun += 1
             entry.answering += 1
             self._busy[place.key] = entry
             overtaken, entry.on_disk = entry.on_disk, False
@@ -273,9 +271,9 @@ class TurnMemory:
 
     def _save(self, place: Place, entry: _Entry) -> None:
         """Have the place written if it must be and may be: not while it is answered. Under the lock."""
-        # Which of two answers a conversation without a name goes on with is not for a crash to decide.
-        told_apart = not place.implicit or entry.begun < 2
         turns = {said: turn for said, turn in entry.turns.items() if turn is not None}
+        # Which of two turns a conversation without a name goes on with is not for a crash to decide.
+        told_apart = not place.implicit or len({answer for answer, _ in turns}) == len(entry.turns)
         if self._files is not None and not entry.answering and not entry.writing:
             if entry.unsaved and told_apart and turns:
                 entry.unsaved = False

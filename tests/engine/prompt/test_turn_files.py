@@ -204,7 +204,7 @@ def test_two_answers_at_once_are_both_written(rig: Rig):
     assert found(memory) == [5] and found(memory, answer=b"z" * 16) == [6]
 
 
-def test_a_conversation_without_a_name_that_is_answered_twice_is_not_written(rig: Rig):
+def test_two_turns_that_look_alike_in_a_conversation_without_a_name_are_not_written(rig: Rig):
     nameless = Place(("implicit-1", ""), b"b" * 16, implicit=True)
     memory = TurnMemory(files=files_of(rig))
     say(memory, nameless, [5])
@@ -216,11 +216,26 @@ def test_a_conversation_without_a_name_that_is_answered_twice_is_not_written(rig
     assert found(other, nameless) == "ambiguous" and not files_in(rig.root)
 
 
+@pytest.mark.parametrize("implicit", [False, True])
+def test_a_question_that_is_asked_again_keeps_its_record(rig: Rig, implicit: bool):
+    place = Place(("implicit-1", ""), b"b" * 16, implicit=implicit)
+    for _ in range(3):  # Of a client that tries again, each behind a restart.
+        memory = TurnMemory(files=files_of(rig))
+        for _ in range(2):
+            say(memory, place, [5])
+            say(memory, place, [7], b"z" * 16)
+            memory.begin(place)
+            memory.end(place)  # Cut.
+        rig.settle()
+        again = TurnMemory(files=files_of(rig))
+        assert found(again, place) == [5] and found(again, place, answer=b"z" * 16) == [7]
+
+
 def test_only_files_that_are_there_or_being_written_are_named(rig: Rig):
     nameless = Place(("implicit-1", ""), b"b" * 16, implicit=True)
     memory = TurnMemory(files=files_of(rig))
-    for place in (ME, nameless, nameless):
-        say(memory, place, [5])
+    for place, tokens in ((ME, [5]), (nameless, [5]), (nameless, [6])):
+        say(memory, place, tokens)
     named = memory.files_of([ME, nameless, Place(("me", ""), b"n" * 16)])
     rig.settle()
     assert len(named) == 1 and memory.files_of([ME, nameless]) == named
