@@ -24,6 +24,7 @@ Not thread-safe: one thread owns a ledger (front/engines/cold_ledger.py).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -126,14 +127,20 @@ class Ledger:
     def lock(self) -> None:
         """Make the folder this ledger's. Files may be read from now on; nothing is granted yet.
 
-        Raises LedgerBusy, or OSError when the folder can't be made or written.
+        Raises LedgerBusy, or OSError when the folder can't be made or opened. One on a read-only disk can be,
+        where a daemon has used it before.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._take_lock(os.O_CREAT)
+        try:
+            self._take_lock(os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno != errno.EROFS or not (self.root / LOCK_NAME).exists():
+                raise
+            self._take_lock(os.O_RDONLY)
 
-    def _take_lock(self, flags: int = 0) -> None:
+    def _take_lock(self, flags: int = os.O_RDWR) -> None:
         text = b""
-        fd = os.open(self.root / LOCK_NAME, os.O_RDWR | flags | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.root / LOCK_NAME, flags | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The number is for people. A full disk has no room for it, and must still be opened,

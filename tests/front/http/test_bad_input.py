@@ -383,8 +383,50 @@ def test_cache_dir_is_read_only(tmp_path: Path):
 
 @pytest.mark.slow
 def test_cache_dir_is_full_from_the_start(tmp_path: Path):
-    with small_disk(tmp_path / "disk", "256k") as disk:
-        serves_without_cold_tier(tmp_path / "home", disk)
+    with (
+        small_disk(tmp_path / "disk", "256k") as disk,
+        Daemon(tmp_path / "home", "--paged-ssd-cache-dir", str(disk / "cache")) as daemon,
+    ):
+        usages = [own_usage(daemon.messages(prose(100))) for _ in range(2)]
+        assert usages[0]["computed"] > BLOCK and usages[1]["computed"] <= BLOCK
+        assert "only read until its disk takes writes again: No space left" in daemon.logged()
+        assert "Traceback" not in daemon.logged() and daemon.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_a_disk_that_takes_no_writes_at_the_start_is_read_and_later_written(tmp_path: Path, how: str):
+    with small_disk(tmp_path / "disk", "6m") as disk:
+        flags = "--paged-ssd-cache-dir", str(disk / "cache"), "--hot-cache-max-size", "0"
+        with Daemon(tmp_path / "home", *flags) as daemon:
+            told = daemon.messages(prose(300))
+            assert daemon.stop() == 0
+        stored = set((disk / "cache").rglob("*.safetensors"))
+        filler = disk / "filler"
+        if how == "full":
+            filler.write_bytes(bytes(shutil.disk_usage(disk).free))
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with Daemon(tmp_path / "home", *flags) as daemon:
+            assert "only read until its disk takes writes again" in daemon.logged()
+            again = daemon.messages(prose(300))
+            assert own_usage(again)["cached_cold"] > 0 and again["content"] == told["content"]
+            daemon.messages(prose(300, seed=1))
+            wait_until(lambda: not daemon.figure("kv_cold_tier_on"), why=daemon.logged)
+            if how == "full":
+                filler.unlink()
+            else:
+                subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+            time.sleep(PAUSE_S)
+            seeds = itertools.count(2)
+
+            def is_written() -> bool:
+                daemon.messages(prose(300, seed=next(seeds)))
+                daemon.settled()
+                return set((disk / "cache").rglob("*.safetensors")) > stored
+
+            wait_until(is_written, why=daemon.logged)
+            assert "Traceback" not in daemon.logged()
 
 
 @pytest.mark.slow
