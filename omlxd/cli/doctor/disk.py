@@ -57,7 +57,11 @@ def check_cache_folder(settings: Settings, kept: Settings) -> Finding:
     here = check_folder("cache folder", settings.paged_ssd_cache_dir)
     if here.verdict == "bad":
         return bad(here.check, f"the daemon has no SSD cache; here {here.text}", here.mend)
-    return ok("cache folder", "none: the daemon has no SSD cache")
+    return warn(
+        "cache folder",
+        f"the daemon has no SSD cache, and {settings.paged_ssd_cache_dir} could be used",
+        "It was started without one (`--no-cache`), or could not use the folder then: restart it.",
+    )
 
 
 def has_cache(settings: Settings) -> bool:
