@@ -313,8 +313,9 @@ class Usage(Struct, frozen=True):
     decode_s           seconds from the first token to the end; of several choices, from the first token of
                        any to the end of the last
     peak_bytes         most that MLX held in its passes, all that was in memory beside it included
-    drafted, accepted  tokens that were guessed, and guesses that held, all of a last pass
+    drafted, accepted  tokens that were guessed, all of a last pass, and guesses that held
     model_drafted, model_accepted  of these, the draft model's
+    predicted, predicted_accepted  of these, those of the request's prediction
     """
 
     prompt_tokens: int = 0
@@ -332,6 +333,8 @@ class Usage(Struct, frozen=True):
     accepted: int = 0
     model_drafted: int = 0
     model_accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
     recomputed: int = 0
 
     @property

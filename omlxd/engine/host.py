@@ -5,6 +5,7 @@ Built on the engine thread by `load`; its methods are called by the threads that
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -207,7 +208,7 @@ class EngineHost:
         if wanted is None:
             wanted = request.sampling.usual_max_tokens
         labels = self.prompts.labels(rendered, request.labels, context)
-        prediction = self.prompts.tokens.encode(request.prediction)[:context]
+        prediction = self._prediction(request.prediction, context)
         constraint = None
         if labels:
             wanted = max(map(len, labels))
@@ -279,6 +280,14 @@ class EngineHost:
         self.prompts.begin(rendered)
         self.scheduler.submit(sequence)
         return sequence
+
+    def _prediction(self, text: str, context: int) -> list[int]:
+        """The tokens of what a client predicts. Raises InvalidRequest for more than an answer could have."""
+        with contextlib.suppress(PromptTooLong):
+            tokens = self.prompts.tokens.encode(text, most=context)
+            if len(tokens) <= context:
+                return tokens
+        raise bad_field("prediction", f"it has more tokens than the model's context, {context}: shorten it")
 
     def _writes_kv(
         self, request: GenerateRequest, tokens: list[int], adapter: Adapter | None

@@ -133,6 +133,7 @@ class Sequence:
     drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py), as
                    far as its answer goes (`RequestSink.count`)
     model_drafted, model_accepted  of these, the draft model's
+    predicted, predicted_accepted  of these, those of `prediction`
     sink           where output goes (engine/output/sink.py); opaque to the scheduler
     """
 
@@ -201,6 +202,8 @@ class Sequence:
     accepted: int = 0
     model_drafted: int = 0
     model_accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
 
     def __post_init__(self) -> None:
         self.name = self.name or f"request {self.id}"

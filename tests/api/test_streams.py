@@ -173,7 +173,11 @@ OPENAI_USAGE = {
     "completion_tokens": 7,
     "total_tokens": 107,
     "prompt_tokens_details": {"cached_tokens": 64},
-    "completion_tokens_details": {"reasoning_tokens": 3},
+    "completion_tokens_details": {
+        "reasoning_tokens": 3,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    },
     "omlxd": {
         **{"cached_hot": 48, "cached_cold": 16, "computed": 36, "ttft_s": 0.25},
         **dict.fromkeys(("queue_s", "restore_s", "prefill_s", "decode_s", "tokens_per_s"), 0.0),

@@ -240,7 +240,12 @@ class PromptDetails(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
+    """Guesses that stand in the request's `prediction`: those that held, and those that did not. Unlike
+    OpenAI's, a rejected one is no token of the answer's."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class UsageBody(msgspec.Struct):
@@ -258,7 +263,9 @@ def usage_body(usage: chat.Usage) -> UsageBody:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptDetails(usage.cached_tokens),
-        completion_tokens_details=CompletionDetails(usage.reasoning_tokens),
+        completion_tokens_details=CompletionDetails(
+            usage.reasoning_tokens, usage.predicted_accepted, usage.predicted - usage.predicted_accepted
+        ),
         omlxd=usage_extension(usage),
     )
 

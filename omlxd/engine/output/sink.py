@@ -183,7 +183,7 @@ class RequestSink:
         events += self._emit(self._parser.add_token(token, likelihood))
         if self._parser.ended:
             self.stop()
-            events += self._finish("stop", replace(self.usage(), completion_tokens=self._taken))
+            events += self._finish("stop", _cut(self.usage(), self._taken))
         return events
 
     def _scored(self, scores: LabelScores) -> list[tuple[int, chat.Event]]:
@@ -228,6 +228,13 @@ def _nothing() -> None:
     pass
 
 
+def _cut(usage: chat.Usage, tokens: int) -> chat.Usage:
+    """Of an answer that ends behind so many tokens, amid those of a pass."""
+    names = ("accepted", "model_accepted", "predicted_accepted")
+    held = {name: min(getattr(usage, name), tokens) for name in names}
+    return replace(usage, completion_tokens=tokens, **held)
+
+
 def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
     """Counts of a sequence as it stands. `now`: on the monotonic clock; None: the time."""
     now = now or time.monotonic()
@@ -248,5 +255,7 @@ def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
         accepted=sequence.accepted,
         model_drafted=sequence.model_drafted,
         model_accepted=sequence.model_accepted,
+        predicted=sequence.predicted,
+        predicted_accepted=sequence.predicted_accepted,
         recomputed=sequence.recomputed,
     )

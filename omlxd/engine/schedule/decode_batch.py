@@ -330,8 +330,8 @@ class DecodeBatch:
             for token in tokens:
                 _advance(row, token)
             speculator = self._speculators[row]
-            held, of_model = len(tokens) - 1, speculator.of_model
-            row.sink.count(partial(self._speculation.count, row, len(guess), held, of_model=of_model))
+            whose = {"of_model": speculator.of_model, "predicted": speculator.of_prediction}
+            row.sink.count(partial(self._speculation.count, row, len(guess), len(tokens) - 1, **whose))
             speculator.add_tokens(tokens, len(guess))
         times = self._speculation.times
         self._spared += times.record_check(len(self.rows), guesses, clock() - began, **how)

@@ -68,6 +68,11 @@ class NgramProposer:
             self._match = self._longest()
         return min(self._match[1], LONGEST_MATCH) if self._match is not None else 0
 
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the match's next token stands in the prediction."""
+        return self._match is not None and self._match[0] + 1 < self._begin
+
     def is_next(self, token: int) -> bool:
         """Whether the longest match was followed by this one."""
         return self._match is not None and bool(self._ids[self._match[0] + 1] == token)

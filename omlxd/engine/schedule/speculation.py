@@ -272,7 +272,7 @@ class Speculation:
     draft_seconds: dict[int, float] = field(default_factory=dict)
     counts: defaultdict[Hashable, GuessCounts] = field(default_factory=lambda: defaultdict(GuessCounts))
 
-    def count(self, row: Sequence, guesses: int, held: int, *, of_model: bool) -> None:
+    def count(self, row: Sequence, guesses: int, held: int, *, of_model: bool, predicted: bool) -> None:
         """Count what a pass checked of `row`."""
         self.counts[row.adapter].record(guesses, held, of_model=of_model)
         row.drafted += guesses
@@ -280,6 +280,9 @@ class Speculation:
         if of_model:
             row.model_drafted += guesses
             row.model_accepted += held
+        if predicted:
+            row.predicted += guesses
+            row.predicted_accepted += held
 
     def record_step(self, rows: int, seconds: float) -> None:
         """A plain step took `seconds`."""
@@ -456,6 +459,11 @@ class RowSpeculator:
     def of_model(self) -> bool:
         """Whether the draft model made the guess."""
         return self._kind == DRAFT
+
+    @property
+    def of_prediction(self) -> bool:
+        """Whether the guess stands in what its client predicts."""
+        return self._kind in ("short", "long") and self._proposer.is_predicted
 
     def take_draft(self, guess: list[int]) -> None:
         """The draft model's in place of its own guess."""

@@ -163,7 +163,7 @@ async def _choices(
 _OF_PROMPTS = ("prompt_tokens", "cached_hot", "cached_cold", "recomputed", "restore_s", "prefill_s")
 _OF_CHOICES = (
     *("completion_tokens", "reasoning_tokens"),
-    *("drafted", "accepted", "model_drafted", "model_accepted"),
+    *("drafted", "accepted", "model_drafted", "model_accepted", "predicted", "predicted_accepted"),
 )
 
 

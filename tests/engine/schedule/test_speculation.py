@@ -110,7 +110,9 @@ def test_guesses_come_from_what_the_client_predicts(model: Path, monkeypatch, sa
         right = rig.run(asked, 60, sampling=sampling, prediction=[9, *plain, 9])
         wrong = rig.run(asked, 60, sampling=sampling, prediction=prompt(60, seed=2))
         assert without.got == right.got == wrong.got == plain
-        assert right.sequence.accepted > 40 > without.sequence.accepted
+        assert right.sequence.predicted_accepted > 40 > without.sequence.accepted
+        assert wrong.sequence.predicted_accepted <= wrong.sequence.predicted
+        assert not without.sequence.predicted
         assert right.sequence.tokens[:40] == asked and right.sequence.prompt_length == 40
 
 
@@ -218,7 +220,8 @@ def test_what_is_predicted_stands_before_the_tokens():
     assert proposer.tokens.tolist() == [1, 2, 3] and not proposer.match()
     for token in (4, 5, 6):
         proposer.add_token(token)
-    assert proposer.following(2) == [7, 8] and proposer.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert proposer.following(2) == [7, 8] and proposer.is_predicted
+    assert proposer.tokens.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_loop_is_proposed_to_go_on():
