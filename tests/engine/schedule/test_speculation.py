@@ -22,6 +22,7 @@ from omlxd.engine.schedule.ngram import LONGEST_MATCH, MIN_MATCH, NgramProposer
 from omlxd.engine.schedule.speculation import (
     LOST_SHARE,
     MOST_CREDIT,
+    OWN_SHARE,
     PassTimes,
     RowSpeculator,
     Speculation,
@@ -274,6 +275,16 @@ def test_guesses_that_hold_are_made_and_those_that_fail_are_not():
     for _ in range(40):  # They would hold now, as plain steps show.
         row.add_tokens([row.guess[0]])
     assert shared.best_width([row.offer()])
+
+
+def test_a_predicted_answer_does_not_wait_for_what_others_lost():
+    shared = measured({0: 1.0, 2: 1.2, 4: 1.3, 7: 1.5, 15: 2.0})
+    shared.credit = -5.0
+    row, plain = RowSpeculator([9, 4, 5, 6], prediction=[*range(40)]), RowSpeculator(LOOP)
+    assert plain.guess and not shared.best_width([plain.offer()], OWN_SHARE * plain.won)
+    assert row.guess[:2] == [7, 8] and shared.best_width([row.offer()], OWN_SHARE * row.won)
+    row.won -= 4  # It was wrong.
+    assert not shared.best_width([row.offer()], OWN_SHARE * row.won)
 
 
 def sure_row() -> RowSpeculator:
