@@ -197,7 +197,7 @@ class Readiness(msgspec.Struct, kw_only=True):
 
 class Forget(msgspec.Struct):
     """Files, relative to the cache dir, that leave the account. `remove`: those that are there, else those
-    gone.
+    gone, as they were bad.
     """
 
     paths: list[str]

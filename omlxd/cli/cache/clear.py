@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import psutil
+
 from ...common.units import counted, human
 from ...kv.files.namespace import FILE_NAME, NamespaceInfo
+from ...kv.files.paths import disk_bytes, temp_owner
 from . import inventory
 from .check import check, summary
 from .holder import DaemonRuns, Holder, exclusive
@@ -131,21 +134,24 @@ def prune(root: Path, folder: str) -> int:
 
 
 def scrub(root: Path, *, orphans: bool, daemon: Holder | None = None) -> bool:
-    """Check and remove; `orphans`: also the KV of models that are gone. True: nothing was bad.
+    """Check and remove; `orphans`: also the KV of models that are gone. True: nothing bad, nor any
+    leftover, is there now.
 
     daemon  the one that holds the folder: it hears what is gone, and removes orphans itself
     Raises FileNotFoundError without a cache dir, OSError where a folder can't be read.
     """
     outcome = check(root, delete_bad=True)
     print(summary(outcome))
-    good = not outcome.bad
+    good = all(bad.removed for bad in outcome.bad)
     if daemon is not None:
         daemon.forget(outcome.removed_paths(), remove=False)
     try:
         with exclusive(root):
             print(_sweep(root))
     except DaemonRuns as error:
-        print(f"leftovers stay: {error}")
+        if not all(map(_is_being_written, _leftovers(root))):
+            print(f"leftovers stay: {error}")
+            good = False
     except OSError as error:
         print(f"leftovers stay: {error}")
         good = False
@@ -155,17 +161,24 @@ def scrub(root: Path, *, orphans: bool, daemon: Holder | None = None) -> bool:
 def _sweep(root: Path) -> str:
     """Remove temporary files and folders that hold nothing; tells what went."""
     files = nbytes = 0
-    folders = list(inventory.namespaces(root))
-    temporary = [file for file in inventory.walk(root, folders) if file.kind == "temporary"]
-    for file in temporary:
-        (root / file.path).unlink(missing_ok=True)
-        files, nbytes = files + 1, nbytes + file.disk
-    for path in [*root.glob("fingerprints.json.*.tmp"), root / ".probe"]:
-        if path.is_file() and not path.is_symlink():
-            files, nbytes = files + 1, nbytes + path.stat().st_size
-            path.unlink()
-    empty = sum(prune(root, folder) for folder in folders)
+    for path in _leftovers(root):
+        files, nbytes = files + 1, nbytes + disk_bytes(path.stat().st_size)
+        path.unlink()
+    empty = sum(prune(root, folder) for folder in inventory.namespaces(root))
     return f"removed {counted(files, 'leftover')}, {human(nbytes)}, and {counted(empty, 'empty folder')}"
+
+
+def _leftovers(root: Path) -> list[Path]:
+    """Temporary files; beside a daemon some of them are being written."""
+    found = inventory.walk(root, list(inventory.namespaces(root)))
+    temporary = [root / file.path for file in found if file.kind == "temporary"]
+    loose = [*root.glob("fingerprints.json.*.tmp"), root / ".probe"]
+    return [path for path in temporary + loose if path.is_file() and not path.is_symlink()]
+
+
+def _is_being_written(path: Path) -> bool:
+    owner = temp_owner(path.name)
+    return owner is not None and psutil.pid_exists(owner)
 
 
 def _orphans(root: Path, wanted: bool, daemon: Holder | None) -> bool:
@@ -184,7 +197,7 @@ def _orphans(root: Path, wanted: bool, daemon: Holder | None) -> bool:
         files, nbytes, troubles = remove(root, planned, daemon)
     except DaemonRuns as error:
         print(f"orphans stay: {error}")
-        return True
+        return False
     for trouble in troubles:
         print(f"can't remove {trouble}")
     print(f"removed {counted(files, 'file')} of orphans, {human(nbytes)}")

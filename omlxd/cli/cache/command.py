@@ -1,7 +1,7 @@
 """The command line of `omlxd cache`.
 
-Exit status 0: all is well. 1: something is bad, a daemon was in the way, or files could not be read or
-removed. 2: an argument makes no sense.
+Exit status 0: all is well; after a scrub, now. 1: something is bad, a daemon was in the way, or files could
+not be read or removed. 2: an argument makes no sense.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     extent.add_argument("--all", action="store_true", help="every file (the default)")
     extent.add_argument("--sample", metavar="N/M", type=_fraction, help="N of every M files, by chance")
     checked.add_argument("--delete-bad", action="store_true", help="remove bad files; a daemon may run")
-    scrubbed = verb("scrub", _scrub, "check everything, remove bad files and leftovers")
+    scrubbed = verb("scrub", _scrub, "check everything, remove bad files and leftovers; exit 1 if any stays")
     scrubbed.add_argument(
         "--orphans",
         action="store_true",

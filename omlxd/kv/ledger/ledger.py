@@ -315,7 +315,7 @@ class Ledger:
                 self._files.remove(path)
 
     def forget(self, paths: Iterable[str], remove: bool) -> tuple[int, int, list[str]]:
-        """Files that the owner wants gone (`remove`), or that may be gone already: (files, bytes, troubles).
+        """Files that the owner wants gone (`remove`), or bad ones that he removed: (files, bytes, troubles).
 
         An engine takes one that it counts on for a miss. Block files and records alone, relative to the
         cache dir.
@@ -329,7 +329,7 @@ class Ledger:
             elif self._files.nbytes_of(path) is not None and is_here and is_gone(self.root / path):
                 nbytes += self._files.remove(path)
                 files += 1
-                self.evicted_log.note(path, "cleared")
+                self.evicted_log.note(path, "cleared" if remove else "damaged")
         return files, nbytes, troubles
 
     def pin(self, paths: Set[str]) -> None:

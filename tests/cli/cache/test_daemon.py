@@ -44,6 +44,7 @@ def test_the_ledger_forgets_what_the_owner_takes_away(tmp_path: Path):
     files, nbytes, troubles = ledger.forget(paths[3:], remove=True)
     assert (files, nbytes) == (0, 0) and troubles
     assert ledger.stats().files == 1 and ledger.evicted_log.of(paths[1]).what == "cleared"
+    assert ledger.evicted_log.of(paths[0]).what == "damaged"
     ledger.close()
 
 
@@ -159,9 +160,15 @@ def test_bad_files_leave_the_account_too(running: Daemon, capsys):
     assert run(running, "check", "--delete-bad") == 1
     assert account(running)["files"] == before - 1
     worse.write_bytes(b"nonsense")
-    assert run(running, "scrub") == 1
+    assert run(running, "scrub") == 0
     assert account(running)["files"] == before - 2 == len(files(running))
     assert "counts the removed files" not in capsys.readouterr().out
+    worse.with_name(worse.name + f".{2**31 - 1}-0.tmp").write_bytes(bytes(10))
+    worse.with_name(worse.name + f".{running.process.pid}-0.tmp").write_bytes(bytes(10))
+    assert run(running, "scrub") == 1
+    assert "leftovers stay: a daemon" in capsys.readouterr().out
+    worse.with_name(worse.name + f".{2**31 - 1}-0.tmp").unlink()
+    assert run(running, "scrub") == 0  # The other one is being written.
 
 
 def test_a_daemon_that_does_not_answer_is_in_the_way(running: Daemon, capsys):
