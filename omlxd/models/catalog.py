@@ -16,8 +16,8 @@ import msgspec
 
 from ..common.files import read_small
 from ..config import Settings, closest
-from ..errors import ModelError
-from .adapters import ADAPTER_FILES
+from ..errors import AdapterError, ModelError
+from .adapters import ADAPTER_FILES, check_adapter
 from .footprint import ModelKind, kind_of, read_config
 from .resolve import (
     DEFAULT_ID,
@@ -92,8 +92,8 @@ class Catalog:
             if name not in names
         ]
 
-    def drafts(self) -> Iterator[tuple[str, str, str]]:
-        """(model, its `draft-model`, why that can't be loaded) of the models whose settings have one.
+    def parts(self) -> Iterator[tuple[str, str, str, str]]:
+        """(setting, model, value, why that can't be loaded) of each `draft-model` and `adapter`.
 
         The reason is "" where none is known without the network. Blocks for as long as the folders do.
         """
@@ -105,7 +105,14 @@ class Catalog:
                         check_folder(local_folder(spec, self.settings.base_path))
                 except ModelError as error:
                     why = error.message
-                yield model, own.draft_model, why
+                yield "draft-model", model, own.draft_model, why
+            if own.adapter is not None:
+                why = ""
+                try:
+                    check_adapter(own.adapter)
+                except AdapterError as error:
+                    why = error.message
+                yield "adapter", model, str(own.adapter), why
 
     def look(self) -> None:
         """Read the folders. Blocks for as long as they do."""

@@ -211,16 +211,19 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     text = '[models.a]\ndraft-model = "{}"\n[models.b]\ndraft-model = "org/on-a-hub"\n'
     home.mkdir()
     (home / "omlxd.toml").write_text(text.format("/nonexistent/folder"))
-    missing, hub = models.check_drafts(settings(tmp_path))
+    missing, hub = models.check_parts(settings(tmp_path))
     assert missing.verdict == "bad" and "draft-model of a: /nonexistent/folder" in missing.text
     assert hub.verdict == "ok" and "SIGHUP" in missing.mend
-    assert models.check_drafts(settings(tmp_path, speculation="off")) == []
+    assert models.check_parts(settings(tmp_path, speculation="off")) == []
     make(home / "models" / "small")
     (home / "omlxd.toml").write_text(text.format("small"))
-    assert [each.verdict for each in models.check_drafts(settings(tmp_path))] == ["ok", "ok"]
+    assert [each.verdict for each in models.check_parts(settings(tmp_path))] == ["ok", "ok"]
     (home / "models" / "small").rename(tmp_path / "small")
-    assert models.check_drafts(settings(tmp_path))[0].verdict == "bad"
-    assert models.check_drafts(settings(tmp_path, model_dir=str(tmp_path)))[0].verdict == "ok"
+    assert models.check_parts(settings(tmp_path))[0].verdict == "bad"
+    assert models.check_parts(settings(tmp_path, model_dir=str(tmp_path)))[0].verdict == "ok"
+    (home / "omlxd.toml").write_text('[models.a]\nadapter = "/nonexistent/folder"\n')
+    (adapter,) = models.check_parts(settings(tmp_path))
+    assert adapter.verdict == "bad" and "adapter of a: /nonexistent/folder: " in adapter.text
     assert models.check_models(settings(tmp_path, port=str(free_port()))) == []
     ready = ModelStatus(id="m", state="ready", backend="cpu", values={"kv_shared_segment_tokens": 2048.0})
     failed = ModelStatus(id="n", state="failed", trouble="n can't be loaded: why")

@@ -94,7 +94,7 @@ def examine(
         ("space", lambda: disk.check_space(kept)),
         ("address", lambda: network.check_exposure(settings)),
         ("port", lambda: network.check_port(settings)),
-        ("draft model", lambda: models.check_drafts(settings)),
+        ("draft model", lambda: models.check_parts(settings)),
         ("model", lambda: models.check_models(settings)),
         ("clients", lambda: network.check_clients(settings)),
     ]

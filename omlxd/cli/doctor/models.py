@@ -1,4 +1,4 @@
-"""Names and draft models of the settings; models that the daemon failed to load, and how others decode."""
+"""Names, draft models and adapters of the settings; models that failed to load, and how others decode."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def check_names(settings: Settings) -> list[Finding]:
     return [warn("settings", text.rstrip("."), mend) for text in Catalog(settings).unknown_names()]
 
 
-def check_drafts(settings: Settings) -> list[Finding]:
-    """Whether each `draft-model` is there, as far as that is known without the network."""
+def check_parts(settings: Settings) -> list[Finding]:
+    """Whether each `draft-model` and `adapter` is there, as far as that is known without the network."""
     mend = "Correct the settings file, which SIGHUP reads again; is --model-dir the daemon's?"
     return [
-        bad("draft model", f"draft-model of {model}: {draft}: {why}", mend)
+        bad(setting.replace("-", " "), f"{setting} of {model}: {value}: {why}", mend)
         if why
-        else ok("draft model", f"draft-model of {model}: {draft}")
-        for model, draft, why in Catalog(settings).drafts()
+        else ok(setting.replace("-", " "), f"{setting} of {model}: {value}")
+        for setting, model, value, why in Catalog(settings).parts()
     ]
 
 

@@ -8,7 +8,7 @@ import logging
 from msgspec.structs import replace
 
 from ...config import ModelSettings
-from ...errors import InvalidRequest, NotNow, OmlxdError
+from ...errors import AdapterError, InvalidRequest, NotNow, OmlxdError
 from ...models.adapters import adapter_state, check_adapter
 from ...wire import CacheSettings, Load, LoadAdapter
 from .guest import GuestLink
@@ -28,12 +28,17 @@ async def find_host(
 
     base      of which it is an adapter; None: of none
     defaults  settings of a model that has none of its own
-    Raises AdapterError for an adapter that can't be used at all.
+    Raises AdapterError for an adapter that can't be used at all: one of the settings is no request's fault.
     """
     if engine.adapter is None:
         return None
     engine.loaded_state = await asyncio.to_thread(adapter_state, engine.adapter)
-    reason = await asyncio.to_thread(check_adapter, engine.adapter)
+    try:
+        reason = await asyncio.to_thread(check_adapter, engine.adapter)
+    except AdapterError as error:
+        if engine.settings.adapter is None:
+            raise
+        raise AdapterError(f"adapter of {engine.model_id}: {error.message}", code="unavailable") from error
     if base is None:
         return None
     differ = for_next_load(base.settings, replace(engine.settings, adapter=base.settings.adapter))

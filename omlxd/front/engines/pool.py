@@ -299,10 +299,10 @@ class EnginePool:
         for name in self._settings.models:
             if not any(name in (id, basename(id)) for id in self._engines):
                 log.warning("settings of %r are for a model that is not here", name)
-        for name, _, why in await asyncio.to_thread(lambda: [*self.catalog.drafts()]):
+        for setting, name, _, why in await asyncio.to_thread(lambda: [*self.catalog.parts()]):
             if why:
                 log.warning(
-                    "draft-model of %s: %s Until this is mended, %s can't be loaded.", name, why, name
+                    "%s of %s: %s Until this is mended, %s can't be loaded.", setting, name, why, name
                 )
 
     async def close(self, drain_s: float = DRAIN_S, flush_s: float = FLUSH_S) -> None:

@@ -19,7 +19,7 @@ from engine_processes import alive, until, words
 
 from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt, Sampling
 from omlxd.config import load_settings
-from omlxd.errors import InvalidRequest, ModelError, NotFound, OmlxdError, Unavailable
+from omlxd.errors import AdapterError, InvalidRequest, ModelError, NotFound, OmlxdError, Unavailable
 from omlxd.front.app import create_app
 from omlxd.front.engines import client
 from omlxd.front.engines import pool as pool_module
@@ -133,6 +133,12 @@ async def test_settings_read_again_warn_of_a_draft_model_that_is_not_there(tmp_p
             assert len(warnings) == warned
         await made.apply_settings(settings(tmp_path, text.format("./nowhere")))
         assert f"draft-model of org/a: there is no folder {Path('nowhere').absolute()}; give" in caplog.text
+        await made.apply_settings(settings(tmp_path, '[models."org/a"]\nadapter = "/nowhere"\n'))
+        said = "adapter of org/a: the adapter can't be used: /nowhere/adapter_config.json can't be read"
+        assert said in caplog.text
+        with pytest.raises(AdapterError, match=said) as caught:
+            await made._spawn(made.resolve("a"))
+        assert caught.value.code == "unavailable"
 
 
 async def test_a_mended_setting_or_the_owner_ends_the_hold_of_a_model_that_failed(tmp_path: Path):
