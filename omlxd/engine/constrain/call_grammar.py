@@ -7,7 +7,9 @@ call, not its schema.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +27,8 @@ from .call_formats import (
 )
 from .json_schema import NO_SCHEMA, Unenforceable, branches, closed, why_not
 from .value_grammar import Check, Literal, ValueRules, ValueSyntax, but_not, plain, regex_of, text_regex
+
+log = logging.getLogger(__name__)
 
 TEXT = r"TEXT: /(.|\n)*/"
 INPUT = "input"
@@ -95,13 +99,13 @@ class CallGrammar:
 
     def _held(self, make: Callable[..., list[str]], row: Any, rule: str, tool: Tool) -> list[str]:
         """The rules of a call that is held to its tool's schema, as far as it can be."""
+        _check_type(tool)
         try:
             if problem := self._check({**tool.parameters, "type": "object"}):
                 raise Unenforceable(problem)
             return make(row, rule, tool, True)
         except NO_SCHEMA as error:
-            if tool.strict:
-                raise _not_strict(tool, why_not(error)) from error
+            _loosen(tool, why_not(error))
         try:
             return make(row, rule, tool, False)
         except NO_SCHEMA as error:
@@ -253,8 +257,25 @@ class CallGrammar:
         return [f"{rule}: {before} {members} {self._literal(row.closes)}", *rules.rules]
 
 
-def _not_strict(tool: Tool, why: str) -> InvalidRequest:
-    return bad_field("tools", f"the strict schema of {tool.name!r} can't be enforced: {why}")
+def _loosen(tool: Tool, why: str) -> None:
+    """Its calls are not held to all of its schema. Raises InvalidRequest if the tool is strict."""
+    if tool.strict:
+        raise bad_field("tools", f"the strict schema of {tool.name!r} can't be enforced: {why}")
+    _say_loose(tool.name, why)
+
+
+@functools.lru_cache(256)
+def _say_loose(name: str, why: str) -> None:
+    """Once for each tool and reason. Both are text of a request, so only debug has them."""
+    log.warning("a tool's schema can't be enforced, and its calls may differ; with `strict` it is refused")
+    log.debug("the schema of %r can't be enforced: %s", name, why)
+
+
+def _check_type(tool: Tool) -> None:
+    """A call's arguments are an object, whatever type the schema has. Raises InvalidRequest as `_loosen`."""
+    kind = tool.parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        _loosen(tool, f"its type is {kind!r}, and arguments are an object")
 
 
 def no_grammar_in_json(tool: Tool) -> InvalidRequest:
@@ -268,10 +289,10 @@ def no_grammar_in_json(tool: Tool) -> InvalidRequest:
 
 def enforceable(tool: Tool, check: Check) -> dict[str, Any]:
     """The schema of a tool's arguments, or any object. Raises InvalidRequest if the tool is strict."""
+    _check_type(tool)
     schema = {"properties": {}, **tool.parameters, "type": "object"}
     if problem := check(schema):
-        if tool.strict:
-            raise _not_strict(tool, problem)
+        _loosen(tool, problem)
         return {"type": "object"}
     return schema
 

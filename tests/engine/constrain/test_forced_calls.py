@@ -282,6 +282,8 @@ def test_of_the_tools_some_are_allowed(tokenizer, name, special):
         ("muse_spark", closed({"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}), "oneOf"),
         ("kimi_k3", closed({"a": {"$ref": "#/$defs/none"}}), "does not exist"),
         ("glm47", closed({"a": {"type": "object", "patternProperties": {"a": {}}}}), "patternProperties"),
+        ("glm47", {"type": "objct"}, "'objct', and arguments are an object"),
+        ("json_tools", {"type": "objct"}, "'objct', and arguments are an object"),
     ],
 )
 def test_a_strict_schema_that_cant_be_enforced_is_refused_by_name(tokenizer, name, schema, says):
