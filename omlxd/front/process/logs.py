@@ -12,9 +12,11 @@ headers below it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import sys
 import time
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
@@ -146,7 +148,19 @@ class Logs:
 
 
 class _PrivateFile(RotatingFileHandler):
-    """A log file that only its owner can read. A full disk costs lines, never the daemon."""
+    """A log file that only its owner can read. A full disk costs lines, never the daemon.
+
+    A file that is gone is made again, with its folder. Why lines are lost stands once on stderr.
+    """
+
+    _lost = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is None or not os.path.exists(self.baseFilename):
+            self.close()  # Opened again below.
+            with contextlib.suppress(OSError):  # Opening it says why.
+                os.mkdir(os.path.dirname(self.baseFilename), 0o700)
+        super().emit(record)
 
     def _open(self) -> TextIOWrapper:
         made = open(  # noqa: SIM115 (the handler closes it)
@@ -157,7 +171,11 @@ class _PrivateFile(RotatingFileHandler):
             opener=lambda path, flags: os.open(path, flags | os.O_CLOEXEC, 0o600),
         )
         assert isinstance(made, TextIOWrapper)
+        self._lost = False
         return made
 
     def handleError(self, record: logging.LogRecord) -> None:
-        pass
+        if not self._lost and isinstance(error := sys.exception(), OSError):
+            self._lost = True
+            with contextlib.suppress(OSError, ValueError):
+                print(f"omlxd: log lines are lost: {self.baseFilename}: {error.strerror}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +111,23 @@ def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path):
     logs.reopen()
     logging.getLogger("omlxd.x").info("after")
     assert "before" in (tmp_path / "old.log").read_text() and "after" in path.read_text()
+
+
+def test_a_file_that_is_gone_with_its_folder_is_made_again(tmp_path: Path, capsys):
+    path = tmp_path / "kept" / "logs" / "omlxd.log"
+    path.parent.mkdir(parents=True)
+    Logs(settings(tmp_path, log_file=str(path)))
+    for line in ("one", "two"):
+        shutil.rmtree(path.parent)
+        logging.getLogger("omlxd.x").info(line)
+        assert line in path.read_text() and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    shutil.rmtree(tmp_path / "kept")
+    for line in ("three", "four"):
+        logging.getLogger("omlxd.x").info(line)
+    assert capsys.readouterr().err == f"omlxd: log lines are lost: {path}: No such file or directory\n"
+    path.parent.parent.mkdir()
+    logging.getLogger("omlxd.x").info("five")
+    assert "five" in path.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path):
