@@ -92,7 +92,9 @@ def cold_line(status: DaemonStatus) -> str:
     text += f", {cold.evicted_files} evicted since the start" if cold.evicted_files else ""
     if cold.folder_away:
         return f"{text}; OFF, the folder is away: put it back, or restart omlxd"
-    off = any(model.values.get("kv_cold_tier_on") == 0 for model in status.models)
+    off = [model.values for model in status.models if model.values.get("kv_cold_tier_on") == 0]
+    if off and all(values.get("kv_cold_disk_full") for values in off):
+        return f"{text}; its disk is FULL: writes wait for room, reads go on"
     return text + ("; OFF, its disk fails: see the log" if off else "")
 
 

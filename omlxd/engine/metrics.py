@@ -65,7 +65,8 @@ def adapter_metrics(scheduler: Scheduler, adapter: Adapter) -> dict[str, float]:
     """What an adapter has of its own, beside the figures of its engine."""
     bridge = scheduler.bridges.get(adapter)
     values = _computed(scheduler, adapter) | (_bridge_metrics(bridge) if bridge is not None else {})
-    shared = ("kv_hot_bytes", "kv_hot_budget_bytes", "kv_cold_tier_on", "kv_read_bytes_per_s")
+    disk = ("kv_cold_tier_on", "kv_cold_disk_full", "kv_read_bytes_per_s")
+    shared = ("kv_hot_bytes", "kv_hot_budget_bytes", *disk)
     return {name: float(value) for name, value in values.items() if name not in shared}
 
 
@@ -120,6 +121,7 @@ def _store_metrics(store: KVStore) -> dict[str, float]:
         flusher, writer = store.flusher, store.flusher.writer.stats
         values |= {
             "kv_cold_tier_on": flusher.health.is_on,
+            "kv_cold_disk_full": flusher.health.is_full,
             "kv_new_token_bytes_total": stats.new_token_bytes,
             "kv_new_state_bytes_total": stats.new_state_bytes,
             "kv_unwritten_blocks": len(flusher.unwritten.due),

@@ -100,6 +100,10 @@ def test_space(tmp_path: Path, monkeypatch):
         monkeypatch.setattr(disk, "_free", lambda folder, free=free: free)
         assert (found := disk.check_space(few)).verdict == verdict
         assert found.text.endswith("the 2 GB that it may still take don't fit") == (verdict == "warn")
+        assert ("max-size 1GB" in found.mend) == (verdict == "warn")
+    monkeypatch.setattr(disk.inventory, "walk", lambda *_: [disk.inventory.Found("block", "x", 10**7, 0.0)])
+    few.paged_ssd_cache_dir.mkdir(parents=True)
+    assert disk.check_space(few).mend == "Make room, or empty the cache: `omlxd cache clear`."
     assert disk.check_space(settings(tmp_path, no_cache="true")).verdict == "ok"
 
 

@@ -103,6 +103,8 @@ def test_status_as_text():
     gone.cold.folder_away = True
     assert "OFF, the folder is away" in as_text(gone, URL)
     assert "OFF, its disk fails" in as_text(status(model(values={"kv_cold_tier_on": 0.0})), URL)
+    full = as_text(status(model(values={"kv_cold_tier_on": 0.0, "kv_cold_disk_full": 1.0})), URL)
+    assert full.endswith("its disk is FULL: writes wait for room, reads go on")
 
 
 def test_top_on_a_fake_console():

@@ -87,13 +87,17 @@ def check_space(settings: Settings) -> Finding:
     with contextlib.suppress(OSError):
         used = sum(file.disk for file in inventory.walk(folder, list(inventory.namespaces(folder))))
     facts = f"{human(free)} free; the SSD cache takes {human(used)} of at most {human(cap)}"
-    lower = (
-        f"Make room, or lower the cap: `--paged-ssd-cache-max-size {max(1, int((used + free) * 0.8e-9))}GB`."
-    )
+    lower, fits = "Make room", int((used + free) * 0.8e-9)  # GB
+    if 0 < fits * 10**9 < cap:
+        lower += f", or lower the cap: `--paged-ssd-cache-max-size {fits}GB`"
+    elif used:
+        lower += ", or empty the cache: `omlxd cache clear`"
     if free < SPARE:
-        return bad("space", facts, lower)
+        return bad("space", facts, f"{lower}.")
     if cap - used > free:
-        return warn("space", f"{facts}; the {human(cap - used)} that it may still take don't fit", lower)
+        return warn(
+            "space", f"{facts}; the {human(cap - used)} that it may still take don't fit", f"{lower}."
+        )
     return ok("space", facts)
 
 

@@ -38,11 +38,17 @@ class ColdHealth:
         self._reads_until: float | None = None
         self._probing = False
         self._faults: set[str] = set()
+        self._store_error = 0
 
     @property
     def is_on(self) -> bool:
         """False from the line that says that the disk has failed to the line that says that it works."""
         return not self._faults
+
+    @property
+    def is_full(self) -> bool:
+        """Nothing is wrong with the disk but that it has no room: reads go on."""
+        return self._faults == {"store"} and self._store_error in (errno.ENOSPC, errno.EDQUOT)
 
     @property
     def stores_on(self) -> bool:
@@ -75,6 +81,7 @@ class ColdHealth:
     def store_failed(self, error: OSError) -> None:
         with self._lock:
             self._stores_until, self._probing = self._clock() + PAUSE_S, False
+            self._store_error = error.errno or 0
         self._fails("store", error)
 
     def store_refused(self) -> None:

@@ -228,6 +228,10 @@ def test_a_store_begun_before_the_one_that_failed_does_not_turn_the_tier_on(capl
     health.store_failed(OSError(errno.ENOSPC, "No space left on device"))
     health.stored()
     assert not health.stores_on and not health.is_on and health.may_store() == "no"
+    assert health.is_full
+    health.read_failed(OSError(errno.EIO, "Input/output error"))
+    assert not health.is_full  # Its reads fail, too.
+    health.was_read()
     now[0] = PAUSE_S
     assert health.may_store() == "probe"
     health.stored()
