@@ -82,8 +82,8 @@ four rows that returned a file on an H200, eight tokens a pass at the cost of 1.
 few passes without success take two steps (SmolLM2: 1.06 times the speed without guesses)."""
 
 PREDICTED_STEPS = 4.0
-"""Won beforehand by a row whose client predicts its answer: it may lose a step. So what other requests lost does
-not hold its first guess back."""
+"""Won beforehand by a row whose client predicts its answer: it may lose a step, so that
+what other requests lost does not hold its first guess back."""
 
 DECAY = 0.9
 """Weight of earlier guesses in the share that holds."""
