@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,9 +83,9 @@ class Catalog:
         models = self.models().values()
         return next((m.spec for m in models if name in (m.id, m.id.rpartition("/")[2])), name)
 
-    def unknown_names(self) -> list[str]:
-        """A sentence for each name in the settings file that no model here has."""
-        names = [name for id in self.models() for name in (id, id.rpartition("/")[2])]
+    def unknown_names(self, others: Iterable[str] = ()) -> list[str]:
+        """A sentence for each name in the settings file that no model here has. `others`: further ids."""
+        names = [name for id in (*self.models(), *others) for name in (id, id.rpartition("/")[2])]
         return [
             f'[models."{name}"] is the name of no model here{closest(name, names)}; it waits for one.'
             for name in self.settings.models

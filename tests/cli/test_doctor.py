@@ -19,7 +19,7 @@ from omlxd.cli import main
 from omlxd.cli.daemon_client import Daemon as DaemonClient
 from omlxd.cli.doctor import command, disk, machine, models, network
 from omlxd.cli.doctor.finding import Finding
-from omlxd.cli.owner_api import ModelStatus
+from omlxd.cli.owner_api import InstalledStatus, InstalledStatuses, ModelStatus
 from omlxd.config import Settings, load_settings
 from omlxd.kv.files.paths import LOCK_NAME
 from tests.models.test_resolve import make
@@ -253,17 +253,23 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert "MLX's own attention (row by row takes 1.40 of its time, as measured at load), with" in measured
 
 
-def test_settings_of_a_model_that_is_not_there(tmp_path: Path):
+def test_settings_of_a_model_that_is_not_there(tmp_path: Path, monkeypatch):
     home = tmp_path / "omlxd"
     make(home / "models" / "Qwen3-8B")
     make(tmp_path / "models" / "org" / "small")
     text = "".join(f"[models.{name}]\n" for name in ("qwen3-8b", "Qwen3-8B", "small", "smal", "other"))
     (home / "omlxd.toml").write_text(text)
-    given = settings(tmp_path, model_dir=str(tmp_path / "models"))
+    given = settings(tmp_path, model_dir=str(tmp_path / "models"), port=str(free_port()))
     assert [(each.verdict, each.text.partition(";")[0]) for each in models.check_names(given)] == [
         ("warn", '[models."qwen3-8b"] is the name of no model here (did you mean Qwen3-8B?)'),
         ("warn", '[models."smal"] is the name of no model here (did you mean small?)'),
         ("warn", '[models."other"] is the name of no model here'),
+    ]
+    served = InstalledStatuses([InstalledStatus(id="elsewhere/other", state="ready", source="folder")])
+    monkeypatch.setattr(DaemonClient, "fetch", lambda *_, **options: served)
+    assert [each.text[:20] for each in models.check_names(given)] == [
+        '[models."qwen3-8b"] ',
+        '[models."smal"] is t',
     ]
 
 

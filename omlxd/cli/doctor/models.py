@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 from ...config import Settings
 from ...errors import ConfigError
 from ...models.catalog import Catalog
 from ..daemon_client import DaemonError, daemon_of
-from ..owner_api import ModelStatus
+from ..owner_api import InstalledStatuses, ModelStatus
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
 
 
 def check_names(settings: Settings) -> list[Finding]:
-    """Whether each `[models."NAME"]` of the file is a model."""
+    """Whether each `[models."NAME"]` of the file is a model: of this machine, or of the daemon on the port."""
     mend = "Correct the name to one of `omlxd models list`, or download the model."
-    return [warn("settings", text.rstrip("."), mend) for text in Catalog(settings).unknown_names()]
+    catalog, served = Catalog(settings), []
+    if catalog.unknown_names():
+        with contextlib.suppress(ConfigError, DaemonError):
+            answer = daemon_of(settings).fetch("/omlxd/models", InstalledStatuses, seconds=_SECONDS)
+            served = [model.id for model in answer.models]
+    return [warn("settings", text.rstrip("."), mend) for text in catalog.unknown_names(served)]
 
 
 def check_parts(settings: Settings) -> list[Finding]:
