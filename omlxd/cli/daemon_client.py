@@ -19,6 +19,7 @@ import msgspec
 import psutil
 
 from ..config import Settings, is_loopback, load_settings
+from ..config.address import recorded_address
 from ..errors import ConfigError, OmlxdError
 from ..kv.files.paths import LOCK_NAME
 from .owner_api import DaemonStatus
@@ -67,7 +68,11 @@ class Usage(msgspec.Struct):
 
 def add_url(parser: argparse.ArgumentParser) -> None:
     """Add the flag that `find_daemon` reads."""
-    parser.add_argument("--url", help="the daemon's address; default: that of the one that runs")
+    parser.add_argument(
+        "--url",
+        help="the daemon's address; default: that of OMLXD_HOST and OMLXD_PORT or of the settings file, else "
+        "that of the daemon that runs with this base folder (OMLXD_BASE_PATH) or SSD cache",
+    )
 
 
 def pieces(source: IO[bytes]) -> Iterator[bytes]:
@@ -175,12 +180,16 @@ class Daemon:
 def find_daemon(url: str | None, settings: Settings | None = None) -> Daemon:
     """The daemon at --url, else that of `settings`; None: the environment's.
 
-    Where none listens there, it is the one that holds their cache dir, on another port. Raises ConfigError.
+    Where they name no address, the one that the daemon of their base folder left there comes first. Where
+    none listens there, it is the one that holds their cache dir, on another port. Raises ConfigError.
     """
     if url is None:
         settings = settings or load_settings({})
+        own = [daemon_of(settings).url] if settings.port else []
+        named = own and any(settings.sources[name] != "default" for name in ("host", "port"))
+        recorded = [] if named else _recorded(settings.base_path)
         others = _addresses_of_holder(settings.paged_ssd_cache_dir)
-        for where in ([daemon_of(settings).url] if others and settings.port else []) + others:
+        for where in recorded + own + others if recorded or others else []:
             with contextlib.suppress(DaemonError):
                 (daemon := Daemon(where, settings.api_key)).version(ANSWER_S)
                 return daemon
@@ -207,6 +216,14 @@ def daemon_of(settings: Settings) -> Daemon:
 def _url(host: str, port: int) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _recorded(base_path: Path) -> list[str]:
+    """Where the daemon of `base_path` listens, if its process lives."""
+    if (found := recorded_address(base_path)) is None:
+        return []
+    pid, host, port, written = found
+    return [_url(host, port)] if _began_before(pid, written) else []
 
 
 def _addresses_of_holder(cache_dir: Path) -> list[str]:

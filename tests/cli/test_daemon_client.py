@@ -3,6 +3,7 @@
 import http.server
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from omlxd.cli import daemon_client
 from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
 from omlxd.config import load_settings
+from omlxd.config.address import FILE_NAME, record_address
 
 
 @pytest.fixture
@@ -54,6 +56,22 @@ def test_a_process_younger_than_the_lock_file_holds_nothing(tmp_path: Path, monk
     before = psutil.Process().create_time() - 60
     os.utime(lock, (before, before))
     assert daemon_client.holder(tmp_path) is None
+
+
+def test_an_address_that_a_killed_daemon_left_is_passed_over(tmp_path: Path):
+    record_address(tmp_path, "0.0.0.0", 8114)
+    assert daemon_client._recorded(tmp_path) == ["http://127.0.0.1:8114"]
+    (tmp_path / FILE_NAME).write_text(f"{subprocess_that_ended()} 127.0.0.1 8114\n")
+    assert daemon_client._recorded(tmp_path) == []
+    for text in ("", "1 2", "x 127.0.0.1 8114"):
+        (tmp_path / FILE_NAME).write_text(text)
+        assert daemon_client._recorded(tmp_path) == []
+
+
+def subprocess_that_ended() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
 
 
 def test_the_address_of_the_one_that_runs_is_always_the_same(tmp_path: Path, monkeypatch):

@@ -16,7 +16,7 @@ _SECONDS = 3.0
 
 
 def check_names(settings: Settings) -> list[Finding]:
-    """Whether each `[models."NAME"]` of the file is a model: of this machine, or of the daemon on the port."""
+    """Whether each `[models."NAME"]` of the file is a model here, or one of the daemon on the port."""
     mend = "Correct the name to one of `omlxd models list`, or download the model."
     catalog, served = Catalog(settings), []
     if catalog.unknown_names():

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...config import Settings
+from ...config.address import forget_address, record_address
 from ...config.keys import keys_path
 from ...config.settings import WITH_STDIN
 from ...errors import ConfigError, ModelError
@@ -73,7 +74,9 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     os.environ.pop("OMLXD_API_KEY", None)  # No engine needs it, nor a program that a model might run.
     with asyncio.Runner() as runner:
         runner.run(offer_default_model(settings))
-        leave(runner.run(_serve(settings, sockets, keys, logs, read if reloads else None)))
+        status = runner.run(_serve(settings, sockets, keys, logs, read if reloads else None))
+        forget_address(settings.base_path)
+        leave(status)
 
 
 def _check_default_model(settings: Settings) -> None:
@@ -128,9 +131,10 @@ async def _serve(
     from .reload import Reloader
     from .start_page import print_address, print_start_page
 
-    urls = urls_of(sockets)
+    urls, place = urls_of(sockets), sockets[0].getsockname()[:2]
     pool, stop = pool_and_stop(settings)
-    if os.environ.pop(WITH_STDIN, ""):
+    of_command = bool(os.environ.pop(WITH_STDIN, ""))
+    if of_command:
         _stop_with_stdin(stop)
     notify = Notifier()
     loopback = all_loopback(sockets)
@@ -174,6 +178,8 @@ async def _serve(
     )
     default = pool.default()
     models = default.model_id if default else "none"
+    if not of_command:
+        record_address(settings.base_path, *place)
     print_address(urls, models)
     page = asyncio.create_task(
         print_start_page(pool, settings, urls.partition(" ")[0], key_required=keys.required),

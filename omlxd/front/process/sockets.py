@@ -251,10 +251,11 @@ def _why_not_bound(settings: Settings, error: OSError) -> str:
         from ...cli.daemon_client import DaemonError, daemon_of  # Else no daemon needs it.
 
         with contextlib.suppress(DaemonError):
-            version = daemon_of(settings).version(HEALTH_S)
+            daemon = daemon_of(settings)
+            version = daemon.version(HEALTH_S)
             return (
-                f"omlxd {version} already runs on {host} port {port}, see `omlxd status`; stop that one, or "
-                "choose another port with --port (0 takes a free one)."
+                f"omlxd {version} already runs on {host} port {port}, see `omlxd status --url {daemon.url}`; "
+                "stop that one, or choose another port with --port (0 takes a free one)."
             )
         return (
             f"port {port} on {host} is in use; stop the program that holds it, or choose another port "

@@ -17,9 +17,11 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from daemon import PATIENCE_S, wait_until
+from daemon import PATIENCE_S, free_port, wait_until
 
+from omlxd.cli.daemon_client import find_daemon
 from omlxd.config import load_settings
+from omlxd.config.address import FILE_NAME
 from omlxd.errors import ConfigError
 from omlxd.front.process import serve
 from omlxd.front.process.own_process import make_base
@@ -254,7 +256,19 @@ def test_a_port_that_omlxd_holds_is_told_as_such(start, tmp_path: Path):
     held = start(env={"OMLXD_API_KEY": "k"})
     second = start("--port", held.url.rpartition(":")[2], home=tmp_path / "second")
     assert second.process.wait(PATIENCE_S) == 1
-    assert "already runs on 127.0.0.1 port" in second.logged() and "`omlxd status`" in second.logged()
+    assert "already runs on 127.0.0.1 port" in second.logged()
+    assert f"`omlxd status --url {held.url}`" in second.logged()
+
+
+def test_commands_find_it_by_its_base_folder_on_any_port(start, tmp_path: Path):
+    daemon, base = start("--no-cache"), tmp_path
+    settings = load_settings({}, {"OMLXD_BASE_PATH": str(base)})
+    assert find_daemon(None, settings).url == daemon.url
+    port = str(free_port())
+    named = load_settings({}, {"OMLXD_BASE_PATH": str(base), "OMLXD_PORT": port})
+    assert find_daemon(None, named).url == f"http://127.0.0.1:{port}", "an address that is named counts"
+    assert daemon.stop() == 0
+    assert not (base / FILE_NAME).exists()
 
 
 def test_an_address_of_another_machine_is_told(start):

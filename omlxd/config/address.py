@@ -1,0 +1,35 @@
+"""Where the daemon of a base folder listens: a file there, for commands that look for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from ..common.files import read_with_facts, write_atomic
+
+FILE_NAME = "address"
+"""Holds `PID HOST PORT`. It stays when a daemon is killed, so that who reads it asks for the process."""
+
+
+def record_address(base_path: Path, host: str, port: int) -> None:
+    """Say that this process listens there; the last daemon of a folder counts. A full disk costs the file."""
+    with contextlib.suppress(OSError):
+        write_atomic(base_path / FILE_NAME, f"{os.getpid()} {host} {port}\n".encode())
+
+
+def recorded_address(base_path: Path) -> tuple[int, str, int, float] | None:
+    """(pid, host, port, when it was written in seconds since 1970); None: no daemon left any."""
+    with contextlib.suppress(OSError, ValueError):
+        data, facts = read_with_facts(base_path / FILE_NAME, most=1000)
+        pid, host, port = data.decode().split()
+        return int(pid), host, int(port), facts.st_mtime
+    return None
+
+
+def forget_address(base_path: Path) -> None:
+    """Take the file away if it is this process's."""
+    recorded = recorded_address(base_path)
+    if recorded is not None and recorded[0] == os.getpid():
+        with contextlib.suppress(OSError):
+            (base_path / FILE_NAME).unlink()
