@@ -278,7 +278,7 @@ class _File:
             place = self.places[full_name(field, *table)] = self._place(key, *table)
             kind = _MODEL_TYPES[field]
             with _noted(self.mistakes):
-                values[field] = convert(kind, value, place, wrong=expected(kind))
+                values[field] = convert(kind, value, place, wrong=expected(kind), words=False)
         return ModelSettings(**values)
 
     def _entries(

@@ -58,11 +58,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     pin             never unloaded to make room, nor for being idle
     """
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    # Bounds as of OpenAI's requests; what those say for "off" or "the likeliest token" (top_p 0, top_k -1) is
+    # left out here.
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=10**9)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     repetition_context_size: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     thinking: bool | None = None

@@ -56,11 +56,13 @@ def convert(
     *,
     wrong: str,
     secret: bool = False,
+    words: bool = True,
     full_size: Callable[[], int] | None = None,
 ) -> Any:
     """`value`, text or what TOML holds, as type `kind`. Raises ConfigError in one sentence.
 
     place  the flag, variable or line; wrong: what a refused value is; full_size: bytes that 100% is
+    words  text may stand for true or false, as in a variable
     """
 
     def custom(kind: type, value: Any) -> Any:
@@ -83,14 +85,15 @@ def convert(
 
     info, written = _plain(inspect.type_info(kind)), value
     if isinstance(value, str):
-        if isinstance(info, inspect.BoolType):
+        if isinstance(info, inspect.BoolType) and words:
             value = SWITCHES.get(value.lower(), value)
         elif isinstance(info, inspect.LiteralType):
             value = value.lower()
         elif isinstance(info, inspect.VarTupleType):
             value = [part.strip() for part in value.split(",") if part.strip()]
     try:
-        got = msgspec.convert(value, kind, strict=not isinstance(written, str), dec_hook=custom)
+        strict = not isinstance(written, str) or (isinstance(info, inspect.BoolType) and not words)
+        got = msgspec.convert(value, kind, strict=strict, dec_hook=custom)
         # Plain numbers, which msgspec can encode.
         return int(got) if isinstance(got, Bytes) else float(got) if isinstance(got, Seconds) else got
     except msgspec.ValidationError as error:
@@ -110,7 +113,8 @@ def expected(kind: Any) -> str:
             return f"no whole number from {number.ge} to {number.le}"
         case inspect.FloatType() as number:
             low = f"above {number.gt:g}" if number.ge is None else f"from {number.ge:g}"
-            return f"no number {low}" + (" up" if number.le is None else f" to {number.le:g}")
+            high = f" to below {number.lt:g}" if number.lt is not None else " up"
+            return f"no number {low}" + (high if number.le is None else f" to {number.le:g}")
         case inspect.BoolType():
             return "neither true nor false"
         case inspect.LiteralType() as words:

@@ -247,6 +247,24 @@ def test_all_mistakes_of_a_file_are_told_in_its_order(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("temperature = 9", "9 is no number from 0 to 2."),
+        ("top-p = 0", "0 is no number above 0 to 1."),
+        ("min-p = 1", "1 is no number from 0 to below 1."),
+        ("repetition-penalty = 11", "11 is no number from 0.01 to 10."),
+        ('thinking = "no"', "'no' is neither true nor false."),
+        ('pin = "true"', "'true' is neither true nor false."),
+    ],
+)
+def test_settings_of_a_model_have_the_bounds_of_requests_and_true_is_no_text(
+    line: str, told: str, tmp_path: Path
+):
+    write(tmp_path, f"[models.a]\n{line}\n")
+    assert refused(home=tmp_path).message.endswith(f"): {told}")
+
+
 @pytest.mark.parametrize("table", ["[serve]", '[models."a/b"]'])
 def test_a_value_of_a_wrong_type_is_told_what_it_has_to_be(table: str, tmp_path: Path):
     names = [option.name for option in OPTIONS] if table == "[serve]" else ModelSettings.__struct_fields__
