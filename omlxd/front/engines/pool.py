@@ -390,6 +390,10 @@ class EnginePool:
         folder = await self._folder(engine)
         engine.draft_folder = await self._draft_folder(engine)
         await asyncio.to_thread(engine.measure)
+        own = engine.footprint.context_length if engine.footprint is not None else None
+        if own and (limit := engine.settings.context_limit or 0) > own:
+            told = "%s: context-limit is %s tokens, but the model's own %s count"
+            log.warning(told, engine.model_id, f"{limit:,}", f"{own:,}")
         self._guard.check_ever(engine)
         await self._make_room(engine)
         engine.loaded_with = engine.settings

@@ -426,6 +426,14 @@ async def test_settings_of_a_model_hold_from_the_next_request_on(tmp_path: Path,
         assert engine.info is not None and engine.info.block_size == 32
 
 
+async def test_a_context_limit_past_the_models_own_is_told_when_it_is_loaded(tmp_path: Path, caplog):
+    folder = make(tmp_path / "models" / "a")
+    (folder / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 8192}')
+    async with pool(tmp_path, text="[models.a]\ncontext-limit = 999999\n") as made:
+        await ask(made, "a")
+    assert "a: context-limit is 999,999 tokens, but the model's own 8,192 count" in caplog.text
+
+
 async def test_engines_hear_of_the_logs_new_level_loaded_or_loading(tmp_path: Path):
     async with pool(tmp_path, "a", stub="--load-gate may-load") as made:
         asked = asyncio.create_task(ask(made, "a"))
