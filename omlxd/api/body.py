@@ -11,11 +11,12 @@ import codecs
 import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from ..chat import Conversation, DocumentPart, GenerateRequest, ImagePart, RawPrompt, Struct
 from ..common.units import duration
@@ -132,7 +133,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise _field_error(str(error), decoder.type) from None
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -147,8 +148,12 @@ def _why_malformed(body: bytes, error: Exception) -> str:
     return str(error)
 
 
-def _field_error(text: str) -> InvalidRequest:
+def _field_error(text: str, body: Any) -> InvalidRequest:
+    """The error that msgspec's `text` means. `body`: the type that was decoded."""
     match = _PATH.search(text)
+    allowed: list[Any] = []
+    if match and text.startswith("Invalid"):
+        allowed = _allowed(inspect.type_info(body), _STEP.findall(match[1]))
     path = _dotted(match[1]) if match else ""
     text = text[: match.start()] if match else text
     if missing := _MISSING.match(text):
@@ -158,10 +163,39 @@ def _field_error(text: str) -> InvalidRequest:
         kind = text.removeprefix("Invalid value ").strip("'")
         if path.startswith("tools."):
             return bad_field(path, f"a tool of type {kind!r} is not served; describe it as a function")
+        if len(allowed) == 1 and not path.removesuffix(".type")[-1:].isdigit():  # No part of a content.
+            return bad_field(path, f"it must be {allowed[0]!r}, not {kind!r}")
         return unsupported(kind, path)
     if not path:
         return InvalidRequest(f"The request body must be a JSON object: {text}.")
+    if allowed and text.startswith("Invalid enum value"):
+        text = f"{text}; use one of {', '.join(map(str, allowed))}"
     return bad_field(path, text.replace("`", ""))
+
+
+_STEP = re.compile(r"\[[\d.]+\]|[^.\[\]]+")
+
+
+def _allowed(kind: inspect.Type, steps: Sequence[str]) -> list[Any]:
+    """Literals and tags of structs that may stand at the end of `steps` of msgspec's path; [] for any."""
+    match kind:
+        case inspect.Metadata():
+            return _allowed(kind.type, steps)
+        case inspect.UnionType():
+            return [value for each in kind.types for value in _allowed(each, steps)]
+        case inspect.LiteralType() if not steps:
+            return list(kind.values)
+        case inspect.ListType() if steps:
+            return _allowed(kind.item_type, steps[1:])
+        case inspect.DictType() if steps:
+            return _allowed(kind.value_type, steps[1:])
+        case inspect.StructType() if steps:
+            if [kind.tag_field] == steps:
+                return [kind.tag]
+            types = (field.type for field in kind.fields if field.encode_name == steps[0])
+            return [value for each in types for value in _allowed(each, steps[1:])]
+        case _:
+            return []
 
 
 def _dotted(path: str) -> str:

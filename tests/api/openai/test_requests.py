@@ -209,6 +209,19 @@ def test_a_message_with_prefix_begins_the_answer():
     assert refused(messages=[asked, {**begun, "content": None}]).param == "messages.1.prefix"
 
 
+def test_a_word_that_is_none_of_some_is_told_which_there_are():
+    words = "use one of assistant, developer, function, system, tool, user"
+    role = refused(messages=[{"role": "foo", "content": "x"}])
+    assert role.message == f"messages.0.role: Invalid enum value 'foo'; {words}"
+    call = {"type": "foo", "function": {"name": "f"}}
+    told = refused(messages=[{"role": "assistant", "tool_calls": [call]}]).message
+    assert told.endswith("tool_calls.0.type: Invalid enum value 'foo'; use one of custom, function")
+    prediction = refused(prediction={"type": "text", "content": "x"})
+    assert prediction.message == "prediction.type: it must be 'content', not 'text'"
+    part = refused(messages=[{"role": "user", "content": [{"type": "foo"}]}])
+    assert "content of type 'foo' is not supported" in part.message
+
+
 def test_a_prediction_is_text_or_texts():
     for content in ("a = 2", [{"type": "text", "text": "a ="}, {"type": "text", "text": " 2"}]):
         request = chat(prediction={"type": "content", "content": content}).generate
