@@ -162,7 +162,9 @@ def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path, monkeypatch
         port = daemon.url.rpartition(":")[2]
         ours = network.check_port(settings(tmp_path, port=port, api_key="k"))
         assert ours.verdict == "ok" and f"(process {daemon.process.pid})" in ours.text
-        assert network.check_port(settings(tmp_path, port=port)).verdict == "warn"
+        keyless = network.check_port(settings(tmp_path, port=port))
+        assert keyless.verdict == "warn" and "its status can't be read" in keyless.text
+        assert "set OMLXD_API_KEY" in keyless.mend and "OMLXD_API_KEY" not in keyless.text
         cache = settings(tmp_path, port=port).paged_ssd_cache_dir
         wait_until((cache / LOCK_NAME).exists)
         cache.rename(aside := cache.with_name("aside"))

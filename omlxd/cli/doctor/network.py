@@ -45,7 +45,8 @@ def check_port(settings: Settings) -> Finding:
     try:
         status = daemon.status(_SECONDS)
     except DaemonError as error:
-        return warn("port", f"omlxd {version} listens on {daemon.url}, but: {error.message}", error.message)
+        facts = f"omlxd {version} listens on {daemon.url}, and its status can't be read"
+        return warn("port", facts, error.message)
     who = f"omlxd {status.version} (process {status.pid})"
     # The daemon looks when it writes; this machine's owner asks now.
     if (cold := status.cold) and (cold.folder_away or not (Path(cold.dir) / LOCK_NAME).exists()):
