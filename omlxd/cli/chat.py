@@ -408,7 +408,7 @@ def _print_answer(conversation: Conversation, question: str, console: Console) -
 
     answer = conversation.ask(question, show)
     if not answer.text.endswith("\n"):
-        print()
+        print(flush=True)  # Before a note on standard error.
     if answer.finish_reason == "length":
         print(f"omlxd: {CUT}", file=sys.stderr)
     if answer.finish_reason == "stopped":

@@ -281,11 +281,16 @@ def test_a_picture_that_the_model_cannot_see_is_a_sentence(start, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_answer_has_a_limit_of_tokens(start):  # noqa: F811
+def test_an_answer_has_a_limit_of_tokens(start, tmp_path: Path):  # noqa: F811
     url = start().url
     assert run(url, "script:limit").stdout == "4096\n"
     cut = run(url, "script:limit cut", "--max-tokens", "7")
     assert cut.stdout == "7\n" and cut.stderr.startswith("omlxd: cut: the limit of tokens (--max-tokens)")
+    argv = [*CHAT, "--url", url, "--max-tokens", "7", "script:limit cut"]
+    both = subprocess.run(
+        argv, env=variables(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
+    )
+    assert both.stdout.startswith(b"7\nomlxd: cut: ")
     assert "max_tokens" in run(url, "hello", "--max-tokens", "0").stderr
     assert run(url, "hello", "--max-tokens", "many").returncode == 2
 
