@@ -20,6 +20,7 @@ import psutil
 
 from ..config import Settings, is_loopback, load_settings
 from ..config.address import recorded_address
+from ..config.keys import NONE_LEFT
 from ..errors import ConfigError, OmlxdError
 from ..kv.files.paths import LOCK_NAME
 from .owner_api import DaemonStatus
@@ -155,7 +156,9 @@ class Daemon:
         except urllib.error.HTTPError as error:
             with error:
                 said = _message(error.read(65536))
-            if error.code == 401 and self.key:
+            if error.code == 401 and NONE_LEFT in said:
+                said = NONE_LEFT
+            elif error.code == 401 and self.key:
                 said = f"The daemon at {self.url} doesn't take the key in {KEY_VARIABLE}: it is wrong."
             elif error.code == 401:
                 said = f"The daemon at {self.url} wants its key: set {KEY_VARIABLE}."

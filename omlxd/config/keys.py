@@ -22,6 +22,11 @@ from ..common.files import read_with_facts, write_atomic
 from ..errors import ConfigError
 
 FILE_NAME = "keys.json"
+NONE_LEFT = (
+    "This daemon asks for an API key, and none is left: make one with `omlxd key add NAME`, which counts at "
+    "once, or start the daemon again."
+)
+"""Told with status 401; `omlxd status` and others pass it on."""
 KEY_PATTERN = re.compile(r"omlxd-[A-Za-z0-9_-]{43}")
 """A key, as `add_key` makes it: logs find and hide it by this pattern."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...config.keys import NONE_LEFT
 from ...errors import InvalidRequest, Unauthorized
 from .settings import HttpSettings, KeyRing
 from .trace import trace_of
@@ -82,6 +83,8 @@ class Guard:
         keys = (bearer.encode("latin-1"), headers.get("x-api-key", "").encode("latin-1"))
         if name := self._keys.name_of([key for key in keys if key]):
             return name
+        if self._keys.is_empty:
+            raise Unauthorized(NONE_LEFT)
         raise Unauthorized(
             "The API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
         )

@@ -46,6 +46,11 @@ class KeyRing:
         return bool(self._own) or self._had_keys
 
     @property
+    def is_empty(self) -> bool:
+        """No key is right, be one required or not."""
+        return not self._own and not self.has_file_keys
+
+    @property
     def has_file_keys(self) -> bool:
         self._refresh()
         return bool(self._keys)

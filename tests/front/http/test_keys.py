@@ -16,7 +16,9 @@ from app_client import client
 from fake_engine import FakeEngine, app_of
 
 from omlxd.cli import main
-from omlxd.config.keys import KEY_PATTERN, add_key, keys_path, read_keys, revoke_key
+from omlxd.cli.daemon_client import Daemon as DaemonClient
+from omlxd.cli.daemon_client import DaemonError
+from omlxd.config.keys import KEY_PATTERN, NONE_LEFT, add_key, keys_path, read_keys, revoke_key
 from omlxd.errors import ConfigError
 from omlxd.front.http import settings
 from omlxd.front.http.settings import KeyRing
@@ -171,9 +173,11 @@ async def test_both_headers_and_the_name_in_the_log(tmp_path: Path, caplog):
     async with client(app_of(FakeEngine(), keys=KeyRing("", path))) as http:
         for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
             assert (await http.get("/v1/models", headers=headers)).status_code == 200
-        assert (await http.get("/v1/models", headers={"x-api-key": key + "x"})).status_code == 401
+        wrong = await http.get("/v1/models", headers={"x-api-key": key + "x"})
+        assert wrong.status_code == 401 and "missing or wrong" in wrong.text
         revoke_key(path, "laptop")
-        assert (await http.get("/v1/models", headers={"x-api-key": key})).status_code == 401
+        none_left = await http.get("/v1/models", headers={"x-api-key": key})
+        assert none_left.status_code == 401 and NONE_LEFT in none_left.json()["error"]["message"]
     assert caplog.text.count("key=laptop") == 2 and key not in caplog.text
 
 
@@ -186,4 +190,7 @@ def test_a_running_daemon_hears_of_it_without_a_restart(start, tmp_path: Path): 
     assert httpx.get(url, headers={"x-api-key": key}, trust_env=False).status_code == 200
     assert run(tmp_path, "revoke", "laptop")[0] == 0
     assert httpx.get(url, headers={"x-api-key": key}, trust_env=False).status_code == 401
+    for sent in ("", key):
+        with pytest.raises(DaemonError, match="none is left: make one with `omlxd key add NAME`"):
+            DaemonClient(daemon.url, sent).status()
     assert key not in daemon.logged() and json.loads(keys_path(tmp_path).read_text()) == {"keys": []}
