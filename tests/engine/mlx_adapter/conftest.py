@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, ClassVar, cast
 
 import mlx.core as mx
@@ -72,8 +73,9 @@ class Reference:
         ring = held[0].shape[2]
         keys, values = put_newest(held, fresh, (ends - 1) % ring + 1) if fresh else held
         columns = (starts[:, None] + mx.arange(ring)) % ring
-        inorder = (mx.take_along_axis(array, columns[:, None, :, None], axis=2) for array in (keys, values))
+        inorder = [mx.take_along_axis(array, columns[:, None, :, None], axis=2) for array in (keys, values)]
         seen = mx.arange(ring) < (ends - starts)[:, None]
+        inorder = only_seen(inorder, seen)
         out = mx.fast.scaled_dot_product_attention(
             queries, *inorder, scale=scale, mask=seen[:, None, None], sinks=sinks
         )
@@ -141,6 +143,7 @@ class SegmentReference:
         columns, rows = mx.arange(keys.shape[2]), mx.arange(len(queries))
         last = ends[:, None] - new + mx.arange(new)
         seen = (columns >= starts[:, None, None]) & (columns <= last[..., None])
+        keys, values = only_seen((keys, values), seen[:, -1])
         parts = [partial_attention(queries, keys, values, scale, seen[:, None])]
         table = shared.table
         for slot, (key, value) in enumerate(np.array(shared.addresses)):
@@ -163,6 +166,11 @@ def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         return mx.array(numbers, mx.uint64)
 
     monkeypatch.setattr(segment_attention, "addresses_of", addresses_of)
+
+
+def only_seen(arrays: Iterable[mx.array], seen: mx.array) -> list[mx.array]:
+    """Without the columns that no kernel reads, where anything may stand. `seen`: (rows, columns)."""
+    return [mx.where(seen[:, None, :, None], array, 0) for array in arrays]
 
 
 def put_newest(held: Any, fresh: Any, ends: mx.array) -> list[mx.array]:

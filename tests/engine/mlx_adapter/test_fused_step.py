@@ -20,7 +20,7 @@ from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET
 from omlxd.engine.mlx_adapter.segment_attention import Shared
 from omlxd.engine.schedule.speculation import flat_size
 
-from .conftest import SegmentReference, put_newest
+from .conftest import SegmentReference, only_seen, put_newest
 from .test_compiled_step import STEPS, Steps, batch_of
 
 FUSED = ("llama", "qwen3")
@@ -77,8 +77,9 @@ class Attend:
         keys, values = put_newest(held, fresh, ends)
         columns = mx.arange(keys.shape[2])
         seen = (columns >= starts[:, None]) & (columns < ends[:, None])
+        held = only_seen((keys, values), seen)
         out = mx.fast.scaled_dot_product_attention(
-            q[:, :, None], keys, values, scale=heads.scale, mask=seen[:, None, None]
+            q[:, :, None], *held, scale=heads.scale, mask=seen[:, None, None]
         )
         return out.reshape(turns.shape[0], -1), keys, values
 
