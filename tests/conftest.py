@@ -87,6 +87,15 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 
 @pytest.fixture(autouse=True)
+def same_log_level() -> Iterator[None]:
+    """Engines in this process set the level that their front asks for."""
+    own = logging.getLogger("omlxd")
+    before = own.level
+    yield
+    own.setLevel(before)
+
+
+@pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """MLX's own random numbers begin with the time of day; tests that draw them get the same each time."""
     if mx := sys.modules.get("mlx.core"):
