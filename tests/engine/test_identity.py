@@ -82,5 +82,5 @@ def test_a_request_right_behind_a_cold_one_reads_nothing_again(
         rig.settle()
         assert rig.run(tokens, 4).hot == 448
         assert rig.store.stats.restored == 500 // BLOCK, "each file is read once"
-        assert [output.hot + output.cold for output in running] == [448, 448, 448, 448]
+        assert [output.known for output in running] == [448, 448, 448, 448]
         rig.on_engine(lambda: check_pool(rig.pool, {}))

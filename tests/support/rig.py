@@ -124,6 +124,11 @@ class Output:
     def cold(self) -> int:
         return self.sequence.restored_cold
 
+    @property
+    def known(self) -> int:
+        """Tokens that were restored, or stored and computed as that was faster."""
+        return self.hot + self.cold + self.sequence.recomputed
+
 
 class Rig:
     """model: folder. root: cache dir, None for no cold tier. hot: bytes of the hot tier. fs: its seam."""

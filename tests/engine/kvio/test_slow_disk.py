@@ -114,8 +114,7 @@ def is_right(rig: Rig, output: Output, reference: Reference) -> None:
     tokens, rows = reference.once(TOKENS, 8)
     assert output.got == tokens
     assert same_bits(outputs(rig, 8), rows)
-    sequence = output.sequence
-    assert output.hot + output.cold + sequence.recomputed == CACHED
+    assert output.known == CACHED
     rig.on_engine(lambda: check_pool(rig.pool, {}))
     assert not rig.scheduler.bridge.reads._tails  # type: ignore[union-attr]
     assert not rig.scheduler.bridge.reads._under_way  # type: ignore[union-attr]

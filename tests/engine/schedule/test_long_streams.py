@@ -145,4 +145,4 @@ def test_none_waits_for_the_disk_nor_is_computed_anew(
     rig.on_engine(lambda: check_pool(rig.pool, {}))
     if disk is not None:
         again = rig.run(PROMPTS[2], 1)
-        assert again.hot + again.cold == BLOCKS * BLOCK and again.got == first[2]
+        assert again.known == BLOCKS * BLOCK and again.got == first[2]

@@ -421,7 +421,7 @@ def test_hot_blocks_of_a_running_request_give_way(tmp_path: Path, on_disk: bool)
         rig.settle()
         memory.available = 10**9
         again = rig.run(PROMPT, 1)
-        assert again.hot + again.cold == len(PROMPT) // BLOCK * BLOCK
+        assert again.known == len(PROMPT) // BLOCK * BLOCK
 
 
 def test_a_request_that_waits_does_not_evict_what_another_will_use(rig: Rig):

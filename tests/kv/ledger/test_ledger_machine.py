@@ -506,7 +506,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.missing.add(path)
             if path in account.files and here and (remove or not (self.root / path).exists()):
                 count, nbytes = count + 1, nbytes + account.files.pop(path)
-                account.what[path] = "cleared"
+                account.what[path] = "cleared" if remove else "damaged"
         forgotten = self.ledger.forget(paths, remove)
         assert (*forgotten[:2], len(forgotten[2])) == (count, nbytes, troubles)
 
