@@ -212,7 +212,7 @@ class GenerateRequest(Struct, frozen=True):
     context_limit  tokens of prompt and answer at most; 0: the model's own
     format      what the answer must be; None: anything
     labels      answers whose likelihood is asked for, and nothing is generated; (): the model's own
-    prediction  text that the answer may be much like: guesses of its next tokens come from it, too; "": none
+    prediction  text that the client predicts: the engine guesses tokens from it, too; "": none
     collected   the client reads nothing before the end, so after an engine's death the answer may begin anew,
                 with `Restarted`; for the front alone
     return_token_ids  `TokenIds` come with the answer
@@ -313,9 +313,10 @@ class Usage(Struct, frozen=True):
     decode_s           seconds from the first token to the end; of several choices, from the first token of
                        any to the end of the last
     peak_bytes         most that MLX held in its passes, all that was in memory beside it included
-    drafted, accepted  tokens that were guessed, all of a last pass, and guesses that held
+    drafted, accepted  tokens that were guessed, and guesses that held; `drafted` has all guesses of the last
+                       pass, where a stop string may have ended the answer
     model_drafted, model_accepted  of these, the draft model's
-    predicted, predicted_accepted  of these, those of the request's prediction
+    predicted, predicted_accepted  of these, those that come from the request's prediction
     """
 
     prompt_tokens: int = 0

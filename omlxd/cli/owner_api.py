@@ -196,8 +196,8 @@ class Readiness(msgspec.Struct, kw_only=True):
 
 
 class Forget(msgspec.Struct):
-    """Files, relative to the cache dir, that leave the account. `remove`: those that are there, else those
-    gone, as they were bad.
+    """Files, relative to the cache dir, that leave the account. `remove`: the daemon removes them; else the
+    owner has removed them, because they were bad.
     """
 
     paths: list[str]

@@ -9,11 +9,12 @@ from pathlib import Path
 from ..common.files import read_with_facts, write_atomic
 
 FILE_NAME = "address"
-"""Holds `PID HOST PORT`. It stays when a daemon is killed, so that who reads it asks for the process."""
+"""Holds `PID HOST PORT`. It stays when a daemon is killed, so a reader checks that the process lives."""
 
 
 def record_address(base_path: Path, host: str, port: int) -> None:
-    """Say that this process listens there; the last daemon of a folder counts. A full disk costs the file."""
+    """Write that this process listens there. The newest daemon of a folder wins. Errors of the disk are
+    ignored."""
     with contextlib.suppress(OSError):
         write_atomic(base_path / FILE_NAME, f"{os.getpid()} {host} {port}\n".encode())
 
@@ -28,7 +29,7 @@ def recorded_address(base_path: Path) -> tuple[int, str, int, float] | None:
 
 
 def forget_address(base_path: Path) -> None:
-    """Take the file away if it is this process's."""
+    """Remove the file if this process wrote it."""
     recorded = recorded_address(base_path)
     if recorded is not None and recorded[0] == os.getpid():
         with contextlib.suppress(OSError):

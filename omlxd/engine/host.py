@@ -208,7 +208,7 @@ class EngineHost:
         if wanted is None:
             wanted = request.sampling.usual_max_tokens
         labels = self.prompts.labels(rendered, request.labels, context)
-        prediction = self._prediction(request.prediction, context)
+        prediction = self._prediction(request.prediction, context) if request.prediction else []
         constraint = None
         if labels:
             wanted = max(map(len, labels))
@@ -282,7 +282,7 @@ class EngineHost:
         return sequence
 
     def _prediction(self, text: str, context: int) -> list[int]:
-        """The tokens of what a client predicts. Raises InvalidRequest for more than an answer could have."""
+        """The tokens of a client's prediction. Raises InvalidRequest if the context has no room for them."""
         with contextlib.suppress(PromptTooLong):
             tokens = self.prompts.tokens.encode(text, most=context)
             if len(tokens) <= context:

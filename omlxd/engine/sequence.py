@@ -97,7 +97,7 @@ class Sequence:
     images         those of its prompt; None: it has none
     adapter        what its passes add to the model; None: nothing
     labels         answers to be scored, as tokens: the sequence ends with its prompt; (): it generates
-    prediction     tokens that its client thinks may come
+    prediction     tokens that the client predicts
     keys_file, values, query  as the request has them (chat.py)
     write_kv       writes what its cache holds of its prompt into a file
     kv_from        the file of its KV, until that is its own; None: it has none
@@ -133,7 +133,7 @@ class Sequence:
     drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py), as
                    far as its answer goes (`RequestSink.count`)
     model_drafted, model_accepted  of these, the draft model's
-    predicted, predicted_accepted  of these, those of `prediction`
+    predicted, predicted_accepted  of these, those that come from `prediction`
     sink           where output goes (engine/output/sink.py); opaque to the scheduler
     """
 

@@ -240,8 +240,8 @@ class PromptDetails(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
-    """Guesses that stand in the request's `prediction`: those that held, and those that did not. Unlike
-    OpenAI's, a rejected one is no token of the answer's."""
+    """`…_prediction_tokens`: guesses from the request's `prediction` that held, and that failed. OpenAI
+    counts failed ones as tokens of the completion; omlxd does not."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int

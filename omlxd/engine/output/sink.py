@@ -229,7 +229,7 @@ def _nothing() -> None:
 
 
 def _cut(usage: chat.Usage, tokens: int) -> chat.Usage:
-    """Of an answer that ends behind so many tokens, amid those of a pass."""
+    """`usage` of an answer that a stop string ends after so many tokens, within a pass."""
     names = ("accepted", "model_accepted", "predicted_accepted")
     held = {name: min(getattr(usage, name), tokens) for name in names}
     return replace(usage, completion_tokens=tokens, **held)

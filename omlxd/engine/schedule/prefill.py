@@ -168,7 +168,8 @@ Two agents and two sub-agents, then four growing sessions there (tools/bench/tur
 
 
 MOST_SLICE_S = 0.25
-"""Prefill between two steps, at most, where prompts outnumber those who decode: each gets as much.
+"""Seconds of prefill between two steps, at most, where more prompts wait than rows decode. Up to it, each
+request gets the same share of the device.
 
 Four growing sessions at once (tools/bench/turns.py --grow, 800 tokens and three turns of 70, answers of 32),
 SmolLM2-135M in float32 with OpenBLAS, seconds of two runs each, in turn:

@@ -82,8 +82,8 @@ four rows that returned a file on an H200, eight tokens a pass at the cost of 1.
 few passes without success take two steps (SmolLM2: 1.06 times the speed without guesses)."""
 
 PREDICTED_STEPS = 4.0
-"""Won beforehand by a row whose client predicts its answer: it may lose a step, so that
-what other requests lost does not hold its first guess back."""
+"""Steps that a row with a prediction counts as won before its first guess. It may lose `OWN_SHARE` of them:
+failed guesses of other requests do not hold this first one back."""
 
 DECAY = 0.9
 """Weight of earlier guesses in the share that holds."""
@@ -420,7 +420,7 @@ class RowSpeculator:
     won         steps, by guesses of the batches that it was in
     constraint  of the sequence; its tokens so far are taken by it first
     shared      the share of guesses that holds, of all sequences: what is thought before this one made any
-    prediction  tokens that its client thinks may come
+    prediction  tokens that the client predicts
     """
 
     def __init__(
@@ -466,7 +466,7 @@ class RowSpeculator:
 
     @property
     def of_prediction(self) -> bool:
-        """Whether the guess stands in what its client predicts."""
+        """Whether the guess comes from the client's prediction."""
         return self._kind in ("short", "long") and self._proposer.is_predicted
 
     def take_draft(self, guess: list[int]) -> None:

@@ -2,8 +2,8 @@
 
 One thread means one order: what an engine said is settled in the order in which it said it, and
 its death is settled last. If the folder can't be used, one log line says why, every request for
-space is refused, and the daemon serves without a cold tier. On a disk that is full or read-only the folder is
-read, and the engines try their writes again (kv/cold/health.py).
+space is refused, and the daemon serves without a cold tier. A folder on a full or read-only disk is used:
+engines read it, and try their writes again (kv/cold/health.py).
 
 Reads need no account, so the folder is an engine's as soon as it is locked; the walk that takes stock
 of it comes first in the thread's queue, and requests for space wait behind it. Until one does, the
@@ -30,6 +30,7 @@ from ...cli.owner_api import PinList, PinnedBlocks
 from ...common.files import leave_out_of_backups
 from ...common.units import human
 from ...errors import InvalidRequest, Unavailable
+from ...kv.cold.health import FULL
 from ...kv.files.fs import entries_of, subfolders
 from ...kv.files.paths import is_fan_dir, is_namespace_dir, is_stored_path
 from ...kv.ledger.evicted_log import Removal
@@ -46,7 +47,6 @@ LedgerMessage = Reserve | Stored | Released | Dropped | Touched
 WALK_S, REST_S = 0.01, 0.03
 """A walk that nobody waits for. With 100,000 files and 2 busy virtual CPUs, one without rests made
 the first hit 0.2 to 1.0 s later."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _PROBE_BYTES = 1 << 20
 """A folder that can't take this much can't take a block either."""
 
@@ -197,11 +197,11 @@ class ColdLedger:
                 self._probe()
             except OSError as error:
                 # A crash's leftovers may be what fills the disk, or files above a cap that is lower now.
-                if error.errno not in _FULL or not ledger.take_stock():
+                if error.errno not in FULL or not ledger.take_stock():
                     raise
                 self._probe()
         except OSError as error:
-            if error.errno not in (*_FULL, errno.EROFS):
+            if error.errno not in FULL | {errno.EROFS}:
                 ledger.close()
                 raise
             log.warning(

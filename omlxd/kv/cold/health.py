@@ -25,6 +25,7 @@ PAUSE_S = 30.0
 """After a failure the disk is left alone this long."""
 
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 DISK_ERRORS = frozenset({errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT})
 
 
@@ -47,8 +48,8 @@ class ColdHealth:
 
     @property
     def is_full(self) -> bool:
-        """Nothing is wrong with the disk but that it has no room: reads go on."""
-        return self._faults == {"store"} and self._store_error in (errno.ENOSPC, errno.EDQUOT)
+        """The disk has no room, and no other fault: reads go on."""
+        return self._faults == {"store"} and self._store_error in FULL
 
     @property
     def stores_on(self) -> bool:

@@ -315,10 +315,10 @@ class Ledger:
                 self._files.remove(path)
 
     def forget(self, paths: Iterable[str], remove: bool) -> tuple[int, int, list[str]]:
-        """Files that the owner wants gone (`remove`), or bad ones that he removed: (files, bytes, troubles).
+        """Remove these files, or (`remove` is false) forget bad files that the owner has removed already.
 
-        An engine takes one that it counts on for a miss. Block files and records alone, relative to the
-        cache dir.
+        An engine that counts on one takes it for a miss. `paths`: of block files and records, relative to the
+        cache dir. Returns (files, bytes, what went wrong).
         """
         files = nbytes = 0
         troubles: list[str] = []
