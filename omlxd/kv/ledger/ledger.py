@@ -6,6 +6,10 @@
 limit; temporary files are written under a grant too. A file is *used* once its engine says that it is in
 place; a walk counts what an engine that died had written and not said.
 
+Only files that can't be removed pass the limit, when a walk of all counts them: those of a higher limit, and
+one that its engine has not spoken of yet, which counts beside its grant until then. Nothing is granted
+meanwhile.
+
 Counted are block files, records (record_file.py) and temporary files, each in whole pages of 4 KiB.
 Not counted is what goes with them: the folders (257 of them a namespace at most, a page each on most
 file systems: about 1 MiB), and a few files of a page: the lock, each namespace's description, the
