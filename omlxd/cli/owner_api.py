@@ -136,6 +136,7 @@ class ColdStatus(msgspec.Struct, kw_only=True):
     files: int
     evicted_files: int
     evicted_bytes: int
+    disk_room: int
     folder_away: bool = False
 
 

@@ -95,7 +95,9 @@ def cold_line(status: DaemonStatus) -> str:
     off = [model.values for model in status.models if model.values.get("kv_cold_tier_on") == 0]
     if off and all(values.get("kv_cold_disk_full") for values in off):
         return f"{text}; its disk is FULL: writes wait for room, reads go on"
-    return text + ("; OFF, its disk fails: see the log" if off else "")
+    if off:
+        return f"{text}; OFF, its disk fails: see the log"
+    return text + ("; its disk is nearly full: it grows no more" if cold.disk_room <= 0 else "")
 
 
 def _row(model: ModelStatus) -> tuple[str, ...]:

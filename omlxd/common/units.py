@@ -6,6 +6,7 @@ macOS and `df -H` show them. Durations: `90s`, `5m`, `2h`, `1h30m`, plain second
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -13,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+LEFT_FREE = 5 * 10**9
+"""Bytes that the SSD cache leaves free on its disk; a twentieth of one below 100 GB."""
 
 PREFILL_CHUNK = 2048
 """Tokens of a prompt that a pass computes at most: mlx-lm's own prefill step."""
@@ -139,12 +143,20 @@ def available_ram() -> int:
 
 def disk_total(folder: Path) -> int:
     """Return the size in bytes of the disk that holds `folder`, which may not exist yet."""
+    stat = _disk(folder)
+    return stat.f_frsize * stat.f_blocks
+
+
+def disk_room(folder: Path) -> int:
+    """Return the bytes that the disk of `folder` takes until `LEFT_FREE` are left; below 0: it has less."""
+    stat = _disk(folder)
+    return stat.f_frsize * stat.f_bavail - min(LEFT_FREE, stat.f_frsize * stat.f_blocks // 20)
+
+
+def _disk(folder: Path) -> os.statvfs_result:
     for place in (folder, *folder.parents):
-        try:
-            stat = os.statvfs(place)
-        except OSError:
-            continue
-        return stat.f_frsize * stat.f_blocks
+        with contextlib.suppress(OSError):
+            return os.statvfs(place)
     raise ValueError(f"there is no disk for {folder}")
 
 

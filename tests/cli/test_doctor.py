@@ -20,6 +20,7 @@ from omlxd.cli.daemon_client import Daemon as DaemonClient
 from omlxd.cli.doctor import command, disk, machine, models, network
 from omlxd.cli.doctor.finding import Finding
 from omlxd.cli.owner_api import InstalledStatus, InstalledStatuses, ModelStatus
+from omlxd.common.units import LEFT_FREE
 from omlxd.config import Settings, load_settings
 from omlxd.kv.files.paths import LOCK_NAME
 from tests.models.test_resolve import make
@@ -96,11 +97,16 @@ def test_folders(tmp_path: Path, monkeypatch):
 
 def test_space(tmp_path: Path, monkeypatch):
     few = settings(tmp_path, paged_ssd_cache_max_size="2GB")
-    for free, verdict in ((10 * 10**9, "ok"), (15 * 10**8, "warn"), (10**8, "bad")):
+    for free, verdict, end in (
+        (10 * 10**9, "ok", "of at most 2 GB"),
+        (6 * 10**9, "ok", "of at most 2 GB, and leaves the disk's last 5 GB to others: 1 GB at most"),
+        (15 * 10**8, "warn", "it grows no more"),
+        (10**8, "bad", "of at most 2 GB"),
+    ):
         monkeypatch.setattr(disk, "_free", lambda folder, free=free: free)
-        assert (found := disk.check_space(few)).verdict == verdict
-        assert found.text.endswith("the 2 GB that it may still take don't fit") == (verdict == "warn")
-        assert ("max-size 1GB" in found.mend) == (verdict == "warn")
+        monkeypatch.setattr(disk, "disk_room", lambda folder, free=free: free - LEFT_FREE)
+        assert (found := disk.check_space(few)).verdict == verdict and found.text.endswith(end)
+        assert found.mend == ("Make room." if verdict != "ok" else "")
     monkeypatch.setattr(disk.inventory, "walk", lambda *_: [disk.inventory.Found("block", "x", 10**7, 0.0)])
     few.paged_ssd_cache_dir.mkdir(parents=True)
     assert disk.check_space(few).mend == "Make room, or empty the cache: `omlxd cache clear`."

@@ -45,7 +45,14 @@ def status(*models: ModelStatus, pid: int = 7, cold: bool = True) -> DaemonStatu
         resident=37 * 10**6,
         models=list(models),
         cold=ColdStatus(
-            dir="/cache", bytes=10**9, cap=10**11, reserved=0, files=12, evicted_files=3, evicted_bytes=5
+            dir="/cache",
+            bytes=10**9,
+            cap=10**11,
+            reserved=0,
+            files=12,
+            evicted_files=3,
+            evicted_bytes=5,
+            disk_room=10**10,
         )
         if cold
         else None,

@@ -1,10 +1,12 @@
 """Sizes: what is read, to the byte, and what is refused, by the flag's name."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from omlxd.common.units import counted, disk_total, human, parse_size, total_ram
+from omlxd.common.units import counted, disk_room, disk_total, human, parse_size, total_ram
 from omlxd.config import load_settings
 from omlxd.errors import ConfigError
 
@@ -79,6 +81,17 @@ def test_a_percentage_of_nothing_is_refused():
 def test_ram_and_disk_are_real(tmp_path: Path):
     assert total_ram() > 10**8
     assert disk_total(tmp_path) == disk_total(tmp_path / "not" / "yet" / "made") > 10**6
+
+
+def test_a_disk_s_last_bytes_are_no_room(tmp_path: Path, monkeypatch):
+    for total, free, room in (
+        (10**12, 7 * 10**9, 2 * 10**9),
+        (10**12, 10**9, -4 * 10**9),
+        (10**9, 10**8, 5 * 10**7),
+    ):
+        stat = SimpleNamespace(f_frsize=1000, f_blocks=total // 1000, f_bavail=free // 1000)
+        monkeypatch.setattr(os, "statvfs", lambda place, stat=stat: stat)
+        assert disk_room(tmp_path) == room
 
 
 def test_human():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from ...common.files import new_file, safetensors_header
-from ...common.units import counted, human
+from ...common.units import counted, disk_room, human
 from ...config import Settings
 from ...errors import ConfigError, InvalidRequest, OmlxdError
 from ...kv.files.namespace import FILE_NAME
@@ -100,7 +100,8 @@ def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
     print(f"{counted(done.taken, 'file')} imported, {done.there} were there, {len(done.bad)} bad")
     if done.full:
         most = daemon.cap if daemon else settings.cold_cache_bytes
-        print(f"{counted(done.full, 'file')} left out: the SSD cache may take {human(most)}")
+        left_out = f"{counted(done.full, 'file')} left out"
+        print(f"{left_out}: the SSD cache may take {human(most)}, as far as its disk has room")
     return 1 if done.bad or done.full else 0
 
 
@@ -115,7 +116,8 @@ class _Room(Room):
 
     def __init__(self, root: Path, most: int):
         folders = list(inventory.namespaces(root))
-        self._left = most - sum(each.disk for each in inventory.walk(root, folders))
+        held = sum(each.disk for each in inventory.walk(root, folders))
+        self._left = min(most - held, disk_room(root))
 
     def reserve(self, nbytes: int) -> bool:
         if nbytes > self._left:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ...common.units import human
+from ...common.units import disk_room, human
 from ...config import Settings
 from ..cache import inventory
 from .finding import Finding, bad, ok, warn
@@ -87,17 +87,14 @@ def check_space(settings: Settings) -> Finding:
     with contextlib.suppress(OSError):
         used = sum(file.disk for file in inventory.walk(folder, list(inventory.namespaces(folder))))
     facts = f"{human(free)} free; the SSD cache takes {human(used)} of at most {human(cap)}"
-    lower, fits = "Make room", int((used + free) * 0.8e-9)  # GB
-    if 0 < fits * 10**9 < cap:
-        lower += f", or lower the cap: `--paged-ssd-cache-max-size {fits}GB`"
-    elif used:
-        lower += ", or empty the cache: `omlxd cache clear`"
+    mend = "Make room" + (", or empty the cache: `omlxd cache clear`." if used else ".")
     if free < SPARE:
-        return bad("space", facts, f"{lower}.")
-    if cap - used > free:
-        return warn(
-            "space", f"{facts}; the {human(cap - used)} that it may still take don't fit", f"{lower}."
-        )
+        return bad("space", facts, mend)
+    room = disk_room(folder)
+    if room <= 0:
+        return warn("space", f"{facts}, and leaves what is free to others: it grows no more", mend)
+    if cap - used > room:
+        facts += f", and leaves the disk's last {human(free - room)} to others: {human(used + room)} at most"
     return ok("space", facts)
 
 

@@ -65,8 +65,8 @@ EXPIRED_AT_ONCE = 256
 """Files that are removed in one turn of the ledger's thread."""
 
 LEASE_SHARE = 64
-"""What is more than one part in so many of the cap is granted a file at a time: a lease evicts others before
-it is used.
+"""What is more than one part in so many of the cache's capacity is granted a file at a time: a lease evicts
+others before it is used.
 
 With 64 MiB leased at once, a cap of 100 MB kept 57 of 91 MB, and 33 after a restart and one prompt.
 """
@@ -294,10 +294,8 @@ class ColdLedger:
         """
 
         def settle(ledger: Ledger) -> int:
-            if isinstance(message, Reserve):
-                stats = ledger.stats()
-                if stats.bytes_used + stats.reserved + message.nbytes > stats.cold_cache_bytes:
-                    return 0
+            if isinstance(message, Reserve) and ledger.check_folder() and message.nbytes > ledger.room():
+                return 0
             return _settle(ledger, message)
 
         self.hurry()
@@ -452,7 +450,7 @@ def _settle(ledger: Ledger, message: LedgerMessage) -> int:
     """The bytes by which what is granted grows; below 0: shrinks."""
     match message:
         case Reserve():
-            large = message.nbytes > ledger.cold_cache_bytes // LEASE_SHARE
+            large = message.nbytes > ledger.capacity() // LEASE_SHARE
             return ledger.reserve(message.least if large and message.least else message.nbytes)
         case Stored():
             ledger.stored(message.files)

@@ -15,6 +15,9 @@ Not counted is what goes with them: the folders (257 of them a namespace at most
 file systems: about 1 MiB), and a few files of a page: the lock, each namespace's description, the
 fingerprints of weights, the day's writes. An orphan's folder goes with its last file.
 
+The disk's last `LEFT_FREE` bytes are left to others. Where a grant would take of them, files go for it as for
+the limit, and up to twice what is granted, so that a disk that somebody else fills empties step by step.
+
 What may be written on one day has a limit of its own, if one is set (write_budget.py).
 
 Blocks that no installed model has go first (kv/files/namespace.py), then the least recently used over all
@@ -37,6 +40,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...common.units import disk_room
 from ..files.fs import entries_of, identity, is_gone, subfolders, unlink
 from ..files.namespace import FILE_NAME, Installed
 from ..files.paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
@@ -67,6 +71,8 @@ class LedgerStats:
     """Bytes, but for `files`, `evicted_files` and these.
 
     orphans_evicted_total  files of namespaces that no installed model has
+    disk_room              what may be written until the disk has no more than `LEFT_FREE` left; below 0: it
+                           has less
     write_budget_used_up   1: something was refused today, 0: nothing was
     folder_away            1: the cache dir is not where its lock was taken, 0: it is
     """
@@ -83,6 +89,7 @@ class LedgerStats:
     daily_write_budget_bytes: int = 0
     write_budget_used_up: int = 0
     folder_away: int = 0
+    disk_room: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +115,8 @@ class Ledger:
         self._installed = Installed(root)
         self._judged_at = -JUDGE_S
         self._reserved = 0
+        self._disk_room = 0
+        self._is_disk_low = False
         self._evicted_files = 0
         self.evicted_log = EvictedLog()
         self._evicted_bytes = 0
@@ -141,6 +150,7 @@ class Ledger:
             if error.errno != errno.EROFS or not (self.root / LOCK_NAME).exists():
                 raise
             self._take_lock(os.O_RDONLY)
+        self._disk_room = disk_room(self.root)
 
     def _take_lock(self, flags: int = os.O_RDWR) -> None:
         text = b""
@@ -200,6 +210,7 @@ class Ledger:
         usable = (self._has_stock or self._away) and self._is_here()
         if usable:
             self._settle_gone()
+            self._disk_room = disk_room(self.root)
         return usable
 
     def close(self) -> None:
@@ -278,14 +289,31 @@ class Ledger:
             return 0
         if self._reserved + nbytes > self.cold_cache_bytes:
             return 0  # What others were granted can't be evicted.
+        lacking = self._reserved + nbytes - self._disk_room
+        least = min(lacking, nbytes)  # To go for the disk's sake.
+        if least > self._files.nbytes:
+            if not self._is_disk_low:
+                log.warning("SSD cache: the disk of %s is nearly full: nothing new is stored", self.root)
+            self._is_disk_low = True
+            return 0
         if not self._writes.spend(nbytes):  # Before anything is evicted for it.
             return 0
-        self._evict(self._committed + nbytes - self.cold_cache_bytes)
-        if self._committed + nbytes > self.cold_cache_bytes:
+        before = self._files.nbytes
+        self._evict(max(self._committed + nbytes - self.cold_cache_bytes, min(lacking, 2 * nbytes)))
+        if self._committed + nbytes > self.cold_cache_bytes or before - self._files.nbytes < least:
             self._writes.give_back(nbytes)
             return 0
+        self._is_disk_low = False
         self._reserved += nbytes
         return nbytes
+
+    def capacity(self) -> int:
+        """The most that the files can come to: the limit, or what their disk has for them."""
+        return min(self.cold_cache_bytes, self._files.nbytes + max(0, self._disk_room))
+
+    def room(self) -> int:
+        """Bytes that can be granted before anything is evicted; below 0: something would have to go."""
+        return min(self.cold_cache_bytes - self._committed, self._disk_room - self._reserved)
 
     @property
     def _committed(self) -> int:
@@ -450,4 +478,5 @@ class Ledger:
             daily_write_budget_bytes=self._writes.limit,
             write_budget_used_up=int(self._writes.used_up),
             folder_away=int(self._away),
+            disk_room=self._disk_room,
         )

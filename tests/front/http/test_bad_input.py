@@ -412,37 +412,36 @@ def test_a_disk_that_takes_no_writes_at_the_start_is_read_and_later_written(tmp_
             again = daemon.messages(prose(300))
             assert own_usage(again)["cached_cold"] > 0 and again["content"] == told["content"]
             daemon.messages(prose(300, seed=1))
-            wait_until(lambda: not daemon.figure("kv_cold_tier_on"), why=daemon.logged)
-            if how == "full":
-                filler.unlink()
-            else:
+            if how == "read-only":
+                wait_until(lambda: not daemon.figure("kv_cold_tier_on"), why=daemon.logged)
                 subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-            time.sleep(PAUSE_S)
+                time.sleep(PAUSE_S)
             seeds = itertools.count(2)
 
             def is_written() -> bool:
                 daemon.messages(prose(300, seed=next(seeds)))
                 daemon.settled()
-                return set((disk / "cache").rglob("*.safetensors")) > stored
+                return bool(set((disk / "cache").rglob("*.safetensors")) - stored)
 
             wait_until(is_written, why=daemon.logged)
+            if how == "full":  # Older blocks go for them, until others have their room again.
+                wait_until(lambda: is_written() and shutil.disk_usage(disk).free >= 300_000)
             assert "Traceback" not in daemon.logged()
 
 
 @pytest.mark.slow
-def test_disk_fills_up_while_serving(tmp_path: Path):
+def test_the_last_bytes_of_a_disk_are_left_to_others(tmp_path: Path):
     with (
         small_disk(tmp_path / "disk", "3m") as disk,
         Daemon(tmp_path / "home", "--paged-ssd-cache-dir", str(disk / "cache")) as daemon,
     ):
         told = [daemon.messages(prose(300, seed=seed))["content"] for seed in range(8)]
-        wait_until(lambda: "No space left" in daemon.logged(), why=daemon.logged)
-        wait_until(lambda: shutil.disk_usage(disk).free < 200_000)
+        daemon.settled()
+        assert 150_000 <= shutil.disk_usage(disk).free < 400_000
         again = [daemon.messages(prose(300, seed=seed)) for seed in range(8)]
         assert [answer["content"] for answer in again] == told
         assert all(own_usage(answer)["cached_hot"] > 0 for answer in again)
-        assert daemon.logged().count("No space left") < 20, "a line a block would fill the log too"
-        assert "Traceback" not in daemon.logged()
+        assert "WARNING omlxd.kv" not in daemon.logged() and "Traceback" not in daemon.logged()
         wait_until(lambda: not list((disk / "cache").rglob("*.tmp*")))  # What was being tried is over soon.
         assert daemon.stop() == 0
 
@@ -454,7 +453,7 @@ def test_disk_that_was_full_is_used_again_after_a_pause(tmp_path: Path):
         with Daemon(tmp_path / "home", "--paged-ssd-cache-dir", str(disk / "cache")) as daemon:
             filler.write_bytes(bytes(shutil.disk_usage(disk).free - 8192))
             daemon.messages(prose(300, seed=1))
-            wait_until(lambda: "No space left" in daemon.logged(), why=daemon.logged)
+            wait_until(lambda: "nearly full: nothing new is stored" in daemon.logged(), why=daemon.logged)
             filler.unlink()
             time.sleep(PAUSE_S)
             seeds = itertools.count(2)

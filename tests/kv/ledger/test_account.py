@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kv_fakes import Rig, bytes_on_disk
-from ledger_files import NS, PAGE, ledger, name, put  # noqa: F401
+from ledger_files import NS, PAGE, ledger, name, put, store  # noqa: F401
 
 import omlxd.kv.ledger.ledger as ledger_module
 from omlxd.kv.cold.writer import MOST_ACTIONS, StoreWriter
@@ -192,3 +192,20 @@ def test_an_old_record_goes_when_all_is_counted_and_not_with_an_engine(ledger):
     assert (ledger.root / path).exists() and ledger.stats().files == 1
     ledger.take_stock()
     assert not (ledger.root / path).exists() and ledger.stats().files == 0
+
+
+def test_a_disk_that_others_fill_is_emptied_by_twice_what_is_written(ledger: Ledger, monkeypatch, caplog):
+    others = [0]
+    monkeypatch.setattr(
+        ledger_module, "disk_room", lambda root: 20 * PAGE - others[0] * PAGE - bytes_on_disk(root)
+    )
+    for number in range(8):
+        assert store(ledger, number)
+    others[0] = 16
+    for number, files in ((8, 7), (9, 6), (10, 5), (11, 4), (12, 4), (13, 4)):
+        assert store(ledger, number) and ledger.stats().files == files
+    assert ledger.capacity() == 4 * PAGE and ledger.room() == 0
+    others[0] = 24
+    assert not ledger.reserve(5 * PAGE) and ledger.stats().files == 4, "nothing goes in vain"
+    assert "nearly full" in caplog.text
+    assert store(ledger, 14) and ledger.stats().files == 3

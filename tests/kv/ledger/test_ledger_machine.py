@@ -164,6 +164,8 @@ class LedgerMachine(RuleBasedStateMachine):
     unreadable = False
     unwritable = False
     undeletable: ClassVar[set[str]] = set()
+    disk = 0
+    """Bytes that the disk has for the cache beside what others wrote to it, and what it leaves to them."""
 
     @initialize(
         pages=st.integers(2, 12),
@@ -185,9 +187,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.cap, self.daily, self.today = pages * PAGE, daily * PAGE, 1
         self.pids = self.written_today = self.unseen = 0
         self.counted_twice = 0
-        """Bytes over the cap on the account: files that can't be removed, beside the grants they lie under."""
+        """Bytes over the cap on the account: files that can't be removed, beside grants they lie under."""
         self.missing: set[str] = set()
         """Files that were removed, perhaps before the ledger hears that they were written."""
+        LedgerMachine.disk = 99 * PAGE
         self.open(Day(self.daily))
         for letter in letters:
             self.begins(letter)
@@ -343,16 +346,26 @@ class LedgerMachine(RuleBasedStateMachine):
     def reserves(self, number: int, pages: int) -> None:
         engine, account, nbytes = self.pick(number), self.account, pages * PAGE
         self.hears(number, len(engine.messages))
-        expected = 0
+        expected = lacking = 0
+        possible, evicted = self.possible(), len(account.evicted)
+        there = {path: size for path, size in account.files.items() if not (self.root / path).exists()}
         if self.looks_there():
             self.settles_gone()
-            if account.reserved + nbytes <= self.cap:
+            lacking = account.reserved + nbytes - room_on_disk(self.root)
+            fits = account.reserved + nbytes <= self.cap
+            if fits and min(lacking, nbytes) <= sum(account.files.values()):
                 account.day.turn(self.today, account.reserved)
                 if account.day.spend(nbytes):
-                    self.evicts(account.excess(nbytes))
-                    expected = nbytes if account.excess(nbytes) <= 0 else 0
+                    before = sum(account.files.values())
+                    self.evicts(max(account.excess(nbytes), min(lacking, 2 * nbytes)))
+                    freed = before - sum(account.files.values())
+                    if account.excess(nbytes) <= 0 and freed >= min(lacking, nbytes):
+                        expected = nbytes
                     account.day.spent -= nbytes - expected
         assert self.ledger.reserve(nbytes) == expected
+        if expected:
+            lost = sum(there.get(path, 0) for path in account.evicted[evicted:])
+            assert self.possible() + nbytes <= max(LedgerMachine.disk, possible + lost), "others' room"
         account.reserved += expected
         engine.balance += expected
         engine.outstanding += expected
@@ -523,6 +536,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------- the disk
 
+    @rule(pages=st.integers(0, 14))
+    def others_write(self, pages: int) -> None:
+        LedgerMachine.disk = pages * PAGE
+
     @rule(file=NUMBER, sticks=st.booleans(), unreadable=st.booleans(), unwritable=st.booleans())
     def disk_changes(self, file: int, sticks: bool, unreadable: bool, unwritable: bool) -> None:
         """A file can't be removed, or can again; folders can't be read; the day's sum can't be written."""
@@ -600,14 +617,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------- what must hold
 
+    def possible(self) -> int:
+        """Bytes on disk with those that engines may still write."""
+        return written_to(self.aside or self.root) + sum(engine.balance for engine in self.engines)
+
     @invariant()
     def the_cap_holds(self) -> None:
         if not hasattr(self, "ledger"):
             return
         folder = self.aside or self.root
         stats = self.ledger.stats()
-        written = sum(path.stat().st_blocks * 512 for path in files_in(folder) if file_kind(path.name))
-        possible = written + sum(engine.balance for engine in self.engines)
+        possible = self.possible()
         assert possible <= self.cap, "over the cap"
         if self.aside is None and not stats.folder_away:
             on_account = stats.bytes_used + stats.reserved
@@ -639,6 +659,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert (folder / path).exists(), "removed out of turn"
 
 
+def written_to(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in files_in(folder) if file_kind(path.name))
+
+
+def room_on_disk(folder: Path) -> int:
+    return LedgerMachine.disk - written_to(folder)
+
+
 def is_record(path: str) -> bool:
     return path.endswith(RECORD_SUFFIX)
 
@@ -666,6 +694,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ledger_module, "JUDGE_S", 0.0)
     monkeypatch.setattr(ledger_module, "unlink", unlink)
+    monkeypatch.setattr(ledger_module, "disk_room", room_on_disk)
     monkeypatch.setattr(write_budget, "AHEAD", AHEAD)
     for listing in ("entries_of", "subfolders"):
         monkeypatch.setattr(ledger_module, listing, may_fail(getattr(ledger_module, listing)))
