@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,8 +149,13 @@ def disk_total(folder: Path) -> int:
 
 
 def disk_room(folder: Path) -> int:
-    """Return the bytes that the disk of `folder` takes until `LEFT_FREE` are left; below 0: it has less."""
+    """Return the bytes that the disk of `folder` takes until `LEFT_FREE` are left; below 0: it has less.
+
+    A file system that does not tell its size (some of FUSE's) has room without end.
+    """
     stat = _disk(folder)
+    if not stat.f_blocks:
+        return sys.maxsize
     return stat.f_frsize * stat.f_bavail - min(LEFT_FREE, stat.f_frsize * stat.f_blocks // 20)
 
 

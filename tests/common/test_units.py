@@ -1,6 +1,7 @@
 """Sizes: what is read, to the byte, and what is refused, by the flag's name."""
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +93,8 @@ def test_a_disk_s_last_bytes_are_no_room(tmp_path: Path, monkeypatch):
         stat = SimpleNamespace(f_frsize=1000, f_blocks=total // 1000, f_bavail=free // 1000)
         monkeypatch.setattr(os, "statvfs", lambda place, stat=stat: stat)
         assert disk_room(tmp_path) == room
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(f_frsize=0, f_blocks=0, f_bavail=0))
+    assert disk_room(tmp_path) == sys.maxsize
 
 
 def test_human():

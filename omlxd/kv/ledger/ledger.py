@@ -15,8 +15,8 @@ Not counted is what goes with them: the folders (257 of them a namespace at most
 file systems: about 1 MiB), and a few files of a page: the lock, each namespace's description, the
 fingerprints of weights, the day's writes. An orphan's folder goes with its last file.
 
-The disk's last `LEFT_FREE` bytes are left to others. Where a grant would take of them, files go for it as for
-the limit, and up to twice what is granted, so that a disk that somebody else fills empties step by step.
+The disk's last `LEFT_FREE` bytes are left to others. A grant that would take of them evicts what is missing,
+but at most twice what it grants: where others fill the disk, the cache shrinks step by step.
 
 What may be written on one day has a limit of its own, if one is set (write_budget.py).
 
@@ -290,7 +290,7 @@ class Ledger:
         if self._reserved + nbytes > self.cold_cache_bytes:
             return 0  # What others were granted can't be evicted.
         lacking = self._reserved + nbytes - self._disk_room
-        least = min(lacking, nbytes)  # To go for the disk's sake.
+        least = min(lacking, nbytes)  # Bytes that must go, or the disk would have less free than before.
         if least > self._files.nbytes:
             if not self._is_disk_low:
                 log.warning("SSD cache: the disk of %s is nearly full: nothing new is stored", self.root)
