@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from .. import wire
 from ..common.units import human
-from ..errors import AdapterError, ModelError, NotNow, OmlxdError
+from ..errors import AdapterError, NotNow, OmlxdError
 from ..kv.cold.writer import Lease
 from ..kv.files.paths import namespace_dir
 from ..kv.hashing import BlockHash
@@ -131,19 +131,12 @@ class Adapters:
         adapter = self._loaded.adapters.add(asked.folder)
         try:
             store.check_adapter()
-        except (OSError, ModelError):
+            store = self._open(adapter, store)
+        except BaseException:
             self._loaded.adapters.remove(adapter)
             raise
-        self._count()
-        if self.base.bridge is not None:
-            store = self._stores.setdefault(store.namespace, store)
-            if (bridge := store.bridge) is None:
-                bridge = store.open(self._lease, self._scheduler.post)
-                bridge.weights_changed = self.base.bridge.weights_changed
-                store.read_newest(self._scheduler.post)
-            self._scheduler.bridges[adapter] = bridge
-            if self._scheduler.memory is not None:
-                self._scheduler.memory.stores[adapter] = bridge.store
+        finally:
+            self._count()
         info = replace(
             self.base.info,
             model_id=asked.model_id,
@@ -153,6 +146,19 @@ class Adapters:
         beside = "" if adapter.mixes else "; its rows share no pass with others"
         log.info("%s: its adapter shares the weights of this engine%s", asked.model_id, beside)
         return Served(adapter, store, info)
+
+    def _open(self, adapter: Adapter, store: ModelStore) -> ModelStore:
+        """The store of `adapter`, as before if it was here, open where the model's own is."""
+        if self.base.bridge is not None:
+            store = self._stores.setdefault(store.namespace, store)
+            if (bridge := store.bridge) is None:
+                bridge = store.open(self._lease, self._scheduler.post)
+                bridge.weights_changed = self.base.bridge.weights_changed
+                store.read_newest(self._scheduler.post)
+            self._scheduler.bridges[adapter] = bridge
+            if self._scheduler.memory is not None:
+                self._scheduler.memory.stores[adapter] = bridge.store
+        return store
 
     def _count(self) -> None:
         before, self.nbytes = self.nbytes, self._loaded.adapters.nbytes

@@ -146,7 +146,17 @@ class Adapters:
             now = dict(self.model.named_modules())
             modules = {name: now[name] for name in layers if now.get(name) is not layers[name]}
             self.model.update_modules(tree_unflatten([(name, layers[name]) for name in modules]))
-        adapter = Adapter(folder)
+        self.loaded.append(adapter := Adapter(folder))
+        try:
+            self._put_in(adapter, layers, modules)
+        except BaseException:
+            adapter.mixes = False
+            self.remove(adapter)
+            raise
+        return adapter
+
+    def _put_in(self, adapter: Adapter, layers: dict[str, Any], modules: dict[str, Any]) -> None:
+        """Hang `modules` beside the `layers` of their names. What it raises leaves some in place."""
         for name, module in modules.items():
             module.eval()  # No dropout.
             module.update(tree_unflatten([(n, self._own(a)) for n, a in _matrices(module)]))
@@ -157,7 +167,7 @@ class Adapters:
                 layer.lora_slot, layer.__class__ = _Slot(), _adapted(type(layer))
             layer.lora_slot.modules[adapter] = module
         if not modules:
-            raise AdapterError(f"{folder} is no adapter of this model: it changes no layer")
+            raise AdapterError(f"{adapter.folder} is no adapter of this model: it changes no layer")
         scales = {getattr(module, "scale", None) for module in modules.values()}
         from mlx_lm.tuner.lora import LoRALinear  # With an adapter it is there; without one nobody needs it.
 
@@ -165,10 +175,8 @@ class Adapters:
             adapter.scale = float(scales.pop() or 0)
             sides = [side for m in modules.values() for side in (m.lora_a.shape[0], m.lora_b.shape[1])]
             adapter.mixes = backend() != "cuda" or not any(side % GATHERED for side in sides)
-        self.loaded.append(adapter)
         self._stack()
         adapter.mixes = adapter.mixes and self._agrees(adapter)
-        return adapter
 
     def remove(self, adapter: Adapter) -> None:
         """No row may have it any more."""

@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 Work = Callable[[], list[tuple[int, chat.Event]]]
 
 
+MOST_EVENTS = 256
+"""In a frame: where tokens come as fast as they are parsed, none would ever leave."""
+
+
 class OutputThread:
     """Runs work in order and sends what it gives, as much as is there in one frame."""
 
@@ -55,6 +59,8 @@ class OutputThread:
                     events += work()
                 except Exception:
                     log.exception("output failed")
+                if len(events) >= MOST_EVENTS:
+                    break
                 try:
                     work = self._queue.get_nowait()
                 except queue.Empty:

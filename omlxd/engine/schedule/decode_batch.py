@@ -13,7 +13,7 @@ A step may also check guesses (speculation.py); such a pass is read before the n
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import islice
@@ -69,9 +69,6 @@ class DecodeBatch:
         self._behind = False  # The last turn started no step ahead.
         self._spared = 0.0  # Seconds of a turn that its guesses are not charged.
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     # ----------------------------------------------------------------- joining and leaving
 
     def add_row(self, sequence: Sequence) -> None:
@@ -79,7 +76,7 @@ class DecodeBatch:
         if not self.rows:
             self._cache, self._merged = sequence.take_cache(), False
         else:
-            mlx_adapter.extend(self._merged_cache(), sequence.take_cache())
+            self._extend(mlx_adapter.extend, sequence.take_cache())
         _advance(sequence, sequence.tokens[-1])
         self._append_rows([sequence])
         hidden, sequence.hidden = sequence.hidden, None
@@ -94,13 +91,18 @@ class DecodeBatch:
         if not self.rows:
             self._cache, self._merged = cache, True
         else:
-            mlx_adapter.extend_batch(self._merged_cache(), cache)
+            self._extend(mlx_adapter.extend_batch, cache)
         self._append_rows(sequences)
 
-    def _merged_cache(self) -> mlx_adapter.Cache:
+    def _extend(self, extend: Callable[..., None], cache: mlx_adapter.Cache) -> None:
+        """Add a cache's rows to this one's. Where memory runs out amid the layers, no layer keeps them."""
         if not self._merged:
             self._cache, self._merged = mlx_adapter.merge([self._cache]), True
-        return self._cache
+        try:
+            extend(self._cache, cache)
+        except Exception:
+            mlx_adapter.keep_rows(self._cache, range(len(self.rows)))
+            raise
 
     def _append_rows(self, sequences: Seq[Sequence]) -> None:
         newest = mx.array([sequence.tokens[-1] for sequence in sequences])
@@ -214,7 +216,9 @@ class DecodeBatch:
                 row: min(room, self._grid - 1 - row.kv_length % self._grid) for row, room in rooms.items()
             }
         most = self._most_guesses
-        rooms = {row: min(room, most) for row, room in rooms.items()}
+        # Penalties are made at a row's first step: before it, each guess would get some of its own.
+        unmade = {row for row in rooms if row.sampler.params.penalised and row.sampler.penalties is None}
+        rooms = {row: 0 if row in unmade else min(room, most) for row, room in rooms.items()}
         speculators = [self._speculators[row] for row in self.rows]
         self._draft(rooms)
         width = self._speculation.best_width(

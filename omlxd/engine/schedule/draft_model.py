@@ -122,9 +122,6 @@ class DraftRows:
     _coming: list[_Row] = field(default_factory=list)
     _cache: mlx_adapter.Cache = field(default_factory=list)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def keep(self, sequences: Container[Sequence]) -> None:
         """Drop all others."""
         self._coming = [row for row in self._coming if row.sequence in sequences]

@@ -126,8 +126,6 @@ class MemoryAdmission:
             if through - shared < need:
                 need, beside = through - shared, through - shared - nbytes_of(hot)
         if need <= room and not soon:
-            if self._asked is sequence:
-                self._asked = None
             self._clear_the_way(beside, running, [sequence, *waiting])
             self.note_end_of_wait(sequence, "got memory")
             return True
@@ -285,6 +283,8 @@ class MemoryAdmission:
 
     def note_end_of_wait(self, sequence: Sequence, how: str) -> None:
         """Log it as the access log does, which has the same `prompt=` and `queue=`."""
+        if self._asked is sequence:
+            self._asked = None
         if sequence.short_since:
             waited = time.monotonic() - sequence.received
             log.info("%s (prompt=%d) %s, queue=%.3fs", sequence.name, sequence.prompt_length, how, waited)

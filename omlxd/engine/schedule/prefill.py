@@ -72,7 +72,7 @@ class PrefillBudget:
 
     def pick_sequence(self, sequences: Seq[Sequence]) -> Sequence:
         """The one that has begun, else the first come; a much shorter one goes before either."""
-        sequence = min(sequences, key=lambda sequence: (sequence.kv_length == 0, sequence.arrival))
+        sequence = min(sequences, key=lambda sequence: (not sequence.begun, sequence.arrival))
         shortest = min(sequences, key=self._to_compute)
         left, less = self._to_compute(sequence), self._to_compute(shortest)
         if less * OVERTAKE <= left and sequence.overtaken + less <= PATIENCE * left:

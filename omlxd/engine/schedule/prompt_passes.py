@@ -345,7 +345,8 @@ class PromptPasses:
             raise Interrupted
         if self._scheduler.step_due():
             hook.call = None
-            self._scheduler.decode(beside_prefill=True)
+            with mlx_adapter.row_adapters(()):  # Not those of the pass under way.
+                self._scheduler.decode(beside_prefill=True)
             hook.call = self.between_layers
         self._looked_at = time.perf_counter()
 

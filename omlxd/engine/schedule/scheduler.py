@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import mlx.core as mx
 
-from ...errors import OmlxdError
+from ...errors import OmlxdError, Unavailable
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge
 from ..kvio.hot_budget import evict_unused
@@ -92,7 +93,13 @@ class Scheduler:
         self.post(lambda: self._changes.append(call))
 
     def submit(self, sequence: Sequence) -> None:
-        self.post(lambda: self.waiting.add_request(sequence))
+        self.post(lambda: self._take(sequence))
+
+    def _take(self, sequence: Sequence) -> None:
+        if sequence.adapter is None or sequence.adapter in self._loaded.adapters.loaded:
+            self.waiting.add_request(sequence)
+        else:  # It left while the prompt was rendered.
+            self.fail(sequence, Unavailable("this adapter is being unloaded; retry", retry_after=1))
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop `sequence` and give its slot to another; what it computed stays cached."""
@@ -121,7 +128,7 @@ class Scheduler:
 
     def _busy(self) -> bool:
         return (
-            bool(self._batches)
+            bool(self._batches or self._changes)
             or any(sequence.state is State.PREFILLING for sequence in self.running)
             or bool(self.waiting and not self._short and len(self.running) < self._slots)
         )
@@ -278,8 +285,9 @@ class Scheduler:
         for batch in list(self._batches):
             self._step(batch)
         if beside_prefill:
-            for batch in self._batches:
-                batch.wait()
+            for batch in list(self._batches):
+                with self._dropped_if_broken(batch):
+                    batch.wait()
         for sequence in prompts:
             sequence.end_pass()
         self._stepped_at = time.perf_counter()
@@ -292,8 +300,7 @@ class Scheduler:
             self._step_s = min(took, (1 - SMOOTHING) * usual + SMOOTHING * took)
 
     def _step(self, batch: DecodeBatch) -> None:
-        rows = list(batch.rows)
-        try:
+        with self._dropped_if_broken(batch):
             self.steps += 1
             tokens = batch.step()
             ended: list[Sequence] = []
@@ -304,6 +311,12 @@ class Scheduler:
             self.leave(batch, ended)
             for sequence in batch.rows:
                 self.offer(sequence, batch)
+
+    @contextmanager
+    def _dropped_if_broken(self, batch: DecodeBatch) -> Iterator[None]:
+        rows = list(batch.rows)
+        try:
+            yield
         except Exception as error:
             log.exception("decode failed")
             self.drop_batch(batch, rows, error)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from adapters import make_adapter
+from host import Host
 
 from omlxd.engine.host import EngineHost
 from omlxd.engine.kvio.hot_budget import HotTiers
+from omlxd.engine.kvio.open_store import ModelStore
 from omlxd.errors import NotNow
 from omlxd.models import demo
 from omlxd.wire import CacheSettings, Load, LoadAdapter
@@ -58,3 +61,20 @@ def test_tiers_of_one_engine_divide_its_budget():
     assert [first(), second(), third()] == [90, 80, 50]
     tiers.budget.share = 60
     assert [first(), second(), third()] == [40, 40, 20]
+
+
+def test_one_whose_store_can_not_be_opened_leaves_nothing(tmp_path: Path, monkeypatch):
+    base = demo.build_demo(tmp_path / "base")
+    asked = LoadAdapter(channel=1, folder=str(make_adapter(base, tmp_path / "style")), model_id="base:style")
+    host = Host(base)
+    engine, weights = host.engine, host.engine.loaded.weight_bytes
+
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ModelStore, "open", fails)
+    with pytest.raises(OSError, match="No space left"):
+        engine.adapters.add(asked)
+    left, held = list(engine.loaded.adapters.loaded), engine.loaded.weight_bytes
+    host.close()
+    assert left == [] and held == weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -157,3 +158,22 @@ def test_families(family: str, tmp_path: Path):
     expected = mx.stack([alone(model, folder), run(loaded.model)[0]])
     assert adapter.mixes
     assert mx.allclose(rows_of(loaded, adapter, None), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_one_that_memory_runs_out_for_leaves_nothing(base: Path, folders: list[Path], monkeypatch):
+    loaded = mlx_adapter.load(base)
+    before, evals = run(loaded.model), []
+
+    def evaluated(*arrays: Any, eval: Any = mx.eval) -> None:
+        evals.append(1)
+        if len(evals) == 3:
+            raise RuntimeError("[malloc] Unable to allocate")
+        eval(*arrays)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(multi_lora.mx, "eval", evaluated)
+        with pytest.raises(RuntimeError, match="Unable to allocate"):
+            loaded.adapters.add(str(folders[0]))
+    assert not loaded.adapters.loaded and loaded.adapters.nbytes == 0 and not loaded.adapters._layers()
+    assert mx.array_equal(run(loaded.model), before)
+    assert loaded.adapters.add(str(folders[0])) in loaded.adapters.loaded

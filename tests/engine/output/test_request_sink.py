@@ -214,3 +214,17 @@ def test_a_client_that_leaves_as_its_answer_ends_costs_nothing(tmp_path: Path, m
         assert isinstance(host.ask(chat(max_tokens=3))[-1], Finished)
     finally:
         host.close()
+
+
+def test_events_leave_where_tokens_come_as_fast_as_they_are_parsed():
+    sent, left = threading.Event(), iter(range(10_000))
+    out = OutputThread(lambda events: sent.set())
+
+    def work() -> list[tuple[int, Event]]:
+        if not sent.is_set() and next(left, None) is not None:
+            out.put(work)
+        return [(1, TextDelta("x"))]
+
+    out.put(work)
+    assert sent.wait(30) and next(left, None) is not None
+    out.close(5)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapters import make_adapter
 from guesses import guess_by
-from rig import Rig
+from rig import Output, Rig
 
 from omlxd.engine.metrics import adapter_metrics, metrics_of
 from omlxd.engine.schedule.speculation import WIDTHS
+from omlxd.errors import OmlxdError
 from omlxd.models import demo
 
 PROMPT = list(range(20, 120))
@@ -74,3 +76,45 @@ def test_guesses_and_tokens_are_counted_by_whose_they_are(
         held = [count for name, count in values.items() if "accepted_tokens_per_pos_" in name]
         assert len(held) == WIDTHS[-1] and sum(held) == output.sequence.accepted
         assert held == sorted(held, reverse=True) and held[0] <= values["spec_decode_num_drafts_total"]
+
+
+def test_a_compiled_step_inside_an_adapters_prefill_is_the_bases(base: Path, tmp_path: Path):
+    """A compiled step calls the model when it is traced: its rows have no adapter of the pass around it."""
+
+    class Traced:
+        compiles = True
+
+        def __init__(self, model: Any):
+            self.model = model
+
+        def __call__(self, tokens: Any, cache: Any, *_: Any) -> Any:
+            return self.model(tokens, cache=cache)
+
+        def most_tokens(self, cache: Any) -> int:
+            return 0
+
+    long = [(place * 7) % 300 + 5 for place in range(1200)]
+    with Rig(base) as rig:
+        folder = str(make_adapter(base, tmp_path / "a", 1))
+        adapter = rig.on_engine(lambda: rig.loaded.adapters.add(folder))
+        alone = rig.run(PROMPT, n=60).got
+        rig.scheduler._compiled = Traced(rig.loaded.model)  # type: ignore[assignment]
+        rig.scheduler.step_due = lambda: rig.scheduler.decodes
+        row = rig.start(PROMPT, n=60)
+        assert row.first.wait(60)
+        rig.start(long, n=1, adapter=adapter).tokens()
+        assert row.tokens() == alone
+
+
+def test_a_request_whose_adapter_has_left_is_not_computed_with_others(base: Path, tmp_path: Path):
+    with Rig(base) as rig:
+        one, two = rig.on_engine(
+            lambda: [rig.loaded.adapters.add(str(make_adapter(base, tmp_path / str(n), n))) for n in (1, 2)]
+        )
+        alone = rig.run(PROMPT, n=8, adapter=one).tokens()
+        rig.on_engine(lambda: rig.loaded.adapters.remove(two))
+        outputs: list[Output] = []
+        rig.on_engine(lambda: outputs.extend(rig.start(PROMPT, n=8, adapter=each) for each in (one, two)))
+        assert outputs[0].tokens() == alone
+        with pytest.raises(OmlxdError, match="adapter is being unloaded"):
+            outputs[1].tokens()

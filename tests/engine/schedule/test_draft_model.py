@@ -20,6 +20,7 @@ from omlxd.chat import AnswerFormat, Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.host import EngineHost
 from omlxd.engine.schedule import draft_model
+from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.speculation import DRAFT, KINDS, MOST_CREDIT, HoldRate, RowSpeculator, Speculation
 from omlxd.engine.sequence import SamplerRow, Sequence
 from omlxd.errors import ModelError
@@ -237,3 +238,26 @@ def test_a_rows_guesses_are_the_draft_models_once_it_has_some():
     assert row.of_model and row.offer() == (0.7, 3)
     row.add_tokens([9], checked=3)
     assert row.draft_rate < 0.4 and not row.of_model
+
+
+def test_a_row_that_joins_does_not_undo_what_the_draft_model_has_read(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    model, draft = models
+    draft_always(monkeypatch)
+    drafts: list[Any] = []
+    compose = DecodeBatch._compose
+
+    def composed(self: DecodeBatch) -> None:
+        compose(self)
+        drafts.append(self._drafts)
+
+    monkeypatch.setattr(DecodeBatch, "_compose", composed)
+    with Rig(model, speculate=True, draft=draft) as rig:
+        outputs = [rig.start(prompt(1200, seed=1), 60)]
+        for seed in range(10, 14):
+            assert outputs[-1].first.wait(60)
+            outputs.append(rig.start(prompt(30, seed=seed), 60))
+        for output in outputs:
+            output.tokens()
+    assert len(drafts) > 4 and all(each is drafts[0] for each in drafts)

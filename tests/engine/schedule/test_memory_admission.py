@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from app_client import client
-from daemon import PATIENCE_S, family_model
+from daemon import PATIENCE_S, family_model, wait_until
 from engine_processes import until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -380,6 +380,16 @@ def test_with_nothing_else_running_the_front_is_asked_and_its_word_is_final(rig:
 
     memory.available, memory.on_want = RESERVE, give
     assert len(rig.start(PROMPT, 4).tokens()) == 4
+
+
+def test_one_that_ends_while_the_front_is_asked_is_let_go(rig: Rig):
+    memory = Memory(rig, RESERVE)
+    rig.start(PROMPT, 4)
+    wait_until(lambda: memory.wants)
+    (sequence,) = rig.scheduler.waiting
+    rig.scheduler.cancel(sequence)
+    wait_until(lambda: not rig.scheduler.active_sequences)
+    assert rig.on_engine(lambda: memory.admission._asked) is None
 
 
 def test_hot_blocks_give_way_to_a_prompt(rig: Rig):

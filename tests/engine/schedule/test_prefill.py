@@ -320,3 +320,19 @@ def test_which_prompts_are_the_same(tmp_path: Path):
         assert passes._key(one) != passes._key(two)
         one.keys_file = "keys.safetensors"
         assert passes._key(one) is None
+
+
+def test_what_is_restored_from_disk_goes_before_an_older_prompt_a_bounded_number_of_times():
+    """One whose KV was read, and none computed, has not begun."""
+    budget, cold, overtook = PrefillBudget(64), waiting(6000), 0
+    while overtook < 100:
+        warm = waiting(12000)
+        warm.kv_length = warm.restored_cold = 9600
+        while warm.kv_length < warm.prompt_length:
+            picked = budget.pick_sequence([cold, warm])
+            picked.begun = True
+            picked.kv_length += 64
+            if picked is cold:
+                return
+        overtook += 1
+    pytest.fail("the older one starves")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cold_run import prompt
@@ -16,7 +17,9 @@ from msgspec.structs import replace
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Finished, GenerateRequest, RawPrompt, Sampling
+from omlxd.engine.mlx_adapter import batch_kv, own_rows
 from omlxd.engine.schedule import scheduler as scheduler_module
+from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.sequence import Sequence
 from omlxd.errors import OmlxdError
 
@@ -241,3 +244,66 @@ def test_an_idle_engine_gives_memory_back(model: Path, monkeypatch):
         assert 0 < rig.pool.hot_bytes <= rig.hot
         # What is left is the beginning of the chain, so it is still of use.
         assert rig.run(prompt(300), 1).hot > 0
+
+
+def test_a_change_of_the_model_that_is_asked_for_in_the_last_pass_does_not_wait(model: Path):
+    with Rig(model) as rig:
+        changed, asked = threading.Event(), []
+        look = rig.scheduler.passes.between_layers
+
+        def between_layers() -> None:
+            if not asked:
+                asked.append(time.monotonic())
+                rig.scheduler.change_model(changed.set)
+            look()
+
+        rig.scheduler.passes.between_layers = between_layers  # type: ignore[method-assign]
+        rig.scheduler.passes._is_long = lambda tokens: True  # type: ignore[method-assign]
+        rig.start(prompt(30, seed=1), 1).tokens()
+        assert changed.wait(scheduler_module.IDLE_S / 2)
+
+
+def test_a_row_that_finds_no_memory_to_join_leaves_the_others_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with Rig(model) as rig:
+        alone = rig.run(prompt(30, seed=1), 200).got
+        row = rig.start(prompt(30, seed=1), 200)
+        assert row.first.wait(30)
+        calls: list[int] = []
+        for kind in (own_rows.OwnRowsKVCache, batch_kv.EvenBatchKVCache):
+
+            def extend(self: Any, other: Any, extend: Any = kind.extend) -> None:
+                calls.append(1)
+                if len(calls) == 2:
+                    raise RuntimeError("[malloc] Unable to allocate")
+                extend(self, other)
+
+            monkeypatch.setattr(kind, "extend", extend)
+        with pytest.raises(OmlxdError, match="Unable to allocate"):
+            rig.start(prompt(40, seed=2), 20).tokens()
+        assert row.tokens() == alone and len(calls) == 2
+
+
+def test_a_batch_whose_step_fails_while_it_is_waited_for_leaves_the_prompt_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = prompt(2000, seed=5)
+    with Rig(model) as rig:
+        alone = rig.run(asked, 5).got
+    with Rig(model, reuse=False) as rig:
+        row = rig.start(prompt(30, seed=1), 2000)
+        assert row.first.wait(30)
+
+        waits: list[int] = []
+
+        def fails(batch: DecodeBatch) -> None:
+            waits.append(len(batch.rows))
+            if len(waits) == 1:
+                raise RuntimeError("command buffer failed")
+
+        monkeypatch.setattr(DecodeBatch, "wait", fails)
+        rig.scheduler.step_due = lambda: rig.scheduler.decodes
+        assert rig.start(asked, 5).tokens() == alone
+        with pytest.raises(OmlxdError, match="command buffer failed"):
+            row.tokens()

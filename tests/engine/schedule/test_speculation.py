@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -14,10 +15,11 @@ from family_configs import CONFIGS
 from guesses import check_always, guess_by, half_right
 from hypothesis import given
 from hypothesis import strategies as st
-from rig import GREEDY, Output, Rig
+from rig import BLOCK, GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
+from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.ngram import LONGEST_MATCH, MIN_MATCH, NgramProposer
 from omlxd.engine.schedule.speculation import (
     LOST_SHARE,
@@ -425,3 +427,35 @@ def test_answers_that_must_repeat_do_not_depend_on_what_is_measured(
         assert not shared.counts[None].drafts
         rig.run(prompt(40, seed=1), 20, sampling=SAMPLED)
         assert shared.counts[None].drafts
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_penalties_of_rows_whose_prompts_end_together_know_each_guess(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculate: bool
+):
+    sampling = Sampling(temperature=0.0, frequency_penalty=2.0, logit_bias={7: 9.0})
+    shared = prompt(2 * BLOCK, seed=1)
+    asked = [shared + prompt(9, seed=2), shared + prompt(11, seed=3)]
+    with Rig(model) as rig:
+        plain = [rig.run(one, 20, sampling=sampling).got for one in asked]
+    whole = [one + answer for one, answer in zip(asked, plain, strict=True)]
+    guess_by(
+        monkeypatch,
+        lambda tokens: next(
+            (each[len(tokens) : len(tokens) + 4] for each in whole if each[: len(tokens)] == tokens), []
+        ),
+    )
+    with Rig(model, speculate=speculate) as rig:
+        rig.run([*shared, 5], 1)
+        together: list[int] = []
+        add_prompts = DecodeBatch.add_prompts
+
+        def counted(self: DecodeBatch, sequences: Any, cache: Any) -> None:
+            together.append(len(sequences))
+            add_prompts(self, sequences, cache)
+
+        monkeypatch.setattr(DecodeBatch, "add_prompts", counted)
+        outputs: list[Output] = []
+        rig.on_engine(lambda: outputs.extend(rig.start(one, 20, sampling=sampling) for one in asked))
+        assert [output.tokens() for output in outputs] == plain
+    assert together == [2]
