@@ -207,10 +207,14 @@ class Embed(Struct, frozen=True, tag="embed"):
 
 
 class Grant(Struct, frozen=True, tag="grant"):
-    """`nbytes` more may be written to the cold tier; 0: refused (full, dead or no such tier)."""
+    """`nbytes` more may be written to the cold tier; 0: refused (full, dead or no such tier).
+
+    capacity  bytes that its files can come to now; 0: not known
+    """
 
     ticket: int
     nbytes: int
+    capacity: int = 0
 
 
 class LogLevel(Struct, frozen=True, tag="log_level"):

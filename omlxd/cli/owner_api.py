@@ -127,7 +127,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ColdStatus(msgspec.Struct, kw_only=True):
-    """The SSD cache: its folder and its account."""
+    """The SSD cache: its folder and its account. `capacity`: what it can come to, by `cap` and its disk."""
 
     dir: str
     bytes: int
@@ -136,7 +136,7 @@ class ColdStatus(msgspec.Struct, kw_only=True):
     files: int
     evicted_files: int
     evicted_bytes: int
-    disk_room: int
+    capacity: int
     folder_away: bool = False
 
 

@@ -88,16 +88,17 @@ def cold_line(status: DaemonStatus) -> str:
     cold = status.cold
     if cold is None:
         return "SSD cache: none"
-    text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {human(cold.cap)} in {counted(cold.files, 'file')}"
+    most = human(cold.capacity)
+    if cold.capacity < cold.cap:
+        most += f" (its disk has no more; the limit is {human(cold.cap)})"
+    text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {most} in {counted(cold.files, 'file')}"
     text += f", {cold.evicted_files} evicted since the start" if cold.evicted_files else ""
     if cold.folder_away:
         return f"{text}; OFF, the folder is away: put it back, or restart omlxd"
     off = [model.values for model in status.models if model.values.get("kv_cold_tier_on") == 0]
     if off and all(values.get("kv_cold_disk_full") for values in off):
         return f"{text}; its disk is FULL: writes wait for room, reads go on"
-    if off:
-        return f"{text}; OFF, its disk fails: see the log"
-    return text + ("; its disk is nearly full: it grows no more" if cold.disk_room <= 0 else "")
+    return text + ("; OFF, its disk fails: see the log" if off else "")
 
 
 def _row(model: ModelStatus) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ class KVStore:
         self.cold = cold
         self.flusher = flusher
         self._lease = lease
-        self._chain_bytes = int(cold_limit * CHAIN_SHARE)
+        self._cold_limit = cold_limit
         self._said_too_long = False
         self.hot_budget = hot_budget
         self._post = post
@@ -139,15 +139,16 @@ class KVStore:
         What doesn't is not written: the chain's own blocks would be evicted for it, and written again by the
         next request.
         """
-        if not self._chain_bytes or self.cold is None:
+        if not self._cold_limit or self.cold is None or self._lease is None:
             return True
-        fits = blocks * self.cold.bytes_per_block + more <= self._chain_bytes
+        most = int(min(self._cold_limit, self._lease.capacity or self._cold_limit) * CHAIN_SHARE)
+        fits = blocks * self.cold.bytes_per_block + more <= most
         if not fits and not self._said_too_long:
             self._said_too_long = True
             log.warning(
-                "the SSD cache's limit is smaller than the KV of one prompt: it keeps its first %d tokens; "
-                "raise --paged-ssd-cache-max-size to keep all",
-                self._chain_bytes // self.cold.bytes_per_block * self.block_size,
+                "the SSD cache's limit, or disk, is smaller than the KV of one prompt: it keeps its first %d "
+                "tokens; raise --paged-ssd-cache-max-size, or make room, to keep all",
+                most // self.cold.bytes_per_block * self.block_size,
             )
         return fits
 

@@ -52,7 +52,7 @@ def status(*models: ModelStatus, pid: int = 7, cold: bool = True) -> DaemonStatu
             files=12,
             evicted_files=3,
             evicted_bytes=5,
-            disk_room=10**10,
+            capacity=10**11,
         )
         if cold
         else None,
@@ -105,6 +105,10 @@ def test_status_as_text():
     assert "b: b can't be loaded: why" in lines
     assert lines[-1] == "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start"
     assert as_text(status(model(), cold=False), URL).endswith("SSD cache: none")
+    small = status(model())
+    assert small.cold is not None
+    small.cold.capacity = 2 * 10**9
+    assert "1 GB of 2 GB (its disk has no more; the limit is 100 GB) in 12 files" in as_text(small, URL)
     gone = status(model())
     assert gone.cold is not None
     gone.cold.folder_away = True

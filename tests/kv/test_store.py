@@ -25,6 +25,7 @@ from kv_fakes import (
 )
 
 from omlxd.kv.block_pool import BlockPool
+from omlxd.kv.ledger import ledger as ledger_module
 from omlxd.kv.store import KVStore
 
 
@@ -306,6 +307,23 @@ def test_the_records_are_bounded_and_the_tiers_still_agree(tmp_path):
         rig.check()
     assert len(rig.pool) == 6
     assert rig.restore(KEYS) == all_bytes()
+    rig.drop()
+
+
+def test_a_chain_that_a_nearly_full_disk_has_no_room_for_is_not_written_again_and_again(
+    tmp_path, monkeypatch
+):
+    rig = Rig(tmp_path, hot=0, cap=100, deep=100)
+    monkeypatch.setattr(
+        ledger_module, "disk_room", lambda root: 4.5 * FILE_DISK_BYTES - rig.ledger.stats().bytes_used
+    )
+    written = list[int]()
+    for _ in range(5):
+        rig.serve(KEYS)
+        rig.tick()
+        written.append(rig.writer.stats.written)
+    assert written[0] == len(KEYS), "nobody has told the engine yet"
+    assert written[1] == written[-1] <= 8
     rig.drop()
 
 

@@ -13,6 +13,12 @@ class LedgerLease:
         self._ledger = ledger
         self._lock = threading.Lock()
 
+    @property
+    def capacity(self) -> int:
+        """0 where the disk has all that the limit allows: a store may be given another limit."""
+        capacity = self._ledger.capacity()
+        return capacity if capacity < self._ledger.cold_cache_bytes else 0
+
     def take(self, nbytes: int) -> bool:
         with self._lock:
             return self._ledger.reserve(nbytes) == nbytes

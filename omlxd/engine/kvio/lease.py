@@ -7,6 +7,7 @@ waiting for a round trip a block.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ LEASE_BYTES = 64 << 20
 """A lease is this or one file, whichever is more; under a small cap one file."""
 
 ANSWER_S = 30.0
+
+TOLD_S = 60.0
+"""What was told of the disk is believed so long."""
 
 
 class FrontLease:
@@ -29,9 +33,16 @@ class FrontLease:
         self._balance = 0
         self._ticket = 0
         self._answers: dict[int, int] = {}
+        self._capacity, self._told_at = 0, 0.0
+
+    @property
+    def capacity(self) -> int:
+        """As the last answer had it; 0 a minute later, when the disk may have more room."""
+        return self._capacity if time.monotonic() - self._told_at < TOLD_S else 0
 
     def granted(self, grant: wire.Grant) -> None:
         """The front's answer; on the thread that reads frames."""
+        self._capacity, self._told_at = grant.capacity, time.monotonic()
         with self._answered:
             if grant.ticket == self._ticket:
                 self._answers[grant.ticket] = grant.nbytes

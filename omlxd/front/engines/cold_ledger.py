@@ -29,7 +29,7 @@ from ...cli.cache.pinned import names_by_file
 from ...cli.owner_api import PinList, PinnedBlocks
 from ...common.files import leave_out_of_backups
 from ...common.units import human
-from ...errors import InvalidRequest, Unavailable
+from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ...kv.cold.health import FULL
 from ...kv.files.fs import entries_of, subfolders
 from ...kv.files.paths import is_fan_dir, is_namespace_dir, is_stored_path
@@ -96,6 +96,7 @@ class ColdLedger:
         self._awaited = threading.Event()
         self._closing = False
         self._looking: asyncio.Task[None] | None = None
+        self._hosts: dict[int, Account] = {}
 
     async def claim(self) -> LedgerBusy | OSError | None:
         """Lock the folder; None, or why that can't be. Called again, it gives the same answer."""
@@ -165,8 +166,11 @@ class ColdLedger:
             await asyncio.sleep(LOOK_S)
             await self.submit(Ledger.check_folder)
             if time.monotonic() - expired_at >= min(self._ttl_s / 10, EXPIRY_S):
-                await self.remove_unused()
                 expired_at = time.monotonic()
+                try:
+                    await self.remove_unused()
+                except (OSError, OmlxdError) as error:
+                    log.warning("SSD cache: what nobody uses can't be removed now: %s", error)
 
     async def remove_unused(self) -> int:
         """Remove the files that nobody has used for `ttl_s`; how many went. Engines take them for misses."""
@@ -218,7 +222,7 @@ class ColdLedger:
         except _Closing:
             return
         except Exception as error:
-            log.warning("SSD cache %s: only read, nothing is stored: %s", self._root, error)
+            log.warning("SSD cache %s: only read until it can be counted: %s", self._root, error)
             return
         self._drop_pins(ledger, self._pins.files())  # Of files that went without a daemon.
         stats = ledger.stats()
@@ -230,7 +234,7 @@ class ColdLedger:
             stats.files,
             time.perf_counter() - began,
         )
-        pinned, most = ledger.bytes_of(self._pins.files()), int(ledger.cold_cache_bytes * SHARE)
+        pinned, most = ledger.bytes_of(self._pins.files()), int(ledger.capacity() * SHARE)
         if pinned > most:
             log.warning(
                 "SSD cache %s: %s are pinned, more than half of its limit (%s), and go last: unpin some, "
@@ -270,8 +274,21 @@ class ColdLedger:
         self._awaited.set()
 
     def account(self, reply: Callable[[Grant], None], pid: int) -> Account:
-        """The account of engine process `pid`. `reply` is called on the event loop."""
-        return Account(self, reply, pid)
+        """The account of engine process `pid`; of one that it has already, an adapter's.
+
+        `reply` is called on the event loop.
+        """
+        account = Account(self, reply, pid, self._hosts.get(pid))
+        self._hosts.setdefault(pid, account)
+        return account
+
+    def end_account(self, account: Account, pid: int) -> None:
+        if self._hosts.get(pid) is account:
+            del self._hosts[pid]
+
+    def capacity(self) -> int:
+        """See `Ledger.capacity`; 0: there is no cold tier. Any thread: a torn read costs nothing."""
+        return 0 if self._ledger is None else self._ledger.capacity()
 
     async def ledger_stats(self) -> LedgerStats | None:
         """None without a cold tier."""
@@ -323,7 +340,7 @@ class ColdLedger:
             PinnedBlocks(name, pin.model, len(pin.files), ledger.bytes_of(pin.files), pin.at)
             for name, pin in self._pins.by_name.items()
         ]
-        return PinList(pins, ledger.bytes_of(self._pins.files()), int(ledger.cold_cache_bytes * SHARE))
+        return PinList(pins, ledger.bytes_of(self._pins.files()), int(ledger.capacity() * SHARE))
 
     async def pin(self, name: str, chain: PinnedChain | None) -> PinList:
         """Evict these files last; None: as all others. All pins then.
@@ -337,11 +354,11 @@ class ColdLedger:
                 self._pins.remove(name)
             else:
                 held = ledger.bytes_of({*self._pins.files(), *chain.files})
-                most = int(ledger.cold_cache_bytes * SHARE)
+                most = int(ledger.capacity() * SHARE)
                 if held > most:
                     raise InvalidRequest(
-                        f"With it {human(held)} would be pinned, and at most half of the SSD cache's limit, "
-                        f"{human(most)}, can be; unpin something, or raise --paged-ssd-cache-max-size."
+                        f"With it {human(held)} would be pinned, and at most half of what the SSD cache can "
+                        f"take, {human(most)}, can be; unpin something, or raise --paged-ssd-cache-max-size."
                     )
                 self._pins.put(name, chain)
             ledger.pin(self._pins.files())
@@ -398,10 +415,15 @@ class ColdLedger:
 
 
 class Account:
-    """What one engine process was granted and has not settled yet, in bytes."""
+    """What one engine process was granted and has not settled yet, in bytes.
 
-    def __init__(self, owner: ColdLedger, reply: Callable[[Grant], None], pid: int):
+    host  of an adapter: the process's own account, under whose grants it writes
+    """
+
+    def __init__(self, owner: ColdLedger, reply: Callable[[Grant], None], pid: int, host: Account | None):
         self._owner = owner
+        self._host = host or self
+        self._adapters: set[str] = set()
         self._reply = reply
         self._pid = pid
         self._namespace = ""
@@ -420,7 +442,9 @@ class Account:
         done = self._owner.submit(settle)
         if isinstance(message, Reserve):
             ticket = message.ticket
-            done.add_done_callback(lambda granted: self._reply(Grant(ticket=ticket, nbytes=granted.result())))
+            done.add_done_callback(
+                lambda granted: self._reply(Grant(ticket, granted.result(), self._owner.capacity()))
+            )
 
     def model_loaded(self, namespace: str, model_path: str) -> None:
         """The engine has loaded the model, or the adapter, in folder `model_path`.
@@ -430,6 +454,7 @@ class Account:
 
         def settle(ledger: Ledger) -> int:
             self._namespace = namespace
+            self._host._adapters.add(namespace)
             ledger.engine_loaded(namespace, model_path)
             return 0
 
@@ -440,9 +465,10 @@ class Account:
         """The engine process has ended: take back what it was granted."""
 
         def settle(ledger: Ledger) -> int:
-            ledger.engine_gone(self._outstanding, self._pid, self._namespace)
+            ledger.engine_gone(self._outstanding, self._pid, self._namespace, self._adapters)
             return 0
 
+        self._owner.end_account(self, self._pid)
         self._owner.submit(settle)
 
 

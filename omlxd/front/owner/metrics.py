@@ -148,7 +148,10 @@ LEDGER = {
     "written_today_bytes": ("omlxd_cold_written_today_bytes", "Bytes written today, against the budget."),
     "daily_write_budget_bytes": ("omlxd_cold_daily_write_budget_bytes", "Of a day; 0: without limit."),
     "write_budget_used_up": ("omlxd_cold_write_budget_used_up", "1: something was refused today."),
-    "disk_room": ("omlxd_cold_disk_room_bytes", "Until the disk has its last 5 GB left; below 0: less."),
+    "capacity": (
+        "omlxd_cold_capacity_bytes",
+        "Of that, what its disk has: its last 5 GB are left to others.",
+    ),
     "folder_away": ("omlxd_cold_folder_away", "1: the folder was removed, renamed or unmounted."),
 }
 

@@ -168,5 +168,5 @@ def _cold(folder: str, stats: LedgerStats) -> ColdStatus:
         evicted_files=stats.evicted_files,
         evicted_bytes=stats.evicted_bytes,
         folder_away=bool(stats.folder_away),
-        disk_room=stats.disk_room,
+        capacity=stats.capacity,
     )

@@ -90,7 +90,7 @@ async def _count(pool: EnginePool) -> tuple[LedgerStats | None, bool]:
 def _cache(folder: str, stats: LedgerStats | None, complete: bool) -> str:
     if stats is None:
         return "in RAM alone; there is no SSD cache"
-    held = f"{counted(stats.files, 'file')}, {human(stats.bytes_used)} of {human(stats.cold_cache_bytes)}"
+    held = f"{counted(stats.files, 'file')}, {human(stats.bytes_used)} of {human(stats.capacity)}"
     return f"{folder}: {held}" + ("" if complete else ", and still counting")
 
 

@@ -59,6 +59,11 @@ class Target(Protocol):
 class Lease(Protocol):
     """Grants cold-tier space (engine/kvio/lease.py). Called from writer threads; may block."""
 
+    @property
+    def capacity(self) -> int:
+        """Bytes that the tier's files can come to now, whatever its limit; 0: not known. Any thread."""
+        ...
+
     def take(self, nbytes: int) -> bool:
         """Set `nbytes` aside for one file. False: refused."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import stat
@@ -33,10 +34,20 @@ def identity(path: str | int) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
+def is_held(lock: str) -> bool:
+    """Whether somebody holds that lock: a ledger locks its folder anew where that is back as another file."""
+    with contextlib.suppress(OSError), open(lock, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 class FileSystem:
     """The operating system's. Every method but `is_file` raises OSError as `os` does.
 
-    lock  the cache dir's: no folder is made while another file than at first, or none, has that path
+    lock  the cache dir's: no folder is made while none has that path, or another file that nobody holds
     """
 
     _lock = ""
@@ -78,7 +89,7 @@ class FileSystem:
         """Make a folder and at most its parent: a cache dir that is away is not made anew."""
         if self._lock:
             now = identity(self._lock)
-            if now is None or now != (self._identity or now):
+            if now is None or (now != (self._identity or now) and not is_held(self._lock)):
                 raise OSError(errno.ENODEV, "the cache folder is away", self._lock)  # No fault of one path.
             self._identity = now
         for folder in (os.path.dirname(path), path):

@@ -42,7 +42,7 @@ from pathlib import Path
 
 from ...common.units import disk_room
 from ..files.fs import entries_of, identity, is_gone, subfolders, unlink
-from ..files.namespace import FILE_NAME, Installed
+from ..files.namespace import FILE_NAME, Installed, read_namespace
 from ..files.paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
 from ..files.record_file import MOST_AGE_S
 from .evicted_log import EvictedLog
@@ -53,6 +53,9 @@ log = logging.getLogger(__name__)
 
 UNDELETABLE_LIMIT = 32
 """Files that one eviction tries in vain before it gives up: more than any accident, less than a stall."""
+
+TELL_S = 600.0
+"""A nearly full disk is told of again this much later at the earliest."""
 
 JUDGE_S = 60.0
 """A model's folder that goes while the daemon runs makes orphans this much later at most."""
@@ -71,8 +74,7 @@ class LedgerStats:
     """Bytes, but for `files`, `evicted_files` and these.
 
     orphans_evicted_total  files of namespaces that no installed model has
-    disk_room              what may be written until the disk has no more than `LEFT_FREE` left; below 0: it
-                           has less
+    capacity               the most that the files can come to: the limit, or less where the disk has less
     write_budget_used_up   1: something was refused today, 0: nothing was
     folder_away            1: the cache dir is not where its lock was taken, 0: it is
     """
@@ -89,7 +91,7 @@ class LedgerStats:
     daily_write_budget_bytes: int = 0
     write_budget_used_up: int = 0
     folder_away: int = 0
-    disk_room: int = 0
+    capacity: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +100,7 @@ class _Gone:
 
     outstanding: int
     pid: int
-    namespace: str
+    namespaces: Set[str]
     tried_at: float = float("-inf")
 
 
@@ -116,7 +118,8 @@ class Ledger:
         self._judged_at = -JUDGE_S
         self._reserved = 0
         self._disk_room = 0
-        self._is_disk_low = False
+        self._is_full = False
+        self._told_full_at = float("-inf")
         self._evicted_files = 0
         self.evicted_log = EvictedLog()
         self._evicted_bytes = 0
@@ -187,6 +190,7 @@ class Ledger:
                 there = None
             else:
                 os.close(old)
+                self._away = True  # What was counted is another folder's.
         if there is None:
             if not self._away:
                 log.warning(
@@ -227,13 +231,18 @@ class Ledger:
         Returns the number of files removed. `between()` is called after each of the folders.
 
         Engines may read, touch and drop files meanwhile, but not write: nothing is granted before
-        the walk has ended. Raises OSError when a folder can't be read; nothing is then ever granted.
+        the walk has ended. Raises OSError when a folder can't be read: the cache dir is away then, and
+        counted once it can be read.
         """
         self._has_stock = False
         removed = self._leftovers_removed + self._evicted_files
         self._files = FileOrder(self._files.pins)
-        for _, path, size in sorted(self._walk(between)):
-            self._files.add(path, size)
+        try:
+            for _, path, size in sorted(self._walk(between)):
+                self._files.add(path, size)
+        except OSError:
+            self._away = True
+            raise
         # What engines that are gone wrote is counted now.
         self._reserved -= sum(gone.outstanding for gone in self._gone)
         self._gone.clear()
@@ -292,9 +301,7 @@ class Ledger:
         lacking = self._reserved + nbytes - self._disk_room
         least = min(lacking, nbytes)  # Bytes that must go, or the disk would have less free than before.
         if least > self._files.nbytes:
-            if not self._is_disk_low:
-                log.warning("SSD cache: the disk of %s is nearly full: nothing new is stored", self.root)
-            self._is_disk_low = True
+            self._tell_full()
             return 0
         if not self._writes.spend(nbytes):  # Before anything is evicted for it.
             return 0
@@ -303,9 +310,18 @@ class Ledger:
         if self._committed + nbytes > self.cold_cache_bytes or before - self._files.nbytes < least:
             self._writes.give_back(nbytes)
             return 0
-        self._is_disk_low = False
+        if lacking <= 0 and self._is_full:
+            self._is_full = False
+            log.warning("SSD cache: the disk of %s has room again", self.root)
         self._reserved += nbytes
         return nbytes
+
+    def _tell_full(self) -> None:
+        """Log it, but not each time where the disk has room in between."""
+        now = time.monotonic()
+        if not self._is_full and now - self._told_full_at > TELL_S:
+            self._is_full, self._told_full_at = True, now
+            log.warning("SSD cache: the disk of %s is nearly full: nothing new is stored", self.root)
 
     def capacity(self) -> int:
         """The most that the files can come to: the limit, or what their disk has for them."""
@@ -381,17 +397,21 @@ class Ledger:
         self._installed.loaded(namespace, model_path)
         self._judge()
 
-    def engine_gone(self, outstanding: int, pid: int, namespace: str = "") -> None:
+    def engine_gone(
+        self, outstanding: int, pid: int, namespace: str = "", adapters: Set[str] = frozenset()
+    ) -> None:
         """Count what an engine that ended with `outstanding` granted bytes wrote, and free the rest.
 
-        Its temporary files go, and no others'. `namespace`: what it was loaded as, and wrote to; "": it was
-        not loaded, and all are looked at. Where they can't be read the grant stays, and is tried again.
+        Its temporary files go, and no others'. Where they can't be read the grant stays, and is tried again.
+
+        namespace  what it was loaded as, and wrote to; "": it was not loaded, and all are looked at
+        adapters   namespaces of its adapters, to which it wrote under the same grant
         """
         if namespace:
             self._installed.left(namespace)
             self._judge()
         if outstanding > 0:  # Or else it has said whatever it wrote.
-            self._gone.append(_Gone(outstanding, pid, namespace))
+            self._gone.append(_Gone(outstanding, pid, {namespace, *adapters} if namespace else set()))
             self._settle_gone()
 
     def _settle_gone(self) -> None:
@@ -410,7 +430,7 @@ class Ledger:
 
     def _adopt(self, gone: _Gone) -> None:
         def written_to(name: str) -> bool:
-            return name == gone.namespace if gone.namespace else is_namespace_dir(name)
+            return name in gone.namespaces if gone.namespaces else is_namespace_dir(name)
 
         self._writes.turn_the_page()
         unwritten = gone.outstanding
@@ -454,8 +474,13 @@ class Ledger:
                     self._remove_folder(namespace)
 
     def _remove_folder(self, namespace: str) -> None:
-        """What is left of an orphan without files; anything that is not ours keeps its folder."""
-        folder = self.root / namespace
+        """What is left of an orphan without files; anything that is not ours keeps its folder.
+
+        So does a description of a model that is here: its engine may be loading, and has written it already.
+        """
+        info, folder = read_namespace(self.root, namespace), self.root / namespace
+        if info is not None and any(copy.is_here() for copy in info.copies):
+            return
         with contextlib.suppress(OSError):
             for fan in subfolders(folder, is_fan_dir):
                 with contextlib.suppress(OSError):
@@ -478,5 +503,5 @@ class Ledger:
             daily_write_budget_bytes=self._writes.limit,
             write_budget_used_up=int(self._writes.used_up),
             folder_away=int(self._away),
-            disk_room=self._disk_room,
+            capacity=self.capacity(),
         )

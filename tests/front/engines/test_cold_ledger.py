@@ -9,11 +9,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kv_fakes import bytes_on_disk
 
 from omlxd.front.engines import cold_ledger
 from omlxd.front.engines.cold_ledger import ColdLedger
+from omlxd.kv.files.fs import subfolders
+from omlxd.kv.ledger import ledger as ledger_module
 from omlxd.kv.ledger.ledger import Ledger, LedgerBusy
 from omlxd.wire import Grant, Reserve
 
@@ -76,22 +80,29 @@ async def test_a_lease_is_a_small_part_of_the_cap_or_one_file(tmp_path: Path):
     await cold.close()
 
 
-async def test_a_folder_that_cannot_be_counted_is_only_read(
+async def test_a_folder_that_cannot_be_counted_is_only_read_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def fails(ledger: Ledger, between: Callable[[], None]) -> int:
-        raise OSError(5, os.strerror(5), str(tmp_path / NS))
+    fails = [True]
 
-    monkeypatch.setattr(Ledger, "take_stock", fails)
+    def listed(folder: Path, ours: Callable[[str], bool]) -> list[os.DirEntry[str]]:
+        if fails:
+            raise OSError(5, os.strerror(5), str(tmp_path / NS))
+        return subfolders(folder, ours)
+
+    monkeypatch.setattr(ledger_module, "subfolders", listed)
     cold = ColdLedger(tmp_path, CAP)
     assert await cold.open() == str(tmp_path)
     answers: asyncio.Queue[Grant] = asyncio.Queue()
     cold.account(answers.put_nowait, 77).handle(Reserve(ticket=1, nbytes=4096))
     assert (await asyncio.wait_for(answers.get(), 60)).nbytes == 0
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "only read, nothing is stored" in warnings[0]
+    assert len(warnings) == 1 and "only read until it can be counted" in warnings[0]
     with pytest.raises(LedgerBusy):
         Ledger(tmp_path, CAP).lock()
+    fails.clear()
+    cold.account(answers.put_nowait, 78).handle(Reserve(ticket=1, nbytes=4096))
+    assert (await asyncio.wait_for(answers.get(), 60)).nbytes == 4096
     await cold.close()
 
 
@@ -194,3 +205,44 @@ async def test_backups_leave_a_folder_out_that_is_used(tmp_path: Path, monkeypat
     await cold.close()
     await other.close()
     assert asked.empty()
+
+
+async def test_what_an_engine_wrote_for_an_adapter_counts_when_it_dies(tmp_path: Path):
+    """Under the base's grant, to the adapter's namespace, and not told yet."""
+    cold, base, tuned = ColdLedger(tmp_path, CAP), "a" * 32, "b" * 32
+    await cold.open()
+    answers: asyncio.Queue[Grant] = asyncio.Queue()
+    host, guest = cold.account(answers.put_nowait, 77), cold.account(answers.put_nowait, 77)
+    host.model_loaded(base, "/models/base")
+    guest.model_loaded(tuned, "/models/base/tuned")
+    host.handle(Reserve(ticket=1, nbytes=CAP // 2))
+    assert (await asyncio.wait_for(answers.get(), 60)).nbytes == CAP // 2
+    for namespace in (base, tuned):
+        (tmp_path / namespace / "00").mkdir(parents=True)
+        (tmp_path / namespace / "00" / OLD).write_bytes(bytes(4096))
+        (tmp_path / namespace / "00" / f"{OLD}.77-5.tmp").write_bytes(bytes(4096))
+    guest.process_ended()
+    host.process_ended()
+    stats = await cold.ledger_stats()
+    assert stats is not None and stats.bytes_used == bytes_on_disk(tmp_path) == 2 * 4096
+    assert stats.reserved == 0 and not cold._hosts
+    await cold.close()
+
+
+async def test_a_look_for_what_nobody_uses_that_fails_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("LOOK_S", "EXPIRY_S", "WALK_S"):
+        monkeypatch.setattr(cold_ledger, name, 0.01)
+    cold, looks = ColdLedger(tmp_path, CAP, ttl_s=1000.0), list[int]()
+
+    def fails(*_: object) -> Any:
+        looks.append(1)
+        raise OSError(24, os.strerror(24))
+
+    monkeypatch.setattr(cold_ledger, "subfolders", fails)
+    await cold.open()
+    async with asyncio.timeout(60):
+        while len(looks) < 3:
+            await asyncio.sleep(0.01)
+    await cold.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from ledger_files import NS, PAGE, ledger, name, put, store  # noqa: F401
 
 import omlxd.kv.ledger.ledger as ledger_module
 from omlxd.kv.cold.writer import MOST_ACTIONS, StoreWriter
+from omlxd.kv.files.fs import FileSystem, put_in_place
+from omlxd.kv.files.paths import LOCK_NAME
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.ledger.write_budget import WriteBudget
 
@@ -209,3 +212,48 @@ def test_a_disk_that_others_fill_is_emptied_by_twice_what_is_written(ledger: Led
     assert not ledger.reserve(5 * PAGE) and ledger.stats().files == 4, "nothing goes in vain"
     assert "nearly full" in caplog.text
     assert store(ledger, 14) and ledger.stats().files == 3
+
+
+def test_a_nearly_full_disk_is_told_of_once_and_so_is_its_room(ledger: Ledger, monkeypatch, caplog):
+    room = [0]
+    monkeypatch.setattr(ledger_module, "disk_room", lambda root: room[0])
+    for room[0] in (0, PAGE, 0, PAGE, 0):
+        if ledger.reserve(PAGE):
+            ledger.released(PAGE)
+    full, free = (record.message for record in caplog.records)
+    assert "nearly full: nothing new is stored" in full and "has room again" in free
+
+
+def test_another_folder_in_the_place_of_the_one_that_was_opened_is_counted(tmp_path: Path):
+    """Between two looks: a disk for another, or a laptop that slept."""
+    other = Ledger(tmp_path / "other", 10 * PAGE)
+    other.open()
+    for number in range(9):
+        put(other.root, name(number))
+    other.close()
+    ledger = Ledger(tmp_path / "cache", 10 * PAGE)
+    ledger.open()
+    ledger.root.rename(tmp_path / "gone")
+    other.root.rename(ledger.root)
+    assert ledger.reserve(8 * PAGE)
+    fits(ledger, 8 * PAGE)
+    ledger.close()
+
+
+def test_an_engine_makes_folders_in_the_cache_that_is_back_as_another_file(tmp_path: Path):
+    ledger = Ledger(tmp_path / "cache", 10 * PAGE)
+    ledger.open()
+    fs = FileSystem(str(ledger.root / LOCK_NAME))
+
+    def write(number: int) -> None:
+        put_in_place(fs, str(ledger.root / name(number)), lambda fd: os.write(fd, b"x"))
+
+    write(1)
+    ledger.root.rename(tmp_path / "gone")
+    ledger.check_folder()
+    shutil.copytree(tmp_path / "gone", ledger.root)
+    with pytest.raises(OSError, match="the cache folder is away"):
+        write(2)
+    assert ledger.check_folder()
+    write(2)
+    ledger.close()

@@ -277,7 +277,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def looks_there(self) -> bool:
         """The folder is looked at. False: it is not usable."""
         account = self.account
-        self.unlocked &= self.aside is not None
+        if self.unlocked and self.aside is None:
+            account.away, self.unlocked = True, False
         if self.aside is not None:
             account.away = True
         elif account.away and LedgerMachine.unreadable:

@@ -127,6 +127,20 @@ def test_a_removed_model_goes_first_and_oldest_first_among_orphans(house):
     assert house.files() == "aa" + "d" * 8
 
 
+def test_the_description_of_a_model_that_is_being_loaded_again_stays(house):
+    """Its settings were changed, and changed back: until it is loaded its namespace is an orphan."""
+    house.load("a", "one")
+    house.store("a")
+    house.ledger.engine_gone(0, 1, "a" * 32)
+    house.load("b", "one")
+    house.store("b", 9)
+    house.describe("a", "one")
+    house.store("b", 1)
+    assert "a" not in house.files()
+    house.ledger.engine_loaded("a" * 32, house.model("one"))
+    assert read_namespace(house.cache, "a" * 32) is not None
+
+
 def test_a_model_in_use_is_no_orphan_whatever_becomes_of_its_folder(house):
     house.load("a", "one")
     house.store("a", 5)
