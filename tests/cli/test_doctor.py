@@ -109,7 +109,8 @@ def test_space(tmp_path: Path, monkeypatch):
         assert found.mend == ("Make room." if verdict != "ok" else "")
     monkeypatch.setattr(disk.inventory, "walk", lambda *_: [disk.inventory.Found("block", "x", 10**7, 0.0)])
     few.paged_ssd_cache_dir.mkdir(parents=True)
-    assert disk.check_space(few).mend == "Make room, or empty the cache: `omlxd cache clear`."
+    clear = f"omlxd cache clear --paged-ssd-cache-dir {few.paged_ssd_cache_dir}"
+    assert disk.check_space(few).mend == f"Make room, or empty the cache: `{clear}`."
     assert disk.check_space(settings(tmp_path, no_cache="true")).verdict == "ok"
 
 

@@ -42,7 +42,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     root = settings.paged_ssd_cache_dir
     try:
         asks = args.run in (why_miss.run, warm.run, pin.run)
-        if args.url and not asks and not (args.paged_ssd_cache_dir or args.base_path):
+        if not args.url:
+            root = holder.folder_at(settings)
+        elif not asks and not (args.paged_ssd_cache_dir or args.base_path):
             root = holder.folder_of(args.url)
         return args.run(args, settings, root)
     except FileNotFoundError as error:
@@ -196,10 +198,10 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     # A daemon that does not answer is told now, and not after the question.
     with exclusive(root) if daemon is None else contextlib.nullcontext():
         planned = plan(root, chosen, args.older_than, daemon, {} if args.pinned else _pins(root))
+    print(root, *planned.as_text(), sep="\n")
     if not planned.files:
-        print(*planned.as_text(), "nothing to remove", sep="\n")
+        print("nothing to remove")
         return 0
-    print(*planned.as_text(), sep="\n")
     what = f"{counted(len(planned.files), 'file')}, {human(planned.bytes)}, from {root}"
     if not args.yes:
         if not sys.stdin.isatty():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...config import Settings
+from ...config.address import recorded_address
 from ...errors import ConfigError, OmlxdError
 from ...kv.files.paths import LOCK_NAME
 from ..daemon_client import Daemon, DaemonError, find_daemon, holder
@@ -84,6 +85,20 @@ def find(root: Path, settings: Settings, url: str | None = None) -> Holder | Non
     except (DaemonError, ConfigError, OSError):
         raise DaemonRuns(root, pid) from None
     return Holder(daemon.url, daemon.key, at_first=status)
+
+
+def folder_at(settings: Settings) -> Path:
+    """The cache dir that a setting names, else that of the daemon that runs with this base folder, else the
+    default."""
+    root, recorded = settings.paged_ssd_cache_dir, recorded_address(settings.base_path)
+    named = settings.sources["paged_ssd_cache_dir"] != "default"
+    if named or recorded is None or holder(root) == recorded[0]:
+        return root
+    with contextlib.suppress(DaemonError, ConfigError):
+        status = find_daemon(None, settings).status()
+        if status.pid == recorded[0] and status.cold is not None:
+            return Path(status.cold.dir)
+    return root
 
 
 def folder_of(url: str) -> Path:

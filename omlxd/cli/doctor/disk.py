@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -87,7 +88,8 @@ def check_space(settings: Settings) -> Finding:
     with contextlib.suppress(OSError):
         used = sum(file.disk for file in inventory.walk(folder, list(inventory.namespaces(folder))))
     facts = f"{human(free)} free; the SSD cache takes {human(used)} of at most {human(cap)}"
-    mend = "Make room" + (", or empty the cache: `omlxd cache clear`." if used else ".")
+    clear = f"omlxd cache clear --paged-ssd-cache-dir {shlex.quote(str(folder))}"
+    mend = "Make room" + (f", or empty the cache: `{clear}`." if used else ".")
     if free < SPARE:
         return bad("space", facts, mend)
     room = disk_room(folder)

@@ -78,7 +78,7 @@ def test_copies_of_a_model_share_their_kv(cache: Cache, tmp_path: Path, capsys: 
     assert cache.run("scrub", "--orphans") == 0
     assert "orphan" not in capsys.readouterr().out and cache.path(0).exists()
     assert cache.run("clear", "--model", "copy") == 2
-    assert "org/tiny [" in (told := capsys.readouterr().out) and "share" not in told and "copy" not in told
+    assert "org/tiny [" in (told := capsys.readouterr().out) and "share it" not in told and "copy" not in told
     (tmp_path / "model").rmdir()
     assert cache.run("scrub") == 0
     assert f"no longer there: {copy}, {tmp_path / 'model'}\n" in capsys.readouterr().out
@@ -147,7 +147,8 @@ def test_clear_what_is_old(cache: Cache, capsys: pytest.CaptureFixture[str]):
 
 def test_clear_asks(cache: Cache, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     assert cache.run("clear") == 2
-    assert "--yes" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "--yes" in said.err and said.out.startswith(f"{cache.root}\n")
     monkeypatch.setattr(command.sys.stdin, "isatty", lambda: True, raising=False)
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "n")

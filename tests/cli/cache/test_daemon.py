@@ -126,6 +126,24 @@ def test_an_address_alone_means_the_folder_and_the_cap_of_the_daemon_there(runni
     assert "Nothing answers at http://127.0.0.1:1" in capsys.readouterr().err
 
 
+def test_the_folder_of_the_daemon_of_the_base_folder_is_meant(tmp_path: Path, capsys):
+    base, other = tmp_path / "omlxd", tmp_path / "small"
+    asked = ("--base-path", str(base))
+
+    def folder(*words: str) -> str:
+        assert main.main(["cache", "stats", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["cache_dir"]
+
+    with Daemon(tmp_path, "--paged-ssd-cache-dir", str(other), wait=False):
+        assert folder(*asked) == str(other)
+        assert main.main(["cache", "clear", *asked]) == 0
+        assert capsys.readouterr().out == f"{other}\nnothing to remove\n"
+        named = str(tmp_path / "named")
+        assert folder(*asked, "--paged-ssd-cache-dir", named) == named
+        assert folder("--base-path", str(tmp_path / "other")) == str(tmp_path / "other" / "cache")
+    assert folder(*asked) == str(base / "cache")
+
+
 def test_stats_tell_of_the_daemon(running: Daemon, capsys):
     running.chat(prose(100))
     assert run(running, "stats") == 0
