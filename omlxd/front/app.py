@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -75,13 +74,6 @@ LARGE_BODY = 2 << 20
 """Bytes: 30 MB would hold the event loop for 0.15 s."""
 
 
-class _ResponseId(StringConvertor):
-    regex = "resp_[^/]+"
-
-
-register_url_convertor("response", _ResponseId())
-
-
 def create_app(
     engines: EnginePool, settings: HttpSettings | None = None, more_routes: Sequence[Route] = ()
 ) -> Starlette:
@@ -100,7 +92,7 @@ def create_app(
     live, events = Live(admin, metrics.requests.last_hour, stopping), RouterEvents(engines, stopping)
     prompted = _Prompted(engines, settings, metrics.requests, recent)
     asked, counted = prompted.answered, prompted.counted
-    a_response = "/v1/responses/{id:response}"
+    a_response = "/v1/responses/{id}"
     app = PacedApp(
         routes=[
             asked("/v1/chat/completions", OPENAI_CHAT, "OpenAI: chat"),

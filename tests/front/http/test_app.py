@@ -143,7 +143,7 @@ async def test_no_such_path(path):
         ("/chat/completions", "but /v1/chat/completions;"),
         ("/v1/v1/messages", "but /v1/messages; the base URL of an OpenAI client ends in /v1"),
         ("/openai/v1/chat/completions", "but /v1/chat/completions;"),
-        ("/v1/responses/nothing", "Anthropic's (/v1/messages) and Ollama's"),
+        ("/v1/responses/resp_1/cancel", "Anthropic's (/v1/messages) and Ollama's"),
         ("/slots", "of LM Studio (/api/v1/models) and llama.cpp (/models, /props) what lists, loads"),
         ("/api/v0/models/tiny", "GET /openapi.json describes every path"),
         ("/v1/audio/transcriptions", "audio is neither transcribed, translated nor spoken here"),

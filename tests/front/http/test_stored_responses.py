@@ -18,6 +18,13 @@ async def test_a_response_is_kept_and_deleted():
         assert (await http.post("/v1/responses", json=follow)).status_code == 404
 
 
+async def test_no_response_has_an_id_that_was_never_given():
+    async with client(app_of(FakeEngine())) as http:
+        for answer in (await http.get("/v1/responses/x"), await http.delete("/v1/responses/x")):
+            assert answer.status_code == 404
+            assert message_of("/v1/responses", answer).startswith("There is no response 'x' here")
+
+
 async def test_what_is_not_to_be_stored_is_not():
     async with client(app_of(FakeEngine())) as http:
         told = (
