@@ -75,7 +75,7 @@ def test_a_session_with_images_goes_on_cached(model, tmp_path, capsys):
         daemon.settled()
         assert main(["cache", "why-miss", other.headers["request-id"], "--url", daemon.url]) == 0
         place = "messages.2.content.0.tool_result.content.0.image.source"
-        which = f"another image than image 3 of 3 ({place}) stands stored there"
+        which = f"another image than image 3 of 3 ({place}) is stored there"
         assert which in capsys.readouterr().out
         daemon.settled()
         daemon.kill()

@@ -171,15 +171,15 @@ def _because(why: Explanation) -> str:
         return (
             f"the blocks reach token {why.chain_tokens}, but the model's state can be restored only where "
             f"a checkpoint of it stands, and the last one before stands at token {stood}"
-            + (f"; {_image(why)} stands stored from token {why.position} on" if why.other_image else "")
+            + (f"; {_image(why)} is stored from token {why.position} on" if why.other_image else "")
         )
     if why.elsewhere and all(other.adapter and not other.differs for other in why.elsewhere):
         whose = ", ".join(dict.fromkeys(other.adapter for other in why.elsewhere))
         return f"{here}: it is stored, but for {whose}; adapters share no KV with the model or each other:"
     return f"{here}: " + {
-        "other_image": f"{_image(why)} stands stored there, from token {why.position} on "
+        "other_image": f"{_image(why)} is stored there, from token {why.position} on "
         f"(last used {ago(why.stored_used)})",
-        "differs": f"another text stands stored there (last used {ago(why.stored_used)})",
+        "differs": f"another text is stored there (last used {ago(why.stored_used)})",
         "never_stored": "never stored, or removed longer ago than a daemon remembers; nothing else is there",
         "other_namespace": "it is stored, but as made with another model file or setting:",
         "evicted": f"it was stored, and evicted {ago(why.gone_at)}",

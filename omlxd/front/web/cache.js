@@ -149,8 +149,8 @@ function pinList() {
 // ------------------------------------------------------------------- why
 
 const CAUSES = {
-  differs: ({ stored_used }) => `Another text stands stored there (last used ${ago(stored_used)}).`,
-  other_image: ({ stored_used }) => `Another image stands stored there (last used ${ago(stored_used)}).`,
+  differs: ({ stored_used }) => `Another text is stored there (last used ${ago(stored_used)}).`,
+  other_image: ({ stored_used }) => `Another image is stored there (last used ${ago(stored_used)}).`,
   never_stored: () => "Never stored, or removed longer ago than a daemon remembers; nothing else is there.",
   other_namespace: ({ elsewhere }) => elsewhere?.length && elsewhere.every((other) => other.adapter && !other.differs?.length)
     ? `It is stored, but for ${[...new Set(elsewhere.map((other) => other.adapter))].join(", ")}; adapters share no KV with the model or each other.`

@@ -136,12 +136,12 @@ def test_another_image_is_named_with_the_place_where_it_begins(tmp_path: Path):
     files.keys = {0: [("image", "bb@2")], 1: [("image", "bb@-2")]}
     why = files.why(tokens)
     assert (why.cause, why.position, why.before) == ("other_image", 2, "1 2")
-    assert "another image stands stored there, from token 2" in as_text(WhyMiss("org/m", why))
+    assert "another image is stored there, from token 2" in as_text(WhyMiss("org/m", why))
     files.images = [(0, 2, "image 1 of 2"), (2, 5, "image 2 of 2 (messages.0.content.3.source)")]
     told = as_text(WhyMiss("org/m", files.why(tokens)))
-    assert "another image than image 2 of 2 (messages.0.content.3.source) stands stored there, from" in told
+    assert "another image than image 2 of 2 (messages.0.content.3.source) is stored there, from" in told
     no_state = as_text(WhyMiss("org/m", msgspec.structs.replace(why, cause="no_checkpoint")))
-    assert "can be restored only where" in no_state and "another image stands stored from token 2" in no_state
+    assert "can be restored only where" in no_state and "another image is stored from token 2" in no_state
     other_text = [1, 9, 7, 7, 7, 3, 4, 5, 6]
     assert (files.why(other_text).cause, files.why(other_text).position) == ("differs", 1)
     files.keys = {}
@@ -480,7 +480,7 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
         assert main.main(["cache", "why-miss", *url, *folder]) == 0
         assert found.request_id in capsys.readouterr().out
         assert main.main(["cache", "why-miss", found.request_id, *url, *folder]) == 0
-        assert "another text stands stored there" in capsys.readouterr().out
+        assert "another text is stored there" in capsys.readouterr().out
         assert main.main(["cache", "why-miss", "req_0", *url, *folder]) == 1
         assert "no request is kept; `omlxd cache why-miss` lists the last ones." in capsys.readouterr().err
         daemon.settled()
