@@ -258,6 +258,8 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert lost.endswith("9 of 12 held, few of which are made now, since they took longer than they saved")
     measured = told("cpu", attention_reads_own_rows=1.0, attention_rows_alone_ratio=0.421)
     assert "row by row (in 0.42 of the time of MLX's own, as measured at load), with prefixes" in measured
+    slower = told("cpu", attention_reads_own_rows=1.0, attention_rows_alone_ratio=1.06)
+    assert "(in 1.06 of the time of MLX's own, as measured at load; rows join without copies)" in slower
     measured = told("cpu", attention_rows_alone_ratio=1.4)
     assert "MLX's own attention (row by row takes 1.40 of its time, as measured at load), with" in measured
 

@@ -68,8 +68,9 @@ def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[st
     ours = "by omlxd's attention kernel" if backend.startswith("cuda") else "with attention row by row"
     ratio = values.get("attention_rows_alone_ratio")
     measured = "in {:.2f} of the time of MLX's own" if own else "row by row takes {:.2f} of its time"
+    why = "; rows join without copies" if own and (ratio or 0) > 1 else ""
     choice = ours if own else "by MLX's own attention"
-    yield choice if ratio is None else f"{choice} ({measured.format(ratio)}, as measured at load)"
+    yield choice if ratio is None else f"{choice} ({measured.format(ratio)}, as measured at load{why})"
     tokens = int(values.get("kv_shared_segment_tokens", 0))
     yield f"with prefixes shared in segments of {tokens:,} tokens" if tokens else "with prefixes not shared"
     if "spec_decode_draft_model" not in values:  # Counters of an earlier process stay.

@@ -61,5 +61,14 @@ def test_what_can_not_be_measured_goes_on_by_mlx(monkeypatch: pytest.MonkeyPatch
     assert "by MLX's own attention" in caplog.text
 
 
+def test_the_log_says_why_the_slower_way_is_chosen(monkeypatch: pytest.MonkeyPatch, caplog):
+    caplog.set_level("INFO", row_attention.log.name)
+    monkeypatch.setattr(row_attention, "_costs", {})
+    monkeypatch.setattr(row_attention, "_measured", lambda *key: row_attention.Costs(4.0, 0.0, 1.05, 0.0))
+    queries = mx.zeros((1, 2, 1, 8))
+    assert row_attention.costs_for(queries, queries) is not None
+    assert "row by row takes 1.05 times" in caplog.text and "is chosen up to 1.1 times, since" in caplog.text
+
+
 def normal(seed: int, shape: tuple[int, ...]) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
