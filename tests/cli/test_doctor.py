@@ -97,20 +97,38 @@ def test_folders(tmp_path: Path, monkeypatch):
 
 def test_space(tmp_path: Path, monkeypatch):
     few = settings(tmp_path, paged_ssd_cache_max_size="2GB")
-    for free, verdict, end in (
-        (10 * 10**9, "ok", "of at most 2 GB"),
-        (6 * 10**9, "ok", "of at most 2 GB, and leaves the disk's last 5 GB to others: 1 GB at most"),
-        (15 * 10**8, "warn", "it grows no more"),
-        (10**8, "bad", "of at most 2 GB"),
-    ):
-        monkeypatch.setattr(disk, "_free", lambda folder, free=free: free)
-        monkeypatch.setattr(disk, "disk_room", lambda folder, free=free: free - LEFT_FREE)
-        assert (found := disk.check_space(few)).verdict == verdict and found.text.endswith(end)
-        assert found.mend == ("Make room." if verdict != "ok" else "")
-    monkeypatch.setattr(disk.inventory, "walk", lambda *_: [disk.inventory.Found("block", "x", 10**7, 0.0)])
     few.paged_ssd_cache_dir.mkdir(parents=True)
+    room = "Make room."
     clear = f"omlxd cache clear --paged-ssd-cache-dir {few.paged_ssd_cache_dir}"
-    assert disk.check_space(few).mend == f"Make room, or empty the cache: `{clear}`."
+    empty = f"Make room, or empty the cache: `{clear}`."
+
+    def told(free: int, left: int, used: int) -> Finding:
+        monkeypatch.setattr(disk, "_free", lambda folder: free)
+        monkeypatch.setattr(disk, "disk_room", lambda folder: free - left)
+        found = disk.inventory.Found("block", "x", used, 0.0)
+        monkeypatch.setattr(disk.inventory, "walk", lambda *_: [found])
+        return disk.check_space(few)
+
+    large, small = LEFT_FREE, 400_000  # What disks of 1 TB and of 8 MB keep.
+    for free, left, used, verdict, end, mend in (
+        (10 * 10**9, large, 0, "ok", "of at most 2 GB", ""),
+        (6 * 10**9, large, 0, "ok", "5 GB to others: 1 GB at most", ""),
+        (15 * 10**8, large, 0, "warn", "5 GB to others: 0 bytes at most", room),
+        (10**8, large, 0, "bad", "5 GB to others: 0 bytes at most", room),
+        # It has grown up to there, and gives way.
+        (5 * 10**9, large, 10**9, "ok", "5 GB to others: 1 GB at most", ""),
+        (49 * 10**8, large, 10**9, "ok", "5 GB to others: 900 MB at most", ""),
+        (42 * 10**8, large, 10**9, "warn", "5 GB to others: 200 MB at most", empty),
+        (10**8, large, 10**9, "bad", "5 GB to others: 0 bytes at most", empty),
+        (10**8, large, 10**7, "bad", "5 GB to others: 0 bytes at most", room),
+        (3_000_000, small, 0, "warn", "400 kB to others: 2.6 MB at most", room),
+        (7_600_000, small, 4096, "ok", "400 kB to others: 7.2 MB at most", ""),
+        (390_000, small, 7_000_000, "ok", "400 kB to others: 7 MB at most", ""),
+        (100_000, small, 7_000_000, "warn", "400 kB to others: 6.7 MB at most", empty),
+        (100_000, small, 0, "bad", "400 kB to others: 0 bytes at most", room),
+    ):
+        found = told(free, left, used)
+        assert (found.verdict, found.mend) == (verdict, mend) and found.text.endswith(end)
     assert disk.check_space(settings(tmp_path, no_cache="true")).verdict == "ok"
 
 
@@ -128,7 +146,8 @@ def test_the_disk_is_timed_and_nothing_stays(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(disk, "_write", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
     assert disk.check_speed(given, nbytes=100_000).verdict == "bad"
     monkeypatch.setattr(disk, "_free", lambda folder: 10)
-    assert disk.check_speed(given).verdict == "bad"
+    untimed = disk.check_speed(given)
+    assert untimed.verdict == "ok" and untimed.text.startswith("not timed: 10 bytes free on")
 
 
 def test_on_macos_the_disk_is_timed_past_the_page_cache(tmp_path: Path, monkeypatch):
