@@ -17,7 +17,7 @@ import msgspec
 from ...common.files import read_small
 from ...common.units import counted
 from ...errors import InvalidRequest
-from ...kv.files.fs import FileSystem, put_in_place, write_all
+from ...kv.files.fs import FileSystem, TempLeft, put_in_place, write_all
 from ...kv.files.namespace import FILE_NAME, NamespaceInfo
 from ...kv.files.paths import (
     LOCK_NAME,
@@ -144,6 +144,11 @@ def _take(
 
     try:
         put_in_place(fs, str(target), write, temp)
+    except TempLeft as error:
+        # The temporary file takes what was granted.
+        if isinstance(error.__cause__, _Bad):
+            raise _Bad(error.strerror) from None
+        raise
     except BaseException:
         room.released(nbytes)
         raise

@@ -12,14 +12,16 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from cache_folder import Cache
+from cache_folder import Cache, flip
 from daemon import REPO, Daemon, own_usage, prose, restored, wait_until
 from kv_fakes import NAMESPACE
 
+from omlxd.cli.cache import archive as archiving
 from omlxd.cli.cache import carry, command
 from omlxd.cli.cache.asked import read_request
 from omlxd.cli.cache.warm import read_requests
 from omlxd.errors import ConfigError, OmlxdError
+from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.paths import disk_bytes
 from omlxd.kv.ledger.ledger import Ledger
 
@@ -174,6 +176,30 @@ def test_a_warm_cache_is_carried_to_another_machine(tmp_path: Path, capsys):
             cache("import", tmp_path / "bad.tar", "--base-path", tmp_path / "third" / "omlxd")
     with pytest.raises(OmlxdError, match=r"nothing\.tar: there is no such file"):
         cache("import", tmp_path / "nothing.tar", "--base-path", tmp_path / "third" / "omlxd")
+
+
+def test_a_file_that_stays_keeps_its_grant(tmp_path: Path, monkeypatch, capsys):
+    source = Cache(tmp_path / "cache", tmp_path / "model")
+    goal, archive = tmp_path / "goal", tmp_path / "kv.tar"
+    flip(source.path(2), 300)
+    words = ["--model", "org/tiny", "--paged-ssd-cache-dir", str(source.root)]
+    assert cache("export", archive, *words) == 0
+    released: list[int] = []
+    monkeypatch.setattr(carry._Room, "released", lambda self, nbytes: released.append(nbytes))
+    monkeypatch.setattr(FileSystem, "unlink", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no")))
+    capsys.readouterr()
+    assert cache("import", archive, "--paged-ssd-cache-dir", goal) == 1
+    said = capsys.readouterr().out
+    assert "8 files imported, 0 were there, 1 bad" in said and ".tmp stays" in said
+    assert released == [] and len(list(goal.rglob("*.tmp"))) == 1
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(archiving, "write_all", full)
+    with pytest.raises(OmlxdError, match="stays"):
+        cache("import", archive, "--paged-ssd-cache-dir", tmp_path / "full")
+    assert released == []
 
 
 def long_name(data: bytes) -> bytes:
