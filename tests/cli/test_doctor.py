@@ -209,12 +209,30 @@ def test_the_cache_of_the_daemon_that_answers_is_looked_at(tmp_path: Path, quick
         texts = {finding.check: finding.text for finding in told.findings}
         dir = daemon.http.get("/omlxd/status").json()["cold"]["dir"]
         assert texts["cache folder"] == f"{dir}, private"
-        assert str(tmp_path / "other") in texts["base folder"] and command.SHELLS in texts["base folder"]
-        assert command.SHELLS not in texts["space"] + texts["cache folder"]
+        assert str(tmp_path / "other") in texts["base folder"]
+        assert texts["base folder"].endswith(f"({network.SHELLS} has its cache in {dir})")
+        assert network.SHELLS not in texts["space"] + texts["cache folder"]
+        assert texts["address"].endswith(f"({command.FOUND})")
         own = settings(tmp_path, port=daemon.url.rpartition(":")[2])
         assert own.paged_ssd_cache_dir == Path(dir)
-        assert network.with_daemons_cache(own)[1] == frozenset()
-    assert network.with_daemons_cache(own) == (own, frozenset())
+        assert network.with_daemons_cache(own)[1] == {}
+    assert network.with_daemons_cache(own) == (own, {})
+
+
+def test_a_note_stands_only_where_the_daemon_may_differ(tmp_path: Path, quick, capsys, monkeypatch):
+    base, cache = tmp_path / "omlxd", tmp_path / "c"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with Daemon(tmp_path, "--paged-ssd-cache-dir", str(cache), wait=False):
+        wait_until((cache / LOCK_NAME).exists)
+        main.main(["doctor", "--base-path", str(base), "--no-disk-test"])
+        out = capsys.readouterr().out
+        assert f"{base}, private" in out and f"{cache}, private" in out
+        assert network.SHELLS not in out and command.FOUND not in out
+        cache.rename(tmp_path / "aside")
+        main.main(["doctor", "--base-path", str(base), "--no-disk-test"])
+        told = [line for line in capsys.readouterr().out.splitlines() if "cache folder" in line]
+        assert told[0].endswith(f"({network.SHELLS} has its cache in {cache}, which is not here)")
+        assert told[1].startswith("BAD ") and told[1].endswith(f"its folder {cache} is away")
 
 
 def test_a_daemon_without_an_ssd_cache_is_said_to_have_none(tmp_path: Path, quick, capsys, monkeypatch):
@@ -384,7 +402,7 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     assert main.main([*argv[:3], "--no-disk-test"]) == 0
     out = capsys.readouterr().out
     assert f"port          {other} on 127.0.0.1 is free" in out
-    assert f"only this machine reaches the daemon ({command.SHELLS})" in out
+    assert f"only this machine reaches the daemon ({command.FOUND})" in out
     assert main.main(argv) == 0
     assert f"port          {port} on 127.0.0.1 is free" in capsys.readouterr().out
     main.main([*argv, "--port", "0"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import replace
 
 from ...config import Settings, add_flags, flags_of, read_settings, warnings_of
+from ...config.address import recorded_address
 from ...errors import ConfigError
 from ..daemon_client import daemon_of, find_daemon
 from ..status import as_json
@@ -18,7 +20,7 @@ from . import disk, machine, models, network
 from .finding import Finding, bad, warn
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
-SHELLS = "by this shell's settings; the daemon that answers has others, or does not tell"
+FOUND = "as it was found; it may listen on other addresses too"
 _OPTIONS = ("model_dir", "base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size", "host", "port")
 
 
@@ -39,12 +41,11 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     settings, mistakes = read_settings(flags_of(args, *_OPTIONS))
     if wrong := [text for text in mistakes if text.startswith("--")]:
         raise ConfigError("\n".join(wrong))
-    asked = settings
+    notes: dict[str, str] = {}
     if args.url or not (args.host or args.port):
-        settings = _at_daemon(asked, args.url)
-    unsure = frozenset(("address",) if settings is not asked else ())
+        settings = _at_daemon(settings, args.url, notes)
     findings: list[Finding] = []
-    for finding in examine(settings, mistakes, disk_test=not args.no_disk_test, unsure=unsure):
+    for finding in examine(settings, mistakes, disk_test=not args.no_disk_test, notes=notes):
         findings.append(finding)
         if not args.json:
             print(as_text(finding), flush=True)
@@ -53,16 +54,22 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     return 0 if healthy else 1
 
 
-def _at_daemon(settings: Settings, url: str | None) -> Settings:
-    """`settings` with address and port of the daemon that `omlxd status` finds. Raises ConfigError."""
+def _at_daemon(settings: Settings, url: str | None, notes: dict[str, str]) -> Settings:
+    """`settings` with address and port of the daemon that `omlxd status` finds, and a note where it may have
+    more. Raises ConfigError."""
     try:
         found = find_daemon(url, settings).url
     except ConfigError:
         if url is None:  # Port 0, and no daemon holds the cache.
             return settings
         raise
-    if url is None and settings.port and found == daemon_of(settings).url:
+    if settings.port and found == daemon_of(settings).url:
         return settings
+    if recorded := recorded_address(settings.base_path):
+        _, host, port, _ = recorded
+        if found == daemon_of(known := replace(settings, host=host, port=port)).url:
+            return known
+    notes["address"] = FOUND
     parts = urlsplit(found)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     return replace(settings, host=parts.hostname or "", port=port)
@@ -73,14 +80,14 @@ def examine(
     mistakes: Sequence[str] = (),
     *,
     disk_test: bool = True,
-    unsure: frozenset[str] = frozenset(),
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
     """Every check in turn. One that fails itself is a finding too.
 
     mistakes  sentences on what is wrong in the settings' file and variables
-    unsure    checks of what a daemon that was found does not tell
+    notes     what to say beside the findings of a check
     """
-    kept, folders = network.with_daemons_cache(settings)
+    kept, more = network.with_daemons_cache(settings)
     checks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [
         ("platform", machine.check_platform),
         ("python", machine.check_python),
@@ -106,8 +113,8 @@ def examine(
         except Exception as error:  # A doctor that dies of what it looks for helps nobody.
             result = bad(name, f"can't be checked: {type(error).__name__}: {error}", "Please report this.")
         for finding in result if isinstance(result, list) else [result]:
-            if finding.check in unsure | folders:
-                finding = replace(finding, text=f"{finding.text} ({SHELLS})")
+            if note := notes.get(name) or more.get(name):
+                finding = replace(finding, text=f"{finding.text} ({note})")
             yield finding
 
 

@@ -17,12 +17,14 @@ from msgspec.structs import replace
 
 from ...common import ports
 from ...config import Settings, is_loopback
+from ...config.address import recorded_address
 from ...errors import ConfigError
 from ...kv.files.paths import LOCK_NAME
 from ..daemon_client import DaemonError, daemon_of
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
+SHELLS = "by this shell's settings; the daemon that answers"
 
 
 def check_port(settings: Settings) -> Finding:
@@ -51,26 +53,31 @@ def check_port(settings: Settings) -> Finding:
     # The daemon looks when it writes; this machine's owner asks now.
     if (cold := status.cold) and (cold.folder_away or not (Path(cold.dir) / LOCK_NAME).exists()):
         facts = f"{who} has no SSD cache: its folder {cold.dir} is away"
-        return bad("port", facts, "Put the folder back, or restart omlxd.")
+        return bad("cache folder", facts, "Put the folder back, or restart omlxd.")
     return ok("port", f"{who} listens on {daemon.url}")
 
 
-def with_daemons_cache(settings: Settings) -> tuple[Settings, frozenset[str]]:
+def with_daemons_cache(settings: Settings) -> tuple[Settings, dict[str, str]]:
     """`settings` with the SSD cache of the daemon at their address, if that answers and lies on this machine.
 
-    Without one if the daemon has none. Also returns the checks of folders that the daemon does not tell.
+    Without one if the daemon has none. Also returns the checks of folders that may be none of the daemon's,
+    and what to say there.
     """
     try:
-        cold = daemon_of(settings).status(_SECONDS).cold
+        status = daemon_of(settings).status(_SECONDS)
     except (ConfigError, DaemonError):
-        return settings, frozenset()
+        return settings, {}
+    recorded, cold = recorded_address(settings.base_path), status.cold
+    own = recorded is not None and recorded[0] == status.pid
     if cold is None:
-        return replace(settings, cold_cache_bytes=0), frozenset(("base folder",))
-    if not (Path(cold.dir) / LOCK_NAME).exists():
-        return settings, frozenset(("base folder", "cache folder", "space", "disk"))
-    same = Path(cold.dir) == settings.paged_ssd_cache_dir
-    kept = replace(settings, paged_ssd_cache_dir=Path(cold.dir), cold_cache_bytes=cold.cap, no_cache=False)
-    return kept, frozenset(() if same else ("base folder",))
+        why = f"{SHELLS} does not tell its own"
+        return replace(settings, cold_cache_bytes=0), {} if own else {"base folder": why}
+    why, folder = f"{SHELLS} has its cache in {cold.dir}", Path(cold.dir)
+    if not (folder / LOCK_NAME).exists():
+        checks = ("cache folder", "space", "disk", *(() if own else ("base folder",)))
+        return settings, dict.fromkeys(checks, f"{why}, which is not here")
+    kept = replace(settings, paged_ssd_cache_dir=folder, cold_cache_bytes=cold.cap, no_cache=False)
+    return kept, {} if own or folder == settings.paged_ssd_cache_dir else {"base folder": why}
 
 
 def _is_free(host: str, port: int) -> bool:
