@@ -430,3 +430,10 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     assert main.main(argv) == 1
     assert "can't be checked: ZeroDivisionError" in capsys.readouterr().out
     assert main.main(["doctor", "--port", "banana"]) == 2
+
+
+def test_a_key_of_the_settings_goes_to_no_other_address(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("OMLXD_API_KEY", raising=False)
+    own = settings(tmp_path, api_key="secret")
+    assert command._at_daemon(own, "http://127.0.0.1:1", {}).api_key == ""
+    assert command._at_daemon(own, f"http://127.0.0.1:{own.port}", {}).api_key == "secret"

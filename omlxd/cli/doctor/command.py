@@ -58,11 +58,12 @@ def _at_daemon(settings: Settings, url: str | None, notes: dict[str, str]) -> Se
     """`settings` with address and port of the daemon that `omlxd status` finds, and a note where it may have
     more. Raises ConfigError."""
     try:
-        found = find_daemon(url, settings).url
+        daemon = find_daemon(url, settings)
     except ConfigError:
         if url is None:  # Port 0, and no daemon holds the cache.
             return settings
         raise
+    found = daemon.url
     if settings.port and found == daemon_of(settings).url:
         return settings
     if recorded := recorded_address(settings.base_path):
@@ -72,7 +73,7 @@ def _at_daemon(settings: Settings, url: str | None, notes: dict[str, str]) -> Se
     notes["address"] = FOUND
     parts = urlsplit(found)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    return replace(settings, host=parts.hostname or "", port=port)
+    return replace(settings, host=parts.hostname or "", port=port, api_key=daemon.key)
 
 
 def examine(

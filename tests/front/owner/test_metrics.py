@@ -313,7 +313,7 @@ async def test_the_ssd_caches_account():
     assert got.plain("omlxd_cold_evicted_files_total") == 4
     assert status["cold"] == {
         **{"dir": "/cache", "bytes": 10, "cap": 100, "reserved": 2, "files": 3},
-        **{"evicted_files": 4, "evicted_bytes": 40, "folder_away": False},
+        **{"evicted_files": 4, "evicted_bytes": 40, "capacity": 0, "folder_away": False},
     }
 
 
