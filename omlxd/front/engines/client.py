@@ -36,7 +36,7 @@ class EngineProcess:
     """`max_concurrent`: requests that decode at once; it bounds how many more may wait.
 
     channel      of its requests' ids (wire.py)
-    on_change()  called when the state changes, or the last request in flight ends
+    on_change()  called when the state changes, or the last request in flight or a wait for a load ends
     on_want()    called when a prompt does not fit into what the engine may have
     options      of the Supervisor
     """
@@ -150,6 +150,7 @@ class EngineProcess:
             await done
         finally:
             self._load_waiters.discard(done)
+            self.on_change()  # Its base may go, if nobody waits for it any more.
 
     def begin_unload(self, grace_s: float = UNLOAD_S) -> bool:
         """Check and begin in one step: what is submitted from now on waits, and has it loaded again.

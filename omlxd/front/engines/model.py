@@ -191,8 +191,8 @@ class ModelEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it or a guest has requests in flight."""
-        return any(each.in_flight for each in (self, *self.guests()))
+        """Whether anybody waits for it or for a guest: a request, or a load."""
+        return any(each.process.is_awaited for each in (self, *self.guests()))
 
     @property
     def context_length(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import mlx.core as mx
 import pytest
 from engine_processes import alive, until, words
 
@@ -73,6 +75,15 @@ async def ask(made: EnginePool, model: str, text: str = "hello") -> list[Event]:
 
 def states(made: EnginePool) -> dict[str, str]:
     return {engine.model_id: engine.state for engine in made.models()}
+
+
+def make_adapter(folder: Path) -> Path:
+    """Whole, of a matrix that means nothing."""
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), {"layers.0.q.lora_a": mx.zeros(1)})
+    config = {"num_layers": 1, "lora_parameters": {"rank": 1, "scale": 1.0, "dropout": 0.0}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def notes(home: Path) -> str:
@@ -355,6 +366,23 @@ async def test_a_load_that_hangs_ends_once_nobody_waits_for_it(tmp_path: Path):
         assert await made.unload("a")
         with pytest.raises(OmlxdError, match="unloaded before it was loaded"):
             await loading
+
+
+async def test_an_engine_stays_for_an_adapter_that_somebody_waits_for(tmp_path: Path, caplog):
+    caplog.set_level("INFO", "omlxd")
+    make_adapter(make(tmp_path / "models" / "a") / "style")
+    async with pool(tmp_path, "a") as made:
+        await ask(made, "a")
+        host, guest = made.resolve("a"), made.resolve("a:style")
+        loading = asyncio.create_task(made.load("a:style"))  # The stub never says that it is loaded.
+        await until(lambda: guest.shares == "a" and guest.process.supervisor.link is not None)
+        assert not await made.unload("a")
+        made.keep_alive(host, 60.0)  # Which wakes the keeper.
+        await asyncio.sleep(0.1)
+        assert host.state == "ready" and "a goes" not in caplog.text
+        loading.cancel()
+        await until(lambda: host.state == guest.state == "unloaded")
+        assert caplog.text.count("a goes") == 1
 
 
 async def test_requests_that_come_while_it_unloads_wait_and_reload(tmp_path: Path):
