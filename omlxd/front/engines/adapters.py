@@ -76,10 +76,15 @@ async def take_up_changes(engine: ModelEngine) -> None:
     """Let go of an adapter whose files have changed since it was loaded: the next request loads it again.
 
     Answers in flight end first, with the weights that they began with; requests that come meanwhile wait.
+    There is one look at a time: a disk that hangs holds one thread.
     """
     if engine.adapter is None or engine.state != "ready":
         return
-    look = asyncio.create_task(asyncio.to_thread(adapter_state, engine.adapter))
+    before = engine.look
+    if before is not None and not (await asyncio.wait({before}, timeout=LOOK_S))[0]:
+        return
+    if (look := engine.look) is before or look is None:  # Else another request began it, and it is new.
+        look = engine.look = asyncio.create_task(asyncio.to_thread(adapter_state, engine.adapter))
     await asyncio.wait({look}, timeout=LOOK_S)
     state, running = look.result() if look.done() else (), engine.in_flight
     if state and state != engine.loaded_state and engine.state == "ready" and engine.process.begin_turn():

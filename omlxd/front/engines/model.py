@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,7 @@ class ModelEngine:
     guests      the adapters that are in its engine
     why_never   why it can't be loaded until settings change; "": it may be
     loaded_state  of its adapter's files when it was loaded
+    look        the last one at them; None: there was none
     """
 
     def __init__(self, installed: InstalledModel, process: EngineProcess, *, may_load: Callable[[], bool]):
@@ -142,6 +144,7 @@ class ModelEngine:
         self.guests: Callable[[], Sequence[ModelEngine]] = lambda: ()
         self.why_never: Callable[[], str] = lambda: ""
         self.loaded_state: tuple[int, ...] = ()
+        self.look: asyncio.Task[tuple[int, ...]] | None = None
         self._adapter_bytes: int | None = None
         self._footprints: tuple[Footprint, Footprint] | None = None
         self._drafts: tuple[Footprint, Footprint] | None = None

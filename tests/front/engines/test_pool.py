@@ -23,13 +23,14 @@ from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, R
 from omlxd.config import load_settings
 from omlxd.errors import AdapterError, InvalidRequest, ModelError, NotFound, OmlxdError, Unavailable
 from omlxd.front.app import create_app
-from omlxd.front.engines import client
+from omlxd.front.engines import adapters, client
 from omlxd.front.engines import pool as pool_module
 from omlxd.front.engines.model import with_settings
 from omlxd.front.engines.pool import EnginePool
 from omlxd.front.owner.engine_metrics import MetricsOf
 from omlxd.front.owner.models import admin_routes
 from omlxd.front.owner.status import Admin
+from omlxd.models.adapters import adapter_state
 from omlxd.models.catalog import REST_S
 from omlxd.models.footprint import footprint
 from tests.models.test_resolve import make
@@ -537,6 +538,31 @@ async def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatc
             assert time.monotonic() - began < 20
         finally:
             hangs.set()
+
+
+async def test_an_adapters_disk_that_hangs_holds_one_thread(tmp_path: Path, monkeypatch):
+    folder = make_adapter(tmp_path / "style")
+    async with pool(tmp_path, "a", text=f'[models.a]\nadapter = "{folder}"\n') as made:
+        await ask(made, "a")
+        hangs, looks = threading.Event(), list[Path]()
+
+        def look(folder: Path) -> tuple[int, ...]:
+            looks.append(folder)
+            hangs.wait(30)
+            return adapter_state(folder)
+
+        monkeypatch.setattr(adapters, "LOOK_S", 0.05)
+        monkeypatch.setattr(adapters, "adapter_state", look)
+        try:
+            for _ in range(3):
+                await asyncio.gather(*(made.find_engine("a") for _ in range(5)))
+            assert looks == [folder]
+        finally:
+            hangs.set()
+        os.utime(folder / "adapters.safetensors", (1, 1))
+        monkeypatch.setattr(adapters, "LOOK_S", 60.0)
+        engine = await made.find_engine("a")
+        assert engine.state != "ready" and len(looks) == 2, "the look that hung was of other files"
 
 
 async def test_new_settings_and_what_the_owner_says_wait_for_no_disk(tmp_path: Path, monkeypatch, caplog):
