@@ -83,12 +83,16 @@ class Pulling:
             raise InvalidRequest(
                 f"{model[:200]!r} is no hub id: write ORG/NAME, or {DEFAULT_ID}.", param="model"
             )
+        self._check_room(model)
+        return self._events(model)
+
+    def _check_room(self, model: str) -> None:
         if model in self._under_way or len(self._under_way) >= MOST_AT_ONCE:
             raise Overloaded("A download is under way already; wait for its end.", retry_after=10)
-        return self._events(model)
 
     async def _events(self, model: str) -> AsyncGenerator[Event, None]:
         """Until the download has ended; closed before, it ends the download. Raises OmlxdError."""
+        self._check_room(model)  # Again: another may have begun since the answer was promised.
         far = [0, 0]
         work = asyncio.create_task(self._fetch(model, far), name=f"pull {model}")
         self._under_way.add(model)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeEngine, FakeEngines, ollama_pull, served
 from starlette.routing import Route
 
-from omlxd.errors import ModelError
+from omlxd.errors import ModelError, Overloaded
 from omlxd.front.app import create_app
 from omlxd.front.http.settings import HttpSettings
 from omlxd.front.owner import pull
@@ -91,6 +91,19 @@ async def test_what_fails_is_told_and_can_be_tried_again(hub: Hub):
         for _ in range(2):
             async with http.stream("POST", PULL, json={"model": "org/tiny"}) as answer:
                 assert [event async for event in told(answer)][-1] == {"error": {"message": hub.error}}
+
+
+async def test_of_those_that_ask_at_the_same_time_one_downloads(hub: Hub):
+    hub.end.set()
+    pool: Any = SimpleNamespace(look_for_models=lambda afresh: asyncio.sleep(0))
+    pulling = pull.Pulling(pool)
+    asked = [pulling._begin(model) for model in ("org/tiny", "org/tiny", "org/other", "org/third")]
+
+    async def last(events: AsyncGenerator[pull.Event, None]) -> pull.Event:
+        return [event async for event in events][-1]
+
+    told = await asyncio.gather(*map(last, asked), return_exceptions=True)
+    assert hub.begun == 2 and [type(each) for each in told] == [dict, Overloaded, dict, Overloaded]
 
 
 async def test_whoever_goes_away_ends_it(hub: Hub):
