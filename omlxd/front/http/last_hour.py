@@ -32,6 +32,12 @@ class Slot(msgspec.Struct):
     cached_cold: int = 0
     completion: int = 0
 
+    def add(self, other: Slot) -> None:
+        """Count those of `other` too."""
+        for name in self.__struct_fields__[1:]:
+            both = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(both) if name == "ttft_max" else sum(both))
+
 
 class LastHour:
     def __init__(self) -> None:
@@ -39,19 +45,20 @@ class LastHour:
 
     def add(self, usage: Usage, ttft_s: float | None) -> None:
         """A request ended. `ttft_s` None: it gave no token."""
-        at = int(time.time()) // SLOT_S * SLOT_S
-        if not self._slots or self._slots[-1].at < at:
-            self._slots.append(Slot(at))
-        slot = self._slots[-1]
-        slot.requests += 1
-        slot.prompt += usage.prompt_tokens
-        slot.cached_hot += usage.cached_hot
-        slot.cached_cold += usage.cached_cold
-        slot.completion += usage.completion_tokens
-        if ttft_s is not None:
-            slot.first += 1
-            slot.ttft_sum += ttft_s
-            slot.ttft_max = max(slot.ttft_max, ttft_s)
+        slot = Slot(
+            at=int(time.time()) // SLOT_S * SLOT_S,
+            requests=1,
+            first=int(ttft_s is not None),
+            ttft_sum=ttft_s or 0.0,
+            ttft_max=ttft_s or 0.0,
+            prompt=usage.prompt_tokens,
+            cached_hot=usage.cached_hot,
+            cached_cold=usage.cached_cold,
+            completion=usage.completion_tokens,
+        )
+        while self._slots and self._slots[-1].at >= slot.at:  # A clock that was set back leaves later ones.
+            slot.add(self._slots.pop())
+        self._slots.append(slot)
 
     def since(self, at: float) -> list[Slot]:
         """Slots of the last hour that began at `at` or later, oldest first. Empty ones are left out."""

@@ -47,6 +47,14 @@ def test_a_clock_that_goes_back_loses_nothing(clock: list[float]):
     assert [slot.prompt for slot in hour.since(0)] == [2]
 
 
+def test_a_clock_that_was_ahead_for_a_while_holds_nothing_up(clock: list[float]):
+    hour, now = LastHour(), clock[0]
+    for ahead in (86400, 86400 + SLOT_S, 0, SLOT_S):
+        clock[0] = now + ahead
+        hour.add(Usage(prompt_tokens=1), 0.1)
+    assert [(slot.at, slot.requests) for slot in hour.since(0)] == [(now, 3), (now + SLOT_S, 1)]
+
+
 def test_a_request_that_was_stopped_counts_what_it_hit(clock: list[float]):
     requests = Requests(CollectorRegistry())
     with requests.watch("m", time.monotonic()) as watch:
