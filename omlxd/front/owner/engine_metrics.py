@@ -29,16 +29,20 @@ COUNTER = "_total"
 class EngineMetrics:
     """One model's values. Totals go on over restarts; `gauges` is empty unless the engine runs.
 
+    engine    that `life` and `last` are of: a folder that went and came back has another one
     starts    engine processes started so far; deaths: those of them that died or hung
+    before    (starts, deaths) of engines before this one
     resident  bytes of the engine process; 0 without one
     running, waiting  requests; those that wait for a load are among the waiting
     age_s     seconds since a ready engine said the values; 0: it has just done so
     """
 
     model_id: str
+    engine: ModelEngine | None = None
     state: str = ""
     starts: int = 0
     deaths: int = 0
+    before: tuple[int, int] = (0, 0)
     resident: int = 0
     running: int = 0
     waiting: int = 0
@@ -93,6 +97,9 @@ class MetricsOf:
 
     async def _ask(self, engine: ModelEngine) -> None:
         metrics = self._by_model.setdefault(engine.model_id, EngineMetrics(engine.model_id))
+        if metrics.engine is not engine:
+            metrics.engine, metrics.before = engine, (metrics.starts, metrics.deaths)
+            metrics.life, metrics.last = 0, {}
         for ended, values in engine.take_last_stats():
             if ended >= metrics.life:  # Else a later one has been asked already.
                 metrics.add_counters(values, ended)
@@ -107,7 +114,9 @@ class MetricsOf:
             metrics.said_at = time.monotonic()
         elif engine.state == "ready":
             metrics.age_s = max(0.001, time.monotonic() - metrics.said_at)
-        metrics.state, metrics.starts, metrics.deaths = engine.state, engine.starts, engine.deaths
+        starts, deaths = metrics.before
+        metrics.starts, metrics.deaths = starts + engine.starts, deaths + engine.deaths
+        metrics.state = engine.state
         if engine.state != "ready":
             metrics.gauges = {}
         metrics.resident = resident(engine.pid) or 0

@@ -17,7 +17,7 @@ from omlxd.chat import Failed, Finished, TextDelta, ToolCall
 from omlxd.errors import Overloaded
 from omlxd.front.app import create_app
 from omlxd.front.owner import engine_metrics
-from omlxd.front.owner.engine_metrics import EngineMetrics
+from omlxd.front.owner.engine_metrics import EngineMetrics, MetricsOf
 from omlxd.front.owner.metrics import HELP
 from omlxd.kv.ledger.ledger import LedgerStats
 
@@ -256,6 +256,19 @@ async def test_what_an_engine_says_at_its_end_counts():
         assert (await scrape(http))("vllm:generation_tokens_total") == 66
         engine.last_stats = [(2, {"generation_tokens_total": 9.0})]
         assert (await scrape(http))("vllm:generation_tokens_total") == 66, "too late"
+
+
+async def test_counters_go_on_where_a_models_folder_goes_and_comes_back():
+    first, second = FakeEngine(), FakeEngine()
+    first.starts, first.deaths, first.values = 5, 2, {"generation_tokens_total": 50.0}
+    second.starts, second.values = 1, {"generation_tokens_total": 7.0}
+    engines = FakeEngines(first)
+    metrics = MetricsOf(engines)  # type: ignore[arg-type]
+    await metrics.read()
+    engines._engines["org/tiny"] = second
+    for _ in range(2):
+        (told,) = await metrics.read()
+        assert (told.starts, told.deaths, told.total("generation_tokens_total")) == (6, 2, 57)
 
 
 async def test_a_scrape_waits_for_no_engine(monkeypatch):
