@@ -369,7 +369,7 @@ class ModelEngine:
     @property
     def is_nothing(self) -> bool:
         """Whether nothing stands behind it: no process, and nobody who waits for one."""
-        return self.state in ("unloaded", "failed") and not self.in_flight and not self.guests()
+        return self.state in ("unloaded", "failed") and not self.is_busy and not self.guests()
 
     @property
     def evictable(self) -> bool:

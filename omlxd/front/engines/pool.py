@@ -117,12 +117,18 @@ class EnginePool:
             engine = self._engines.get(id)
             # Another folder may have come by the same name.
             if engine is None or (not engine.installed.is_same(model) and engine.is_nothing):
+                self._drop(id)
                 self._engines[id] = self._new(model)
         for id in [id for id in self._engines if id not in installed]:
             if self._engines[id].is_nothing:
-                del self._engines[id]  # Its folder is gone.
+                self._drop(id)  # Its folder is gone.
         order = {id: position for position, id in enumerate(installed)}
         return sorted(self._engines.values(), key=lambda engine: order.get(engine.model_id, len(order)))
+
+    def _drop(self, id: str) -> None:
+        """Forget a model that is nothing, and end the task that would start it."""
+        if (engine := self._engines.pop(id, None)) is not None:
+            in_background(engine.process.close(0.0))
 
     def _new(self, installed: InstalledModel) -> ModelEngine:
         process = EngineProcess(

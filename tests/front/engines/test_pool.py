@@ -502,6 +502,24 @@ async def test_a_model_that_is_not_whole_names_no_flag_that_nobody_gave(tmp_path
         assert "--model" not in failed.message
 
 
+async def test_a_model_whose_folder_is_gone_leaves_no_task(tmp_path: Path):
+    async with pool(tmp_path, "a", "b", "c") as made:
+        (tmp_path / "models" / "b" / "config.json").write_text("{")
+        await ask(made, "a")
+        await made.unload("a")
+        assert isinstance((await ask(made, "b"))[-1], Failed)
+        await ask(made, "c")
+        for name in ("a", "b", "c"):
+            shutil.rmtree(tmp_path / "models" / name)
+        await made.look_for_models(afresh=True)
+
+        def supervised() -> list[str]:
+            return [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith("engine ")]
+
+        await until(lambda: supervised() == ["engine c"])
+        assert states(made) == {"c": "ready"}
+
+
 async def test_what_is_remembered_of_models_is_its_owners_alone(tmp_path: Path):
     async with pool(tmp_path, "a") as made:
         made.alias("b", "a")
