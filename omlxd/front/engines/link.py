@@ -104,6 +104,7 @@ class EngineLink:
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
+            ours.close()
             process.kill()
             raise
         return cls(process, reader, writer)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 from engine_processes import (
     AT_ONCE_S,
@@ -195,6 +196,20 @@ async def test_preparation_may_fail_and_an_engine_may_not_exist():
     failed = (await collect(absent, "x"))[-1]
     assert isinstance(failed, Failed) and "can't be started" in failed.message
     await absent.close()
+
+
+async def test_a_start_that_fails_half_way_leaves_no_socket_and_no_process(monkeypatch):
+    sockets: list[socket.socket] = []
+
+    async def fails(*, sock: socket.socket) -> None:
+        sockets.append(sock)
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", fails)
+    with pytest.raises(OSError, match="too many"):
+        await EngineLink.spawn((sys.executable, "-c", "import time; time.sleep(60)"))
+    assert sockets[0].fileno() == -1
+    await until(lambda: not psutil.Process().children())
 
 
 async def test_much_fits_into_the_socket_where_the_system_gives_little(monkeypatch):
