@@ -397,10 +397,14 @@ class MemoryGuard:
             engine.process.supervisor.send(Budget(ticket=wants.ticket))
             return
         async with self._answering:
-            await self.read_allocations()
-            while (victim := self._pool.victim(engine)) and await self._lacks(engine, wants.nbytes):
-                await self._pool.make_go(victim, f"a prompt of {engine.model_id} needs {human(wants.nbytes)}")
-            self._share_out(self._claimed())
+            try:
+                await self.read_allocations()
+                while (victim := self._pool.victim(engine)) and await self._lacks(engine, wants.nbytes):
+                    why = f"a prompt of {engine.model_id} needs {human(wants.nbytes)}"
+                    await self._pool.make_go(victim, why)
+                self._share_out(self._claimed())
+            except Exception:
+                log.exception("making room for a prompt of %s failed", engine.model_id)
             own = self._sent.get(engine.model_id, Budget())
             engine.process.supervisor.send(replace(own, ticket=wants.ticket))
 

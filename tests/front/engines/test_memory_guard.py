@@ -17,7 +17,7 @@ from omlxd.front.engines import memory_guard
 from omlxd.front.engines.memory_guard import MemoryGuard
 from omlxd.models import footprint
 from omlxd.models.footprint import PROCESS_BYTES, Footprint
-from omlxd.wire import Budget, Device, Stats
+from omlxd.wire import Budget, Device, Stats, Wants
 
 MB = 10**6
 HANGS_S = 20.0
@@ -213,6 +213,15 @@ async def test_a_process_that_starts_again_is_sent_its_share_again(monkeypatch: 
         await models.guard.read_allocations()
         models.guard._share_out(0)
     assert len(one.budgets) == 2
+
+
+async def test_a_prompt_is_answered_also_where_making_room_for_it_fails(monkeypatch, caplog):
+    wants, idle = Model("wants", 100, busy=True), Model("idle", 100)
+    models = Models(wants, idle, limit=1000)
+    models.guard._device = models.device
+    monkeypatch.setattr(models, "make_go", None)
+    await soon(asyncio.create_task(models.guard.answer_wants(cast(Any, wants), Wants(7, 10**12))))
+    assert wants.budgets[-1].ticket == 7 and "making room for a prompt of wants failed" in caplog.text
 
 
 @pytest.mark.parametrize(
