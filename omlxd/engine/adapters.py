@@ -1,7 +1,7 @@
 """The LoRA adapters that one engine serves beside its model: their KV is never shared, the weights are.
 
-The ids of requests say whose they are (wire.py, `CHANNEL`). A store is kept for as long as the process lives:
-an adapter that comes back finds it.
+The ids of requests say whose they are (wire.py, `CHANNEL`). The stores of the last few adapters that went are
+kept: one that comes back finds its own. One that was trained on has another store.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 AGAIN_S = 0.2
 """Between two looks at whether an adapter that goes is still in use."""
+MOST_GONE = 4
+"""Stores of adapters that are gone. Each has threads, and a part of the hot tier."""
 
 
 @dataclass(slots=True)
@@ -205,7 +207,18 @@ class Adapters:
         if self._scheduler.memory is not None:
             self._scheduler.memory.stores.pop(adapter, None)
         served.store.rest()
+        if self._stores.pop(served.namespace, None) is not None:
+            self._stores[served.namespace] = served.store  # The last to be closed.
+        self._close_old_stores()
+
+    def _close_old_stores(self) -> None:
+        used = self._scheduler.bridges.values()
+        gone = [store for store in self._stores.values() if store.bridge not in used]
+        for store in gone[:-MOST_GONE]:
+            if not store.has_work:
+                del self._stores[store.namespace]
+                store.close(0.0)
 
     def stores(self) -> list[ModelStore]:
-        """Those of adapters, also of such as are gone."""
+        """Those of adapters, also of some that are gone."""
         return list(self._stores.values())

@@ -28,16 +28,21 @@ from omlxd.engine.sequence import Sequence
 
 
 class Host:
-    """`model`: a folder; `seed`: as Load has it. `ask` waits for a request's events, `send` doesn't."""
+    """`model`: a folder; `seed`: as Load has it; `cold_dir`: nothing may be written there.
 
-    def __init__(self, model: Path, slots: int = 8, seed: int | None = 0, draft: str = ""):
+    `ask` waits for a request's events, `send` doesn't.
+    """
+
+    def __init__(
+        self, model: Path, slots: int = 8, seed: int | None = 0, draft: str = "", cold_dir: str = ""
+    ):
         self._ids = itertools.count(1)
         self._events: dict[int, queue.SimpleQueue[Event]] = {}
         self._ready = threading.Event()
         load = wire.Load(
             model_path=str(model),
             model_id="tiny",
-            cache=wire.CacheSettings(),
+            cache=wire.CacheSettings(cold_dir=cold_dir),
             max_concurrent=slots,
             seed=seed,
             draft_path=draft,

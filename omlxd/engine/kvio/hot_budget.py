@@ -100,6 +100,10 @@ class HotTiers:
 
         return part
 
+    def leave(self, pool: BlockPool) -> None:
+        """`pool` holds nothing any more that counts."""
+        self._pools.remove(pool)
+
 
 def memory() -> tuple[int, int]:
     """(total, available) bytes where MLX's arrays live: the GPU's own memory, or the machine's.

@@ -137,6 +137,12 @@ class ModelStore:
         if self.bridge is not None:
             evict_unused(self.bridge.store)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether something is still to be written or removed. Engine thread."""
+        flusher = self.bridge.store.flusher if self.bridge is not None else None
+        return flusher is not None and (flusher.has_work or not flusher.writer.flush(0.0))
+
     def leave_room_for(self, promised: Callable[[], int]) -> None:
         """`promised`: bytes that the hot tier leaves to requests which were admitted. Any thread calls it."""
         if self.bridge is not None:
@@ -147,8 +153,10 @@ class ModelStore:
         self._closed.set()
         if self._newest is not None:
             self._newest.close()
-        if self.bridge is not None and not self.bridge.close(deadline_s):
-            log.warning("not every block was stored before the deadline")
+        if self.bridge is not None:
+            if not self.bridge.close(deadline_s):
+                log.warning("not every block was stored before the deadline")
+            self._tiers.leave(self.bridge.store.pool)
 
     # ----------------------------------------------------------------- building
 

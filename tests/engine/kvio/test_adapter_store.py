@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +13,7 @@ import pytest
 from adapters import make_adapter
 from host import Host
 
+from omlxd.engine.adapters import MOST_GONE
 from omlxd.engine.host import EngineHost
 from omlxd.engine.kvio.hot_budget import HotTiers
 from omlxd.engine.kvio.open_store import ModelStore
@@ -61,6 +64,33 @@ def test_tiers_of_one_engine_divide_its_budget():
     assert [first(), second(), third()] == [90, 80, 50]
     tiers.budget.share = 60
     assert [first(), second(), third()] == [40, 40, 20]
+
+
+def test_one_that_is_trained_on_again_and_again_leaves_a_few_stores(tmp_path: Path):
+    base, folder = demo.build_demo(tmp_path / "base"), tmp_path / "style"
+    host = Host(base, cold_dir=str(tmp_path / "cache"))
+    adapters = host.engine.adapters
+
+    def served(seed: int) -> ModelStore:
+        make_adapter(base, folder, seed)
+        adapters.expect(asked := LoadAdapter(1, str(folder), "base:style"))
+        store, gone = adapters.add(asked).store, threading.Event()
+        adapters.drop(1, gone.set)
+        assert gone.wait(60)
+        shutil.rmtree(folder)
+        return store
+
+    stores = [served(seed) for seed in range(MOST_GONE + 3)]
+    assert adapters.stores() == stores[3:] and len(stores[0]._tiers._pools) == 1 + MOST_GONE
+    flusher = stores[0].bridge and stores[0].bridge.store.flusher
+    assert flusher is not None
+    for thread in flusher.writer._threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert served(3) is stores[3], "one that comes back finds its own"
+    assert adapters.stores() == [*stores[4:], stores[3]]
+    assert served(0) is not stores[0]
+    host.close()
 
 
 def test_one_whose_store_can_not_be_opened_leaves_nothing(tmp_path: Path, monkeypatch):
