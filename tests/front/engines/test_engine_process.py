@@ -206,10 +206,11 @@ async def test_a_start_that_fails_half_way_leaves_no_socket_and_no_process(monke
         raise OSError("too many open files")
 
     monkeypatch.setattr(asyncio, "open_unix_connection", fails)
+    before = set(psutil.Process().children())
     with pytest.raises(OSError, match="too many"):
         await EngineLink.spawn((sys.executable, "-c", "import time; time.sleep(60)"))
     assert sockets[0].fileno() == -1
-    await until(lambda: not psutil.Process().children())
+    await until(lambda: not set(psutil.Process().children()) - before)
 
 
 async def test_much_fits_into_the_socket_where_the_system_gives_little(monkeypatch):
