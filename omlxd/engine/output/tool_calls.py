@@ -237,6 +237,7 @@ def _literal(text: str, kinds: Set[str], default: Any) -> Any:
     for parse in (loads, ast.literal_eval):
         try:
             value = parse(text)
+            json_text(value)  # NaN, and sets and bytes within Python's literals, are none of JSON's.
         except Exception:
             continue
         if isinstance(value, float) and value.is_integer() and kinds.isdisjoint({"number"}):

@@ -78,3 +78,16 @@ def test_a_json_call_that_is_cut_off_keeps_its_arguments(tokenizer, arguments, v
 @pytest.mark.parametrize("text", ["call:" * 60_000, "call:R{" + "a" * 300_000, "[R(" + "a.b" * 100_000])
 def test_a_model_that_repeats_itself_holds_nobody_up(text):
     assert ToolCallReader((READ,)).read(text) is None
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "{'a': {1, 2}}", "{(1, 2): 3}", "[b'x']", "{'a': 1e999}"]
+)
+def test_a_literal_that_is_none_of_json_is_text(tokenizer, value):
+    tool = Tool("Read", "", {"type": "object", "properties": {"x": {"type": ["object", "array", "number"]}}})
+    body = f"<function=Read>\n<parameter=x>\n{value}\n</parameter>\n</function>"
+    quoted = f'{{"name": "Read", "arguments": {{"x": "{value}"}}}}'
+    for text in (body, quoted):
+        parser = OutputParser(tokenizer, tools=(tool,))
+        events = [*parser.add_text(f"<tool_call>\n{text}\n</tool_call>"), *parser.finish("stop")]
+        assert merged(events) == [("call", "Read", f'{{"x": "{value}"}}')]
