@@ -53,9 +53,10 @@ def template_messages(
     """
     if not conversation.messages:
         raise bad_field("messages", "at least one message is required")
-    names = _call_names(conversation.messages)
+    names: dict[str, str] = {}
     messages: list[TemplateMessage] = []
     for message in conversation.messages:
+        names |= _call_names(message)  # Some clients use an id again.
         messages += _messages_of(message, names, traits)
     if hoist:
         messages = _hoisted(messages)
@@ -101,10 +102,9 @@ def plain_text(messages: list[TemplateMessage]) -> str:
 # --------------------------------------------------------------------------- one message
 
 
-def _call_names(messages: Sequence[chat.Message]) -> dict[str, str]:
+def _call_names(message: chat.Message) -> dict[str, str]:
     """Call id → tool's name: a result knows only the id, and some templates need the name."""
-    parts = (part for message in messages for part in message.parts)
-    return {part.id: part.name for part in parts if isinstance(part, chat.ToolCallPart)}
+    return {part.id: part.name for part in message.parts if isinstance(part, chat.ToolCallPart)}
 
 
 def _messages_of(

@@ -208,6 +208,21 @@ def test_images_are_refused(prompts):
             prompts.render(Conversation((message,)))
 
 
+NAMES = """{%- for m in messages %}[{{ m.role }}]{%- if m.tool_calls %}{%- for c in m.tool_calls %}
+{{- c.function.name }} {{ c.function.arguments }}{%- endfor %}{%- elif m.role == 'tool' %}
+{{- m.name }}: {{ m.content }}{%- else %}{{ m.content }}{%- endif %}{%- endfor %}"""
+
+
+def test_a_result_has_the_name_of_the_last_call_before_it_of_its_id(folder):
+    def turn(name: str) -> tuple[Message, Message]:
+        return say("assistant", ToolCallPart("call_0", name, {})), say("tool", ToolResultPart("call_0", "r"))
+
+    told = (
+        pipeline(folder, NAMES).render(Conversation((say("user", "Hi"), *turn("read"), *turn("write")))).text
+    )
+    assert told == "[user]Hi[assistant]read {}[tool]read: r[assistant]write {}[tool]write: r"
+
+
 def test_nothing_to_say_is_refused(prompts):
     with pytest.raises(InvalidRequest, match="at least one message"):
         prompts.render(Conversation(()))
