@@ -122,7 +122,7 @@ def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, 
     if verbosity:
         args.setdefault("verbosity", verbosity)
     if body.documents:
-        args.setdefault("documents", body.documents)
+        args.setdefault("documents", free_json({"documents": body.documents}, "documents")["documents"])
     if body.enable_thinking is not None:
         thinking = body.enable_thinking
     if thinking is None:

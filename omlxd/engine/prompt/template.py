@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 
 _RESERVED = frozenset(
     {
-        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"),
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
         *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
         *("return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
     }

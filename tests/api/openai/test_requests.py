@@ -266,8 +266,9 @@ def test_fields_that_ask_for_no_other_answer_are_taken():
 
 
 def test_documents_go_to_the_template():
-    prompt = chat(documents=[{"text": "a"}]).generate.prompt
-    assert isinstance(prompt, Conversation) and prompt.template_args == {"documents": [{"text": "a"}]}
+    prompt = chat(documents=[{"text": "a", "id": 10**40}]).generate.prompt
+    told = {"documents": [{"text": "a", "id": 1e40}]}
+    assert isinstance(prompt, Conversation) and prompt.template_args == told
 
 
 @pytest.mark.parametrize(

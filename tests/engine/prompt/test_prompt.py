@@ -228,11 +228,14 @@ def test_nothing_to_say_is_refused(prompts):
         prompts.render(Conversation(()))
 
 
-def test_template_arguments(prompts):
+def test_template_arguments(prompts, folder):
     hello = (say("user", "Hi"),)
     assert prompts.render(Conversation(hello, template_args={"unknown": 1})).tokens
     off = prompts.render(Conversation(hello, template_args={"enable_thinking": False}))
     assert not off.starts_in_thinking
+    documents = pipeline(folder, f"{QWEN3}{{{{ documents[0].text }}}}")
+    told = documents.render(Conversation(hello, template_args={"documents": [{"text": "kettle"}]}))
+    assert told.text.endswith("kettle")
     for name in ("chat_template", "tools", "tokenize", "_compile"):
         with pytest.raises(InvalidRequest, match="can't be set"):
             prompts.render(Conversation(hello, template_args={name: "x"}))
