@@ -146,9 +146,9 @@ def loads(text: str) -> Any:
 
 
 def valid_object(text: str) -> str:
-    """Return `text` if it is a JSON object, else an empty one."""
+    """Return `text` as strict JSON if it is an object as models write it, else an empty one."""
     try:
-        return text if isinstance(loads(text), dict) else "{}"
+        return json_text(value) if isinstance(value := loads(text), dict) else "{}"
     except (ValueError, RecursionError):
         return "{}"
 

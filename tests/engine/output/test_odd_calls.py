@@ -66,7 +66,14 @@ def test_what_is_meant_is_called(tokenizer, name, text, wanted):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "valid"), [('{"path": "x', "{}"), ('{"path": "x"}', '{"path": "x"}'), ("", "{}")]
+    ("arguments", "valid"),
+    [
+        ('{"path": "x', "{}"),
+        ('{"path": "x"}', '{"path": "x"}'),
+        ("", "{}"),
+        ('{"path": "a\nb\\d"}', '{"path": "a\\nb\\\\d"}'),
+        ('{"ratio": NaN}', "{}"),
+    ],
 )
 def test_a_json_call_that_is_cut_off_keeps_its_arguments(tokenizer, arguments, valid):
     begun = f"<|tool_call_begin|>functions.Read:3<|tool_call_argument_begin|>{arguments}"
