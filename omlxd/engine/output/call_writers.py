@@ -97,6 +97,7 @@ class TagWriter(Writer):
         while self._text.find(close, self._looked) >= 0:
             match = self._tags.parameter.match(self._text)
             if match is None:
+                self._pass_over(self._text.rfind(close))
                 return
             self._member(match[1].strip(), self._tags.value(match))
             self._text, self._looked = self._text[match.end() :], 0
@@ -121,6 +122,15 @@ class TagWriter(Writer):
         self._kinds = self._parameters(name)
         self._text = self._text[match.end() :]
         return True
+
+    def _pass_over(self, at: int) -> None:
+        """The last tag, at `at`, ends no value so far: wait until what follows it goes on with the call, or
+        for the next one.
+        """
+        behind = at + len(self._tags.close)
+        rest = self._text[behind:].lstrip()
+        open_yet = not rest or (rest[0] == "<" and ">" not in rest)
+        self._looked = at if open_yet else behind
 
     def _member(self, key: str, value: str) -> None:
         value_json = json_text(typed_text(value, self._kinds.get(key)))

@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from fake_engine import USAGE
@@ -13,7 +16,9 @@ from parsing import READ, call, parse, tokenizer  # noqa: F401 -- a fixture
 from omlxd.api.anthropic.answer import AnthropicStream
 from omlxd.api.openai.chat_answer import OpenAIChatStream
 from omlxd.chat import Finished, TextDelta, ToolCall, ToolCallCut, ToolCallDelta
+from omlxd.engine.output.call_writers import TagWriter, writer_for
 from omlxd.engine.output.parser import OutputParser
+from omlxd.engine.output.tool_calls import ToolCallReader
 
 
 def pieces(tokenizer, text: str) -> list[str]:
@@ -142,3 +147,24 @@ def test_chat_tells_it_as_it_comes():
     assert told[2]["tool_calls"] == [{"index": 0, "function": {"arguments": '"}'}}]
     assert told[3]["tool_calls"][0]["index"] == 1
     assert told[4]["tool_calls"] == [{"index": 1, "function": {"arguments": '": "b'}}]
+
+
+def test_a_tag_within_a_value_is_not_looked_at_with_every_token():
+    writer = writer_for("<function=Read>\n", ToolCallReader((READ,)).parameters)
+    looked = 0
+
+    class Counted:
+        def match(self, text: str) -> re.Match[str] | None:
+            nonlocal looked
+            looked += 1
+            return parameter.match(text)
+
+    assert isinstance(writer, TagWriter)
+    parameter = writer._tags.parameter
+    writer._tags = replace(writer._tags, parameter=cast(Any, Counted()))
+    value = f"see </parameter> here{' word' * 1000}"
+    text = f"<function=Read>\n<parameter=path>\n{value}\n</parameter>\n</function>"
+    for letter in text:
+        writer.feed(letter)
+    assert writer.close() and json.loads(writer.arguments) == {"path": value}
+    assert looked < 20
