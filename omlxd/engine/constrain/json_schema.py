@@ -67,7 +67,8 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
 def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, Any]]:
     """Alternatives that together are `schema`, or part of it. `strict`: raises Unenforceable for the rest."""
     try:
-        alternatives = list(islice(_split(schema, root, strict, _MAX_STEPS), MAX_BRANCHES + 1))
+        left = iter(range(MAX_BRANCHES * _MAX_STEPS))
+        alternatives = list(islice(_split(schema, root, strict, _MAX_STEPS, left), MAX_BRANCHES + 1))
     except NO_SCHEMA as error:
         raise Unenforceable(why_not(error)) from error
     if len(alternatives) > MAX_BRANCHES:
@@ -75,7 +76,12 @@ def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, 
     return alternatives
 
 
-def _split(schema: Any, root: dict[str, Any], strict: bool, steps: int) -> Iterator[dict[str, Any]]:
+def _split(
+    schema: Any, root: dict[str, Any], strict: bool, steps: int, left: Iterator[int]
+) -> Iterator[dict[str, Any]]:
+    """`steps`: levels below this one at most. `left`: an item for each call that may still be made."""
+    if next(left, None) is None:
+        raise Unenforceable("more alternatives than can be told apart")
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -88,13 +94,13 @@ def _split(schema: Any, root: dict[str, Any], strict: bool, steps: int) -> Itera
             raise Unenforceable(f"$ref {schema['$ref']!r}, which leads nowhere")
         rest = {key: value for key, value in schema.items() if key != "$ref"}
         schema = _merged(target, rest) if _asserts(rest) else target
-        yield from _split(schema, root, strict, steps - 1)
+        yield from _split(schema, root, strict, steps - 1, left)
         return
     if "allOf" in schema:
         merged = {key: value for key, value in schema.items() if key != "allOf"}
         for part in schema["allOf"]:
             merged = _merged(merged, resolved(part, root))
-        yield from _split(merged, root, strict, steps - 1)
+        yield from _split(merged, root, strict, steps - 1, left)
         return
     for name in ("anyOf", "oneOf"):
         if isinstance(choices := schema.get(name), list):
@@ -102,7 +108,7 @@ def _split(schema: Any, root: dict[str, Any], strict: bool, steps: int) -> Itera
             for part in choices:
                 merged = resolved(part, root)
                 merged = _merged(rest, {} if merged is True else merged) if _asserts(rest) else merged
-                yield from islice(_split(merged, root, strict, steps - 1), MAX_BRANCHES + 1)
+                yield from islice(_split(merged, root, strict, steps - 1, left), MAX_BRANCHES + 1)
             return
     yield from _typed(_judged(schema, strict))
 

@@ -80,3 +80,12 @@ def test_a_broken_schema_breaks_nothing(tokenizer, name):
         for kinds in ToolCallReader((tool,)).parameters("Odd").values():
             assert kinds <= set(TYPES)
     assert 0 < refused < 60
+
+
+def test_a_schema_of_alternatives_that_allow_nothing_ends():
+    levels = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(28)}
+    schema = {
+        "$defs": {**levels, "28": {"type": "string", "enum": [1]}},
+        "properties": {"x": {"$ref": "#/$defs/0"}},
+    }
+    assert ToolCallReader((Tool("Odd", "", schema),)).parameters("Odd") == {"x": set()}
