@@ -83,15 +83,24 @@ def text_regex(schema: dict[str, Any]) -> str:
         return body
     pattern = ascii_classes(pattern)
     if body == _ANY_TEXT and pattern.startswith("^(?:") and pattern.endswith(")$"):
-        return pattern[1:-1].replace("/", r"\/")
+        return _in_slashes(pattern[1:-1])
     if body != _ANY_TEXT:
         raise Unenforceable("pattern beside a length, of a text that is written without quotes")
-    regex = pattern.removeprefix("^") if pattern.startswith("^") else f"{_ANY_TEXT}({pattern})"
-    ends = regex.endswith("$") and not regex.endswith("\\$")
-    if "|" in pattern and (ends or pattern.startswith("^")):
+    begins, ends = pattern.startswith("^"), _ENDS.search(pattern) is not None
+    if "|" in pattern and (begins or ends):
         raise Unenforceable(f"pattern {pattern!r} of a text that is written without quotes")
-    regex = regex[:-1] if ends else f"{regex}{_ANY_TEXT}"
-    return f"({regex})".replace("/", r"\/")
+    regex = pattern[begins : len(pattern) - ends]
+    regex = regex if begins else f"{_ANY_TEXT}({regex})"
+    return f"({_in_slashes(regex if ends else f'{regex}{_ANY_TEXT}')})"
+
+
+_ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
+"""The end of a text, and not a dollar sign."""
+
+
+def _in_slashes(regex: str) -> str:
+    """`regex` to stand between slashes; those that it has escaped itself stay."""
+    return re.sub(r"\\.|/", lambda each: r"\/" if each[0] == "/" else each[0], regex, flags=re.DOTALL)
 
 
 @dataclass(slots=True)

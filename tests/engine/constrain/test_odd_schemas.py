@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from parsing import tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import Tool
 from omlxd.engine.constrain.json_schema import TYPES
+from omlxd.engine.constrain.value_grammar import text_regex
 from omlxd.engine.output.tool_calls import ToolCallReader
 from omlxd.errors import InvalidRequest
 from tests.engine.constrain.test_forced_calls import SCHEMAS, compiler_of, spelled
@@ -89,3 +91,23 @@ def test_a_schema_of_alternatives_that_allow_nothing_ends():
         "properties": {"x": {"$ref": "#/$defs/0"}},
     }
     assert ToolCallReader((Tool("Odd", "", schema),)).parameters("Odd") == {"x": set()}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "held", "other"),
+    [
+        (r"^\/[a-z]+$", "/etc", "etc"),
+        (r"^[^\/]+/x$", "a/x", "//x"),
+        (r"\.md$", "a.md", "a.mdx"),
+        (r"^a\\$", "a\\", "ab"),
+        (r"\$$", "a$", "a"),
+        (r"\$", "a$b", "ab"),
+    ],
+)
+def test_a_pattern_of_a_text_without_quotes_is_held_to(tokenizer, pattern, held, other):
+    schema = {"type": "string", "pattern": pattern}
+    regex = re.compile(text_regex(schema))
+    assert regex.fullmatch(held) and not regex.fullmatch(other)
+    tool = Tool("Odd", "", {"type": "object", "properties": {"x": schema}, "required": ["x"]}, strict=True)
+    compiler = compiler_of(spelled(tokenizer, "qwen3_coder"))
+    assert compiler.compile(chat(tools=(tool,), tool_choice="required"), thinking=False)
