@@ -86,14 +86,13 @@ class TagCalls:
 class TagReading:
     """How the text between a call's outer tags is read, with any space.
 
-    begins     the text begins with one of these; empty: it holds `key`
+    begins     the text begins with one of these; empty: with `head`
     head       group 1: the tool's name
     parameter  group 1: its name; `data` or the last group: its value
     quoted     names have quotes; such a text may hold several calls
     """
 
     begins: tuple[str, ...]
-    key: str
     head: re.Pattern[str]
     parameter: re.Pattern[str]
     end: re.Pattern[str]
@@ -102,7 +101,7 @@ class TagReading:
     quoted: bool
 
     def fits(self, text: str) -> bool:
-        return text.startswith(self.begins) if self.begins else self.key in text
+        return text.startswith(self.begins) if self.begins else self.head.match(text) is not None
 
     def value(self, match: re.Match[str]) -> str:
         """A parameter's value without the newlines that belong to its tags."""
@@ -120,7 +119,7 @@ def _reading(row: TagCalls) -> TagReading:
     begins = (opening.partition(" ")[0] + " " * quoted,) if row.named else ()
     last = '"' if quoted else ">" if row.named else "<"  # no name holds it
     if not row.named:  # the outer tags are the call's own
-        head, end = rf"\s*([^<]*?)\s*(?={row.key})", r"\s*$"
+        head, end = rf"\s*([\w.:/-]+)\s*(?={row.key})", r"\s*$"
     else:
         head = rf"\s*{_loose(opening)}([^{last}]+){_loose(row.named.strip())}"
         end = rf"\s*{ending}"
@@ -138,7 +137,6 @@ def _reading(row: TagCalls) -> TagReading:
         parameter += rf"\s*(?={_loose(row.key)}|{ending}{'|$' if row.cdata else ''})"
     return TagReading(
         begins,
-        row.key,
         re.compile(head),
         re.compile(parameter, re.DOTALL),
         re.compile(end),

@@ -43,6 +43,22 @@ CODER_READ = "<function=Read>\n<parameter=path>\nx\n</parameter>\n</function>"
             '<|tool_call_start|>[Read(path="a\nb")]<|tool_call_end|>',
             [("call", "Read", '{"path": "a\\nb"}')],
         ),
+        (
+            "pythonic",
+            '<|tool_call_start|>[Read(path="<arg_key>")]<|tool_call_end|>',
+            [("call", "Read", '{"path": "<arg_key>"}')],
+        ),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="Read">\n<parameter name="path"><arg_key></parameter>\n'
+            "</invoke>\n</minimax:tool_call>",
+            [("call", "Read", '{"path": "<arg_key>"}')],
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:Read{path:<|"|><longcat_arg_key><|"|>}<tool_call|>',
+            [("call", "Read", '{"path": "<longcat_arg_key>"}')],
+        ),
         ("pythonic", '<|tool_call_start|>[Read("x"), Stop()]<|tool_call_end|>', [READ_X, STOPPED]),
         (
             "pythonic",
