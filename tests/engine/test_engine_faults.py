@@ -17,6 +17,8 @@ from rig import BLOCK, Rig
 from omlxd.chat import Sampling
 from omlxd.engine.kvio import checkpointer, copier
 from omlxd.engine.kvio.restore import Restore
+from omlxd.engine.mlx_adapter import row_attention
+from omlxd.engine.mlx_adapter.batch_kv import EvenBatchKVCache
 from omlxd.errors import OmlxdError
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.store import KVStore
@@ -104,6 +106,28 @@ def test_a_row_that_can_not_be_released_does_not_stop_the_engine(model: Path, mo
             rig.start(prompt(100), 5).tokens()
             wait_until(lambda: not rig.scheduler.running, 30)
         nothing_is_held(rig)
+        assert len(rig.run(prompt(100), 5).got) == 5
+
+
+@pytest.mark.parametrize("out_of_time", [False, True], ids=["cancelled", "out of time"])
+def test_a_row_that_can_not_leave_its_batch_gives_its_slot_back(
+    out_of_time: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(row_attention, "pays", lambda: False)
+    with Rig(model, slots=2) as rig:
+        stays, leaves = (rig.start(prompt(100, seed=seed), 6000) for seed in (1, 2))
+        wait_until(lambda: any(len(batch.rows) == 2 for batch in rig.scheduler._batches), 60)
+        with monkeypatch.context() as patched:
+            patched.setattr(EvenBatchKVCache, "filter", no_memory)
+            if out_of_time:
+                leaves.sequence.deadline = 0.0
+            else:
+                rig.scheduler.post(lambda: rig.scheduler.cancel(leaves.sequence))  # Between two steps.
+            with pytest.raises(OmlxdError, match="Unable to allocate"):
+                stays.tokens(30)
+            wait_until(lambda: not rig.scheduler.running, 30)
+        nothing_is_held(rig)
+        assert leaves.error is None
         assert len(rig.run(prompt(100), 5).got) == 5
 
 

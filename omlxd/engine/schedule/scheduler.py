@@ -332,9 +332,14 @@ class Scheduler:
             return
         for sequence in rows:
             self._finish(sequence, batch)
-        batch.remove_rows(rows)
-        if not batch.rows:
-            self._batches.remove(batch)
+        try:
+            batch.remove_rows(rows)
+        except Exception as error:  # No memory to copy the others, most likely: layers differ now.
+            log.exception("decode failed")
+            self.drop_batch(batch, batch.rows, error)
+        else:
+            if not batch.rows:
+                self._batches.remove(batch)
         for sequence in rows:
             self._over(sequence)
 
