@@ -228,10 +228,15 @@ class Adapters:
             slot.a = mx.stack([a.astype(dtype) for a, _ in padded])
             slot.b = mx.stack([b.astype(dtype) for _, b in padded])
             mx.eval(slot.a, slot.b)
-            for adapter in pairs:
-                if slot.holds(adapter, module := slot.modules[adapter]):
-                    module.lora_a, module.lora_b = slot.a[adapter.place], slot.b[adapter.place]
-                    mx.eval(module.lora_a, module.lora_b)
+            for adapter, (a, b) in pairs.items():
+                module = slot.modules[adapter]
+                if slot.holds(adapter, module):  # By a slice: a number as index would copy.
+                    place = slice(adapter.place, adapter.place + 1)
+                    a, b = slot.a[place].squeeze(0), slot.b[place].squeeze(0)
+                else:  # They may be views of earlier stacks, which hold those as a whole.
+                    a, b = mx.contiguous(a), mx.contiguous(b)
+                module.lora_a, module.lora_b = a, b
+                mx.eval(a, b)
 
     def _agrees(self, adapter: Adapter) -> bool:
         """Whether a pass of two rows, one with `adapter`, gives what each row has alone."""

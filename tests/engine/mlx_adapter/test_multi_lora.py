@@ -108,6 +108,20 @@ def test_one_goes_and_the_others_stay(base: Path, folders: list[Path]):
     assert [type(module) for _, module in loaded.model.named_modules()] == kinds
 
 
+def test_matrices_are_held_once_and_those_that_went_not_at_all(base: Path, tmp_path: Path):
+    """Once a larger rank comes, the smaller ones are no part of the stacks, and hold no earlier ones."""
+    small = [str(make_adapter(base, tmp_path / str(seed), seed, rank=32)) for seed in range(4)]
+    large = str(make_adapter(base, tmp_path / "large", 9, rank=64))
+    loaded = mlx_adapter.load(base)
+    before, (first, *others) = mx.get_active_memory(), [loaded.adapters.add(folder) for folder in small]
+    assert mx.get_active_memory() - before < 1.1 * loaded.adapters.nbytes
+    loaded.adapters.add(large)
+    for adapter in others:
+        loaded.adapters.remove(adapter)
+    assert mx.get_active_memory() - before < 1.1 * loaded.adapters.nbytes
+    assert mx.array_equal(rows_of(loaded, first)[0], alone(base, Path(small[0])))
+
+
 def test_a_broken_adapter_changes_nothing(base: Path, folders: list[Path], tmp_path: Path):
     loaded = mlx_adapter.load(base)
     kept = loaded.adapters.add(str(folders[0]))
