@@ -92,6 +92,8 @@ def write_prompt_cache(
     def plain(name: str, leaf: Any) -> Any:
         arrays = {part: held[f"{name}.{part}"] for part in KINDS[type(leaf)].state_of(leaf)}
         made: Any
+        if dtype is not None and _name(leaf) != "ArraysCache":
+            arrays = {p: a if a.dtype == mx.uint32 else a.astype(dtype) for p, a in arrays.items()}
         if isinstance(leaf, QuantisedKVCache):
             made = QuantizedKVCache(leaf.how.group, leaf.how.bits)
             made.keys, made.values = ([arrays[f"{of}.{part}"] for part in PARTS] for of in ("keys", "values"))
@@ -103,8 +105,6 @@ def write_prompt_cache(
             made = RotatingKVCache(leaf.max_size)
         else:
             made = KVCache()
-        if dtype is not None and not isinstance(made, ArraysCache):
-            arrays = {part: array.astype(dtype) for part, array in arrays.items()}
         KINDS[type(made)].restore(made, arrays, len(tokens))
         return made
 

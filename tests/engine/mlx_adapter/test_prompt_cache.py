@@ -114,6 +114,18 @@ def test_packed_kv_goes_both_ways(bits: int, tmp_path: Path, tmp_path_factory):
             take(mlx_adapter.load(folder, other), file, tokens)
 
 
+@pytest.mark.parametrize("kv", [None, Quantisation(8, 32)], ids=["plain", "packed"])
+def test_kv_of_weights_made_float32_gets_the_type_that_mlx_lm_computes_in(kv: Any, tmp_path: Path):
+    changes = {"head_dim": 32, "torch_dtype": "bfloat16"}
+    folder, tokens = build_family("qwen3", tmp_path / "qwen3", "bf16", changes=changes), prompt(70)
+    loaded, model = mlx_adapter.load(folder, kv, float32=True), mlx_model(folder)
+    cache = mlx_adapter.new_cache(loaded.model, 70)
+    logits(loaded, tokens, cache)
+    mlx_adapter.write_prompt_cache(tmp_path / "out.safetensors", loaded, cache, tokens, {})
+    back: Any = load_prompt_cache(str(tmp_path / "out.safetensors"))
+    assert model(mx.array([prompt(3)]), cache=back).dtype == mx.bfloat16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "length", "at"),
