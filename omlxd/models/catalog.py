@@ -176,7 +176,7 @@ def adapters_of(model: InstalledModel, base_path: Path) -> Iterator[InstalledMod
     """Adapters of `model` as models of their own, `ID:NAME`: those in its folder, and its `own_adapters`."""
     for root in filter(None, (model.folder, own_adapters(model.id, base_path))):
         for folder in _folders(root):
-            if all((folder / name).is_file() for name in ADAPTER_FILES):
+            if all(os.path.isfile(folder / name) for name in ADAPTER_FILES):
                 yield msgspec.structs.replace(
                     model, id=f"{model.id}:{folder.name}", adapter=folder, base=model.id
                 )
@@ -277,7 +277,8 @@ def _template(folder: Path) -> str | None:
 def _folders(root: Path) -> list[Path]:
     try:
         with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+            # The entry's own is_dir raises for a link that leads nowhere.
+            names = [e.name for e in entries if not e.name.startswith(".") and os.path.isdir(e)]
     except OSError:
         return []
     return [root / name for name in sorted(names)]
@@ -315,5 +316,7 @@ def in_hub_cache(cache: Path) -> Iterator[InstalledModel]:
         if kind != "models" or not org or not name:
             continue
         folder = hub_snapshot(cache, f"{org}/{name}")
-        if folder is not None and any((folder / f).exists() for f in ("tokenizer.json", "tokenizer.model")):
+        if folder is not None and any(
+            os.path.exists(folder / f) for f in ("tokenizer.json", "tokenizer.model")
+        ):
             yield InstalledModel(f"{org}/{name}", f"{org}/{name}", "hub", folder)

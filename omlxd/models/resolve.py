@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def own_folder(name: str, base_path: Path) -> Path | None:
     The demo model is none of them: each version builds its own.
     """
     folder = base_path / "models" / name
-    made = name != DEMO_ID and _NAME.fullmatch(name) and (folder / "config.json").is_file()
+    made = name != DEMO_ID and _NAME.fullmatch(name) and os.path.isfile(folder / "config.json")
     return folder if made else None
 
 

@@ -168,6 +168,19 @@ def test_folders_two_levels_deep(tmp_path: Path):
     assert list(in_folder(tmp_path / "nowhere")) == []
 
 
+def test_a_link_that_leads_nowhere_hides_no_model(tmp_path: Path):
+    """The kernel refuses to follow it, as it does where a folder is another user's."""
+    own = {"base_path": str(tmp_path / "base"), "model_dir": str(tmp_path / "models"), "no_hf_cache": "true"}
+    for place in (make(tmp_path / "models" / "a"), tmp_path / "models", make(tmp_path / "base" / "models/b")):
+        (place / "loop").symlink_to("loop")
+        (place / "adapter").mkdir()
+        (place / "adapter" / "adapter_config.json").symlink_to("x" * 300)
+    (tmp_path / "base" / "models" / "c").mkdir()
+    (tmp_path / "base" / "models" / "c" / "w.safetensors").write_bytes(b"")
+    (tmp_path / "base" / "models" / "c" / "config.json").symlink_to("x" * 300)
+    assert list(Catalog(load_settings(own, {})).models()) == ["a", "b"]
+
+
 def hub_model(cache: Path, repo: str) -> Path:
     base = cache / ("models--" + repo.replace("/", "--"))
     folder = make(base / "snapshots" / "abc")
