@@ -186,7 +186,7 @@ def looks_like_model(folder: Path) -> bool:
     """A config and weights; whether they are whole is seen when it is loaded."""
     try:
         names = os.listdir(folder)
-    except OSError:
+    except (OSError, ValueError):  # A name with zeros is none.
         return False
     return "config.json" in names and any(name.endswith(".safetensors") for name in names)
 

@@ -193,6 +193,9 @@ def test_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = hub_model(tmp_path / "hub", "org/name")
     (hub_model(tmp_path / "hub", "org/no-tokenizer") / "tokenizer.json").unlink()
     (tmp_path / "hub" / "datasets--org--x").mkdir()
+    hub_model(tmp_path / "hub", "org/zeros")
+    # What a power cut leaves of a file.
+    (tmp_path / "hub" / "models--org--zeros" / "refs" / "main").write_bytes(bytes(40))
     assert [(m.id, m.folder) for m in in_hub_cache(tmp_path / "hub")] == [("org/name", folder)]
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
