@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import shlex
 import sys
@@ -18,7 +19,7 @@ from ..models.adapters import adapter_bytes
 from ..models.catalog import Catalog, InstalledModel, default_model, describe
 from ..models.footprint import Footprint, expected, footprint, likely_backend, weight_bytes
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
-from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub
+from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub, local_path
 from .daemon_client import DaemonError, NoDaemon, add_url, find_daemon
 from .owner_api import (
     InstalledStatus,
@@ -296,7 +297,7 @@ def _import(args: argparse.Namespace) -> int:
     from ..models.resolve import import_gguf
 
     base_path = settings_of(args, *_FOLDER_OPTIONS).base_path
-    if Path(args.file).expanduser().is_file():
+    if os.path.isfile(local_path(args.file)):
         folder = asyncio.run(import_gguf(args.file, base_path))
     else:
         model = model_called(args.file)

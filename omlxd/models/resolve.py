@@ -41,12 +41,17 @@ def model_id(spec: str) -> str:
         return DEMO_ID
     if is_gguf(spec):
         return re.sub(r"-\d{5}-of-\d{5}$", "", Path(spec).stem)
-    return Path(spec).expanduser().absolute().name if is_local(spec) else spec
+    return local_path(spec).name if is_local(spec) else spec
 
 
 def is_local(spec: str) -> bool:
     """Whether `spec` means a folder. What exists, or is written like a path, is never a hub id."""
-    return Path(spec).expanduser().exists() or not _HUB_ID.fullmatch(spec)
+    return os.path.exists(local_path(spec)) or not _HUB_ID.fullmatch(spec)
+
+
+def local_path(spec: str) -> Path:
+    """The path that `spec` means; `~name` of nobody here is one like another."""
+    return Path(os.path.expanduser(spec)).absolute()
 
 
 def is_gguf(spec: str) -> bool:
@@ -79,8 +84,8 @@ def own_folder(name: str, base_path: Path) -> Path | None:
 
 def local_folder(spec: str, base_path: Path) -> Path:
     """The folder that a local `spec` means: the path if it exists, else one of ours of that name."""
-    folder = Path(spec).expanduser().absolute()
-    return folder if folder.exists() else own_folder(spec, base_path) or folder
+    folder = local_path(spec)
+    return folder if os.path.exists(folder) else own_folder(spec, base_path) or folder
 
 
 def default_folder(base_path: Path) -> Path:
@@ -112,7 +117,7 @@ async def import_gguf(file: str, base_path: Path, name: str = "") -> Path:
 
     name  of the folder; "": the file's own
     """
-    source = Path(file).expanduser().absolute()
+    source = local_path(file)
     target = imported_folder(name + ".gguf" if name else file, base_path)
     return await _run_builder("omlxd.models.gguf.importing", str(source), str(target))
 
@@ -162,7 +167,11 @@ async def _run_builder(module: str, *arguments: str, note: Callable[[int, int], 
 
 def check_folder(folder: Path) -> None:
     """Raise ModelError unless `folder` holds a config, whole weights and a tokenizer."""
-    if not folder.exists():
+    try:
+        there = folder.exists()
+    except OSError as error:
+        raise ModelError(f"{folder} can't be read: {error.strerror or error}.") from error
+    if not there:
         remedy = "give a model's folder, a name of `omlxd models list`, or a hub id as ORG/NAME"
         if folder.name == DEFAULT_ID:
             remedy = f"`omlxd models pull {DEFAULT_ID}` fetches it"

@@ -96,6 +96,17 @@ def test_a_path_that_is_no_folder(tmp_path: Path):
         check_folder(tmp_path / "file")
 
 
+async def test_a_path_that_cannot_be_looked_at(tmp_path: Path):
+    """As one in another user's folder."""
+    path = str(tmp_path / ("x" * 300))
+    assert default_model(load_settings({"base_path": str(tmp_path), "model": path}, {}))
+    with pytest.raises(ModelError, match=r"there is no folder|x can't be read: "):
+        await resolve_model(path, tmp_path)
+    assert default_model(load_settings({"base_path": str(tmp_path), "model": "~nobody-here/x"}, {}))
+    with pytest.raises(ModelError, match="there is no folder"):
+        await resolve_model("~nobody-here/x", tmp_path)
+
+
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert model_id("") == DEMO_ID

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError, Unavailable
 from ...models.catalog import InstalledModel, default_model
-from ...models.resolve import check_folder, is_local
+from ...models.resolve import check_folder, is_local, local_path
 from ..engines.model import ModelEngine
 from ..engines.names import resolve_name
 from ..engines.pool import EnginePool
@@ -88,7 +87,7 @@ class ModelSlot:
                 settings = replace(settings, model=name)
             if is_local(name):
                 try:
-                    await asyncio.to_thread(check_folder, Path(name).expanduser().absolute())
+                    await asyncio.to_thread(check_folder, local_path(name))
                 except ModelError as error:
                     raise InvalidRequest(f"model: {error.message}", param="model") from error
         wanted = default_model(settings)

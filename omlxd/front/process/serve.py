@@ -23,7 +23,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from ...config import Settings
 from ...config.address import forget_address, record_address
@@ -34,7 +33,7 @@ from ...models.builder import remove_leftovers
 from ...models.catalog import default_model
 from ...models.local_stores import check_gguf
 from ...models.offer import offer_default_model
-from ...models.resolve import check_folder, is_gguf
+from ...models.resolve import check_folder, is_gguf, local_path
 from ..http.settings import KeyRing
 from .logs import Logs
 from .notify import Notifier
@@ -86,7 +85,7 @@ def _check_default_model(settings: Settings) -> None:
         return
     try:
         if is_gguf(default.spec):
-            check_gguf(Path(default.spec).expanduser().absolute())
+            check_gguf(local_path(default.spec))
         elif default.folder is not None:
             check_folder(default.folder)
     except ModelError as error:

@@ -123,8 +123,10 @@ async def test_who_may_not_and_what_is_no_hub_id(hub: Hub):
         plain = {"origin": url, "content-type": "text/plain"}
         assert (await http.post(PULL, content='{"model": "org/tiny"}', headers=plain)).status_code == 400
         assert (await http.post(PULL, json={"model": "x" * 100})).status_code == 413
-        for model in ("", "tiny", "../x", "/etc", "org/tiny/x"):
+        for model in ("", "tiny", "../x", "/etc", "org/tiny/x", "~nobody-here/x"):
             assert (await http.post(PULL, json={"model": model})).status_code == 400
+    async with served(app()[0]) as url, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post(PULL, json={"model": "x" * 300})).status_code == 400
     assert hub.begun == 0
 
 
