@@ -187,7 +187,7 @@ ModelKind = Literal["chat", "embedding", "rerank"]
 
 def kind_of(folder: Path, config: dict[str, Any]) -> ModelKind:
     """Whether the model in `folder` answers prompts, makes vectors of texts, or scores pairs of texts."""
-    family, names = config.get("model_type"), config.get("architectures")
+    family, names = str(config.get("model_type")), config.get("architectures")
     if family in ENCODERS:
         scores = isinstance(names, list) and any(str(n).endswith("ForSequenceClassification") for n in names)
         return "rerank" if scores else "embedding"

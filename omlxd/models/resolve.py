@@ -220,7 +220,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return result
     try:
         names = sorted(set(msgspec.json.decode(read_small(index), type=WeightIndex).weight_map.values()))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ModelError(f"{index} is no index of weights ({error}).") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

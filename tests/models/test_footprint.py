@@ -15,6 +15,7 @@ from omlxd.cli import models
 from omlxd.cli.owner_api import InstalledStatus
 from omlxd.common.files import SMALL
 from omlxd.config import load_settings
+from omlxd.models.catalog import describe
 from omlxd.models.footprint import PROCESS_BYTES, footprint
 from tests.models.test_resolve import make
 
@@ -75,9 +76,11 @@ def test_known_models(tmp_path: Path):
 def test_nonsense_is_counted_as_nothing(tmp_path: Path):
     assert footprint(tmp_path).weights == 0
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    for text in ("[1]", "{", '{"num_hidden_layers": "x", "text_config": 3, "hidden_size": -1}'):
+    nonsense = '{"num_hidden_layers": "x", "text_config": 3, "hidden_size": -1, "model_type": [1]}'
+    for text in ("[1]", "{", nonsense):
         (tmp_path / "config.json").write_text(text)
         assert footprint(tmp_path).kv_per_token == 0 and footprint(tmp_path).context_length is None
+        assert describe(tmp_path).kind == "chat"
 
 
 def test_a_config_of_endless_layers_costs_the_front_nothing(tmp_path: Path):

@@ -57,6 +57,7 @@ def test_a_folder_with_one_weight_file_and_no_index_passes(tmp_path: Path):
     [
         (lambda f: (f / "config.json").unlink(), "config.json is missing"),
         (lambda f: (f / "config.json").write_text("{"), "no JSON object"),
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"a":' + "[" * 10**5), "no index"),
         (lambda f: (f / "config.json").write_text("[1]"), "no JSON object"),
         (lambda f: (f / "config.json").write_text("{}"), "model_type"),
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
