@@ -143,10 +143,12 @@ async def _run_builder(module: str, *arguments: str, note: Callable[[int, int], 
     last = ""
     try:
         async for line in process.stdout:
-            last = line.decode(errors="replace").strip() or last
-            if note is not None and last.startswith("{"):
-                far = msgspec.json.decode(last, type=Progress)
+            said = line.decode(errors="replace").strip()
+            if note is not None and said.startswith("{"):
+                far = msgspec.json.decode(said, type=Progress)
                 note(far.done, far.total)
+            else:
+                last = said or last
         await process.wait()
     finally:
         if process.returncode is None:  # Cancelled: omlxd is shutting down.

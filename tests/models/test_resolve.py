@@ -158,6 +158,11 @@ async def test_a_builder_that_fails_gives_its_last_line(monkeypatch: pytest.Monk
         await resolve._run_builder("broken", "x")
     with pytest.raises(ModelError, match="status 1"):
         await resolve._run_builder("no_such_module", "x")
+    (tmp_path / "killed.py").write_text(
+        'import os\nprint(\'{"done": 1, "total": 2}\', flush=True)\nos.abort()\n'
+    )
+    with pytest.raises(ModelError, match="status -6"):
+        await resolve._run_builder("killed", note=lambda done, total: None)
 
 
 async def test_the_demo_model_is_built_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
