@@ -171,8 +171,9 @@ class EnginePool:
 
     def default(self) -> ModelEngine | None:
         """What a `claude-…` name means: `--model`'s, else the one used last, else the first one."""
-        if self._first is not None:
-            return self._first
+        # Its folder may be gone, and may have come back.
+        if self._first is not None and (first := self._engines.get(self._first.model_id)) is not None:
+            return first
         engines = [engine for engine in self.models() if engine.described.kind == "chat"]
         loaded = [e for e in engines if e.state in ("ready", "loading")]
         if loaded:

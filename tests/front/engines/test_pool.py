@@ -33,6 +33,7 @@ from omlxd.front.owner.status import Admin
 from omlxd.models.adapters import adapter_state
 from omlxd.models.catalog import REST_S
 from omlxd.models.footprint import footprint
+from omlxd.models.resolve import DEFAULT_ID, DEMO_ID
 from tests.models.test_resolve import make
 
 STUB = Path(__file__).parents[2] / "support" / "stub_engine.py"
@@ -518,6 +519,22 @@ async def test_a_model_whose_folder_is_gone_leaves_no_task(tmp_path: Path):
 
         await until(lambda: supervised() == ["engine c"])
         assert states(made) == {"c": "ready"}
+
+
+async def test_a_default_that_another_model_follows(tmp_path: Path):
+    """The model that is served where none was named is gone, or another is fetched while it runs."""
+    (tmp_path / "models").mkdir()
+    async with pool(tmp_path, DEFAULT_ID, model_dir="") as made:
+        await until(lambda: states(made) == {DEFAULT_ID: "ready"})
+        shutil.rmtree(tmp_path / "models" / DEFAULT_ID)
+        await made.unload(DEFAULT_ID)
+        await made.look_for_models(afresh=True)
+        assert states(made) == {DEMO_ID: "unloaded"}
+        assert made.resolve("claude-x").model_id == DEMO_ID
+        make(tmp_path / "models" / DEFAULT_ID)
+        await made.look_for_models(afresh=True)
+        assert made.resolve("claude-x").model_id == DEFAULT_ID
+        assert made.default() is made.resolve(DEFAULT_ID)
 
 
 async def test_what_is_remembered_of_models_is_its_owners_alone(tmp_path: Path):
