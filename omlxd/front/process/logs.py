@@ -171,8 +171,11 @@ class _PrivateFile(RotatingFileHandler):
             opener=lambda path, flags: os.open(path, flags | os.O_CLOEXEC, 0o600),
         )
         assert isinstance(made, TextIOWrapper)
-        self._lost = False
         return made
+
+    def flush(self) -> None:
+        super().flush()
+        self._lost = False  # A line is written.
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._lost and isinstance(error := sys.exception(), OSError):

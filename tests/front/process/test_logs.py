@@ -103,6 +103,20 @@ def test_a_file_is_private_rotated_and_bounded(tmp_path: Path):
     assert "line 199" in path.read_text()
 
 
+def test_a_file_that_cannot_be_put_aside_is_told_once(tmp_path: Path, capsys):
+    """As where its folder is another user's."""
+    path = tmp_path / "omlxd.log"
+    (tmp_path / "omlxd.log.1" / "x").mkdir(parents=True)
+    made = settings(tmp_path, log_file=str(path), log_file_count="1")
+    Logs(msgspec.structs.replace(made, log_file_size=2000))
+    for number in range(200):
+        logging.getLogger("omlxd.x").info("line %d with some words that take room", number)
+    assert capsys.readouterr().err.count("log lines are lost") == 1
+    (tmp_path / "omlxd.log.1").rename(tmp_path / "away")
+    logging.getLogger("omlxd.x").info("after")
+    assert "after" in path.read_text()
+
+
 def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path):
     path = tmp_path / "omlxd.log"
     logs = Logs(settings(tmp_path, log_file=str(path)))
