@@ -86,6 +86,8 @@ def parse_size(text: str, total: Callable[[], int] | None = None, *, least: int 
         if number > 100:
             raise _refuse("a percentage goes from 0% to 100%")
         return int(total() * number / 100)
+    if number >= 2**63:
+        raise _refuse("no machine has that much")
     if unit not in _SIZE_UNITS:
         raise _refuse(f"{match['unit']!r} is not a unit; use MB, GB, TB, MiB, GiB, TiB or %")
     # Integers stay exact; a float would lose bytes beyond 2^53.

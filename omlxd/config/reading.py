@@ -197,7 +197,7 @@ def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) ->
         full_size=full_sizes.get(option.name),
     )
     problem = ""
-    if option.name == "model_dir" and not got.is_dir():
+    if option.name == "model_dir" and not os.path.isdir(got):
         problem = f"there is no folder {got}"
     elif option.name == "hot_cache_max_size" and got > total_ram():
         problem = f"{value!r} is more than this machine's RAM ({human(total_ram())})"
@@ -214,14 +214,20 @@ def _config_file(
     """The file to read, or None, and who names it. A named one must exist, the default one need not."""
     for text, source in ((flags.get("config"), "--config"), (environ.get("OMLXD_CONFIG"), "OMLXD_CONFIG")):
         if text is not None and (text or source == "--config"):
-            path = Path(text).expanduser().absolute()
-            if not path.is_file():
+            path = Path(os.path.expanduser(text)).absolute()
+            if not os.path.isfile(path):
                 raise ConfigError(f"{source}: there is no file {path}.")
             return path, source
     option = BY_NAME["base_path"]
     text, source = entries.get("base_path", (option.default, option.flag))
     path = _value(option, text, source, {}) / "omlxd.toml"
-    return (path, "default") if path.exists() else (None, f"default ({path} is not there)")
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None, f"default ({path} is not there)"
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
+    return path, "default"
 
 
 class _File:

@@ -69,7 +69,10 @@ def convert(
         if kind is Path:
             if not value or not isinstance(value, str):
                 raise ValueError("no path")
-            return Path(value).expanduser().absolute()
+            try:
+                return Path(value).expanduser().absolute()
+            except RuntimeError as error:
+                raise ValueError("no path: that user has no home folder here; begin it with /") from error
         if issubclass(kind, Bytes):
             return kind(parse_size(str(value), full_size, least=kind.least))
         try:

@@ -129,6 +129,9 @@ def test_config_by_variable_and_missing_files(tmp_path: Path):
     assert settings(env={"OMLXD_CONFIG": str(path)}).port == 7
     assert refused({"config": str(tmp_path / "gone.toml")}).message.startswith("--config: ")
     assert refused(env={"OMLXD_CONFIG": str(tmp_path)}).message.startswith("OMLXD_CONFIG: ")
+    for nowhere in ("~nobody-here/x", "x" * 300):
+        assert refused({"config": nowhere}).message.startswith("--config: there is no file ")
+    assert "omlxd.toml can't be read: " in refused({"base_path": "x" * 300}).message
 
 
 def test_sizes_and_percentages(tmp_path: Path):
@@ -165,6 +168,10 @@ def test_sizes_and_percentages(tmp_path: Path):
         ("api_key", ""),
         ("api_key", "two words"),
         ("base_path", ""),
+        ("base_path", "~nobody-here/x"),
+        ("model_dir", "~nobody-here/x"),
+        ("model_dir", "/" + "x" * 300),
+        ("memory_limit", "9" * 400 + ".5GB"),
         ("ssd_cache_ttl", "-5"),
         ("stall_timeout", "-5s"),
         ("model_ttl", "-1"),
