@@ -289,12 +289,13 @@ def _folders(root: Path) -> list[Path]:
 
 def hub_cache_dir() -> Path:
     """Where the hub's client keeps what it downloads, by its own variables."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    home = os.environ.get("HF_HOME")
-    if not home:
-        home = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(home).expanduser() / "hub"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if not cache:
+        home = os.environ.get("HF_HOME")
+        if not home:
+            home = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        cache = os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(cache)))
 
 
 def hub_snapshot(cache: Path, repo: str) -> Path | None:

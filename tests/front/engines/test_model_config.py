@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from omlxd.common.units import duration, spoken
 from omlxd.config import ModelSettings, load_settings
 from omlxd.errors import ConfigError, InvalidRequest, PromptTooLong
 from omlxd.front.engines.model import ModelEngine, settings_of, with_settings
-from omlxd.models.catalog import Catalog, default_model, in_folder, in_hub_cache
+from omlxd.models.catalog import Catalog, default_model, hub_cache_dir, in_folder, in_hub_cache
 from tests.models.test_resolve import make
 
 EVERYTHING = """
@@ -203,6 +205,26 @@ def test_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert list(Catalog(settings).models()) == ["org/name"]
     off = load_settings({"base_path": str(tmp_path), "no_hf_cache": "true"}, {})
     assert list(Catalog(off).models()) == ["omlxd-demo"]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"HF_HUB_CACHE": "$HOME/a"},
+        {"HUGGINGFACE_HUB_CACHE": "~/b", "HF_HOME": "/c"},
+        {"HF_HOME": "${HOME}/c", "XDG_CACHE_HOME": "/d"},
+        {"XDG_CACHE_HOME": "~/d"},
+    ],
+)
+def test_the_hubs_cache_is_where_its_client_has_it(variables: dict[str, str], monkeypatch):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    program = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE, end='')"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert str(hub_cache_dir()) == said.stdout
 
 
 def test_the_default_model(tmp_path: Path):
