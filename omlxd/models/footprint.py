@@ -41,6 +41,14 @@ VLM_VERSION = "0.7.10"
 """Of mlx-vlm."""
 INSTALL_VISION = f"`pip install 'omlxd[vision]'`, then `pip install --no-deps mlx-vlm=={VLM_VERSION}`"
 
+_GEMMA3 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262208,
+}
+"""What Google's configs leave out where it is their classes' default."""
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEADER_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -227,7 +235,8 @@ def weight_bytes(folder: Path) -> int:
 def _text(config: dict[str, Any]) -> dict[str, Any]:
     """The part that tells of the language model."""
     inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, dict) else config
+    left_out = _GEMMA3 if config.get("model_type") == "gemma3" else {}
+    return {**left_out, **config, **inner} if isinstance(inner, dict) else config
 
 
 def _context(config: dict[str, Any]) -> int | None:

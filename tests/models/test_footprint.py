@@ -73,6 +73,21 @@ def test_known_models(tmp_path: Path):
     assert footprint(tmp_path).pair == 0
 
 
+def test_what_gemma_3s_config_leaves_out_is_counted_as_mlx_lm_has_it(tmp_path: Path):
+    """Google's config of its 4B: of 34 layers each sixth attends to all, with 4 heads of 256."""
+    from mlx_lm.models import gemma3
+
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
+    text |= {"num_hidden_layers": 34, "sliding_window": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    args = gemma3.gemma3_text.ModelArgs.from_dict(gemma3.ModelArgs("gemma3", {**text}).text_config)
+    token = 2 * args.num_key_value_heads * args.head_dim * 2
+    full = args.num_hidden_layers // args.sliding_window_pattern
+    assert (token, full) == (4096, 5)
+    assert footprint(tmp_path).kv_per_token == full * token
+    assert footprint(tmp_path).kv_fixed == (34 - full) * 1024 * token
+
+
 def test_nonsense_is_counted_as_nothing(tmp_path: Path):
     assert footprint(tmp_path).weights == 0
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
