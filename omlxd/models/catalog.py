@@ -281,7 +281,8 @@ def _folders(root: Path) -> list[Path]:
             names = [e.name for e in entries if not e.name.startswith(".") and os.path.isdir(e)]
     except OSError:
         return []
-    return [root / name for name in sorted(names)]
+    # Of bytes that are no UTF-8 Python makes what JSON can't hold.
+    return [root / name for name in sorted(names) if name.encode(errors="ignore").decode() == name]
 
 
 # --------------------------------------------------------------------------- the hub's own cache

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from omlxd import wire
@@ -181,6 +183,16 @@ def test_a_link_that_leads_nowhere_hides_no_model(tmp_path: Path):
     (tmp_path / "base" / "models" / "c" / "w.safetensors").write_bytes(b"")
     (tmp_path / "base" / "models" / "c" / "config.json").symlink_to("x" * 300)
     assert list(Catalog(load_settings(own, {})).models()) == ["a", "b"]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take no such name")
+def test_a_folder_whose_name_is_not_utf_8_is_left_out(tmp_path: Path):
+    """No answer to a client could hold its name."""
+    make(tmp_path / "a")
+    make(tmp_path / os.fsdecode(b"caf\xe9"))
+    make(tmp_path / "café")
+    ids = [model.id for model in in_folder(tmp_path)]
+    assert json.loads(msgspec.json.encode(ids)) == ["a", "café"]
 
 
 def hub_model(cache: Path, repo: str) -> Path:
