@@ -96,7 +96,7 @@ def addresses(host: str) -> list[tuple[str, bool]]:
     """
     try:
         result = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # A label of none or of too many letters.
         raise ServiceError(f"{host} is no address of this machine.") from error
     family, *_, (address, *_) = min(result, key=lambda one: one[0] != socket.AF_INET)
     beside = [("::1", True)] if address == "127.0.0.1" and _has_ipv6() else []

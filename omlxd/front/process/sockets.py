@@ -198,6 +198,8 @@ def _own_sockets(settings: Settings, guarded: bool) -> list[socket.socket]:
         return inherited
     try:
         made = bind(settings.host, settings.port)
+    except UnicodeError as error:  # A label of none or of too many letters.
+        raise CannotListen(_no_address(settings)) from error
     except OSError as error:
         raise CannotListen(_why_not_bound(settings, error)) from error
     return [made, *_same_port_on_ipv6(made)]
@@ -264,8 +266,12 @@ def _why_not_bound(settings: Settings, error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"port {port} on {host} is not allowed to this user; choose one above 1023 with --port."
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return f"{settings.sources.get('host', '--host')}: {host} is no address of this machine."
+        return _no_address(settings)
     return f"can't listen on {host} port {port}: {error}."
+
+
+def _no_address(settings: Settings) -> str:
+    return f"{settings.sources.get('host', '--host')}: {settings.host} is no address of this machine."
 
 
 def urls_of(sockets: list[socket.socket]) -> str:

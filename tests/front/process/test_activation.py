@@ -22,10 +22,11 @@ import httpx
 import pytest
 from daemon import PATIENCE_S, free_port
 
+from omlxd.cli.service.manager import ServiceError, addresses
 from omlxd.config import load_settings
 from omlxd.front.process import sockets
 from omlxd.front.process.notify import Notifier
-from omlxd.front.process.sockets import ActivationError, inherited_sockets
+from omlxd.front.process.sockets import ActivationError, CannotListen, inherited_sockets, open_sockets
 from tests.models.test_resolve import make
 
 REPO = Path(__file__).resolve().parents[3]
@@ -358,6 +359,15 @@ def test_an_abstract_address():
 
 
 # --------------------------------------------------------------------------- a second port
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_what_can_be_no_name_is_told(host: str):
+    """Python's own encoding of names refuses it before the system is asked."""
+    with pytest.raises(CannotListen, match=r"is no address of this machine"):
+        open_sockets(load_settings({"host": host, "api_key": "k"}, {}), guarded=True)
+    with pytest.raises(ServiceError, match="is no address of this machine"):
+        addresses(host)
 
 
 def test_a_second_port_is_for_programs_that_look_for_ollama(caplog: pytest.LogCaptureFixture):
