@@ -153,6 +153,10 @@ HOSTILE = {
         header(0, 1, ARCH.replace(b"llama", b"mamba")),
         "^hostile.gguf can't be imported: its architecture is 'mamba'",
     ),
+    "list of architectures": (
+        header(0, 1, string("general.architecture") + struct.pack("<IIQ", 9, 8, 1) + string("llama")),
+        "its architecture is ",
+    ),
     "no weights": (header(0, 1, ARCH), "^hostile.gguf can't be imported: it has no token embedding"),
 }
 

@@ -193,7 +193,7 @@ NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sh
 
 def architecture_of(header: Header) -> tuple[Architecture, Keys]:
     name = header.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise Unfit(
             f"its architecture is {str(name)[:40]!r}, which omlxd does not import; "
             f"it imports {', '.join(ARCHITECTURES)}."
