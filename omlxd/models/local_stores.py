@@ -183,9 +183,10 @@ def _ollama_roots(environ: Mapping[str, str], home: Path) -> list[Path]:
 def _in_ollama(root: Path) -> Iterator[LocalModel]:
     manifests = root / "manifests"
     for path in _walk(manifests):
-        host, *names, tag = path.relative_to(manifests).parts
-        if not names:
+        host, *names = path.relative_to(manifests).parts
+        if len(names) < 2:
             continue
+        tag = names.pop()
         if host != "registry.ollama.ai":
             names.insert(0, host)
         elif names[0] == "library":
@@ -224,7 +225,9 @@ def _take_layers(model: LocalModel, blobs: Path, layers: Sequence[_Layer]) -> No
 def _lmstudio_roots(home: Path) -> list[Path]:
     roots = [home / ".lmstudio", home / ".cache/lm-studio"]
     with contextlib.suppress(OSError, ValueError):
-        roots.insert(0, Path(read_small(home / ".lmstudio-home-pointer", 4096).decode().strip()))
+        chosen = Path(read_small(home / ".lmstudio-home-pointer", 4096).decode().strip())
+        if chosen.is_absolute():
+            roots.insert(0, chosen)
     return list(dict.fromkeys(root / "models" for root in roots))
 
 

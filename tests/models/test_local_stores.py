@@ -103,6 +103,17 @@ def test_split_files_are_one_model(tmp_path: Path):
     assert (model.name, model.disk_bytes) == ("big", 100)
 
 
+@pytest.mark.parametrize("pointer", [b"", bytes(20), b"here"])
+def test_files_in_no_place_are_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pointer: bytes):
+    manifest(tmp_path, "stray")
+    (tmp_path / ".lmstudio-home-pointer").write_bytes(pointer)
+    for folder in ("models", "here/models"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.gguf").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    assert local_models({"HOME": str(tmp_path)}) == []
+
+
 def test_hostile_stores_are_lines(tmp_path: Path):
     library = "registry.ollama.ai/library"
     manifest(tmp_path, f"{library}/list/latest").write_text("[" * 100_000)
