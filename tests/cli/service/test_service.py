@@ -108,6 +108,7 @@ def test_paths_are_meant_from_here_and_variables_of_this_shell_are_not_taken(
     (tmp_path / "my.toml").write_text(f"[serve]\nport = {port}\n")
     monkeypatch.setenv("OMLXD_PORT", "1")
     monkeypatch.setenv("HF_HOME", "/elsewhere")
+    monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", "/there")
     monkeypatch.setenv("HF_TOKEN", "secret")
     status, out, err = service(tmp_path, "install", "--", "--model", "./tiny", "--config", "my.toml")
     assert status == 0 and f"port {port}" in out and "does not see OMLXD_PORT" in err
@@ -116,6 +117,7 @@ def test_paths_are_meant_from_here_and_variables_of_this_shell_are_not_taken(
     assert words[words.index("--model") + 1] == str(tmp_path / "tiny")
     assert words[words.index("--config") + 1] == str(tmp_path / "my.toml")
     assert agent["EnvironmentVariables"]["HF_HOME"] == "/elsewhere"
+    assert agent["EnvironmentVariables"]["HUGGINGFACE_HUB_CACHE"] == "/there"
     assert "secret" not in agent_file(tmp_path).read_text()
 
 
