@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 
 import pytest
-from daemon import family_model
+from daemon import demo_model, family_model
 from families import FAMILIES
 from fast_or_slow import SOME_FAMILIES, rest_slow
 
@@ -86,6 +87,19 @@ def test_what_gemma_3s_config_leaves_out_is_counted_as_mlx_lm_has_it(tmp_path: P
     assert (token, full) == (4096, 5)
     assert footprint(tmp_path).kv_per_token == full * token
     assert footprint(tmp_path).kv_fixed == (34 - full) * 1024 * token
+
+
+def test_weights_that_lie_there_twice_are_counted_once(tmp_path: Path):
+    """Mistral's folders hold them in its own layout too, which neither mlx-lm nor mlx-vlm loads."""
+    from mlx_lm.utils import load_model
+
+    folder = tmp_path / "m"
+    shutil.copytree(demo_model(), folder)
+    before = [footprint(folder, float32) for float32 in (False, True)]
+    (folder / "consolidated.safetensors").write_bytes(b"not looked at")
+    load_model(folder)
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    assert [footprint(folder, float32) for float32 in (False, True)] == before
 
 
 def test_nonsense_is_counted_as_nothing(tmp_path: Path):
