@@ -18,7 +18,7 @@ import msgspec
 from ..common.files import read_small
 from ..common.units import CPU_PREFILL_CHUNK, DRAFT_CONTEXT, PREFILL_CHUNK, available_ram
 from ..errors import ModelError
-from .resolve import Tensor, WeightIndex, read_tensors
+from .resolve import Tensor, WeightIndex, parse_config, read_tensors
 
 PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""
@@ -218,8 +218,8 @@ def _holds_tower(folder: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json; empty when it can't be read."""
     try:
-        config = msgspec.json.decode(read_small(folder / "config.json"))
-    except (OSError, msgspec.MsgspecError, RecursionError):
+        config = parse_config(read_small(folder / "config.json"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -200,14 +202,26 @@ def _check_files(folder: Path) -> None:
         check_small(path.stat(), path, sys.maxsize if path.suffix not in _READ_WHOLE else most)
 
 
+def parse_config(data: bytes) -> Any:
+    """What a config.json says. Raises ValueError and RecursionError.
+
+    Some hold an Infinity, which msgspec refuses.
+    """
+    config = json.loads(data.decode())
+    msgspec.json.encode(config)  # A lone half of a surrogate pair is an error: no answer could hold it.
+    return config
+
+
 def _check_config(folder: Path) -> None:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} is no model folder: config.json is missing.")
     try:
-        config = msgspec.json.decode(read_small(path), type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError) as error:
+        config = parse_config(read_small(path))
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is no JSON object ({error}).") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is no JSON object.")
     if "model_type" not in config:
         raise ModelError(f"{path} does not say its model_type.")
 

@@ -10,12 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from mlx_lm.utils import load_config
 from msgspec.structs import replace
 
 from omlxd.config import load_settings
 from omlxd.errors import ModelError
 from omlxd.models import resolve
 from omlxd.models.catalog import Catalog, default_model
+from omlxd.models.footprint import footprint
 from omlxd.models.resolve import DEFAULT_ID, DEMO_ID, check_folder, fetch_from_hub, model_id, resolve_model
 
 REPO = str(Path(__file__).resolve().parents[2])
@@ -52,6 +54,15 @@ def test_a_folder_with_one_weight_file_and_no_index_passes(tmp_path: Path):
     check_folder(folder)
 
 
+def test_a_config_with_infinity_passes(tmp_path: Path):
+    """It is no JSON; transformers and mlx-lm write it, for Mamba 2's `time_step_limit`, and read it."""
+    config = {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")], "hidden_size": 64}
+    (make(tmp_path / "m") / "config.json").write_text(json.dumps(config))
+    assert load_config(tmp_path / "m")["time_step_limit"][1] == float("inf")
+    check_folder(tmp_path / "m")
+    assert footprint(tmp_path / "m").hidden_size == 64
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
@@ -60,6 +71,7 @@ def test_a_folder_with_one_weight_file_and_no_index_passes(tmp_path: Path):
         (lambda f: (f / "model.safetensors.index.json").write_text('{"a":' + "[" * 10**5), "no index"),
         (lambda f: (f / "config.json").write_text("[1]"), "no JSON object"),
         (lambda f: (f / "config.json").write_text("{}"), "model_type"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "\\ud800"}'), "no JSON object"),
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
         (lambda f: [p.unlink() for p in f.glob("model*")], "no weights"),
         (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "1 of 2 weight files are missing"),
