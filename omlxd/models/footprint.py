@@ -226,7 +226,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """Those that are loaded: Mistral's folders hold the weights in its own layout too."""
-    files = list(folder.glob("*.safetensors"))
+    files = list(folder.glob("[!.]*.safetensors"))  # Not macOS's `._` files.
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 

@@ -230,7 +230,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """Every weight file, those that the index names included, whether they exist or not."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        result = sorted(folder.glob("*.safetensors"))
+        result = sorted(folder.glob("[!.]*.safetensors"))  # Not macOS's `._` files.
         if not result:
             raise ModelError(f"{folder} has no weights: there is no *.safetensors file in it.")
         return result

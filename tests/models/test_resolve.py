@@ -63,6 +63,17 @@ def test_a_config_with_infinity_passes(tmp_path: Path):
     assert footprint(tmp_path / "m").hidden_size == 64
 
 
+@pytest.mark.parametrize("name", ["._model.safetensors", "._model-00001-of-00002.safetensors"])
+def test_what_macos_keeps_beside_a_file_is_no_weights(name: str, tmp_path: Path):
+    """On a disk that holds no extended attributes, as exFAT."""
+    folder = make(tmp_path / "m")
+    (folder / "model.safetensors.index.json").unlink()
+    before = footprint(folder)
+    (folder / name).write_bytes(b"\x00\x05\x16\x07" + bytes(4092))
+    check_folder(folder)
+    assert footprint(folder) == before
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
