@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -178,7 +179,7 @@ def vision_obstacle(folder: Path, config: dict[str, Any]) -> str | None:
         return None
     if (family := str(config.get("model_type"))) not in VISION_FAMILIES:
         return f"images of {family} models are not supported"
-    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+    if not any(os.path.isfile(folder / name) for name in PROCESSOR_FILES):
         return "its folder has no preprocessor_config.json"
     if config.get("model_file"):
         return "its config.json names a Python file, and code of a model is never run"
@@ -201,7 +202,7 @@ def kind_of(folder: Path, config: dict[str, Any]) -> ModelKind:
         return "rerank" if scores else "embedding"
     hub = folder.parent.name == "snapshots"
     name = (folder.parent.parent if hub else folder).name.lower()
-    pools = (folder / "1_Pooling" / "config.json").is_file() or "embed" in name
+    pools = os.path.isfile(folder / "1_Pooling" / "config.json") or "embed" in name
     return "embedding" if family in _POOLED and pools and "rerank" not in name else "chat"
 
 

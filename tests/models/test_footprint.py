@@ -17,7 +17,7 @@ from omlxd.cli.owner_api import InstalledStatus
 from omlxd.common.files import SMALL
 from omlxd.config import load_settings
 from omlxd.models.catalog import describe
-from omlxd.models.footprint import PROCESS_BYTES, footprint
+from omlxd.models.footprint import PROCESS_BYTES, PROCESSOR_FILES, footprint
 from tests.models.test_resolve import make
 
 
@@ -110,6 +110,13 @@ def test_nonsense_is_counted_as_nothing(tmp_path: Path):
         (tmp_path / "config.json").write_text(text)
         assert footprint(tmp_path).kv_per_token == 0 and footprint(tmp_path).context_length is None
         assert describe(tmp_path).kind == "chat"
+    for name in ("1_Pooling", *PROCESSOR_FILES):
+        (tmp_path / name).symlink_to("x" * 300)
+    tensor = b'{"vision.w": {"dtype": "F16", "shape": [], "data_offsets": [0, 2]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(tensor).to_bytes(8, "little") + tensor + bytes(2))
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
+    assert describe(tmp_path).kind == "chat"
+    assert footprint(tmp_path).blind == "its folder has no preprocessor_config.json"
 
 
 def test_a_config_of_endless_layers_costs_the_front_nothing(tmp_path: Path):
