@@ -51,7 +51,9 @@ async def test_models_and_cache_of_a_real_daemon(tmp_path: Path):
             assert sides[0].startswith("two") and sides[1].startswith("one"), sides
             daemon.settled()
             await sums(page)
-            await page.click("text=Look again")
+            async with page.expect_response("**/omlxd/cache/tree") as answer:
+                await page.click("text=Look again")
+            await (await answer.value).finished()  # The old sums stand there until then.
             await sums(page)
             await page.click("[aria-label^='Show request'] >> nth=1")
             await until(page, "document.activeElement.getAttribute('role') === 'tree'")

@@ -64,9 +64,9 @@ inside.wait()
 assert mx.get_cache_memory() > 1 << 20
 set_limits(0, Budget(freed=1 << 25))  # As the front divides the memory of several engines.
 give_memory_back()
-print(mx.get_cache_memory() < 1 << 20)
+print(mx.get_cache_memory() < 1 << 20, flush=True)
 making.join()
-print(mx.set_cache_limit(0) == limits["mlx_cache_limit_bytes"] == 1 << 25)
+print(mx.set_cache_limit(0) == limits["mlx_cache_limit_bytes"] == 1 << 25, flush=True)
 """
     done = subprocess.run([sys.executable, "-c", told], cwd=REPO, capture_output=True, text=True, timeout=120)
     assert done.stdout == "True\nTrue\n", done.stderr
