@@ -90,7 +90,7 @@ def cold_line(status: DaemonStatus) -> str:
         return "SSD cache: none"
     most = human(cold.capacity)
     if cold.capacity < cold.cap:
-        most += f" (its disk has no more; the limit is {human(cold.cap)})"
+        most += f" (what its disk has room for; the limit is {human(cold.cap)})"
     text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {most} in {counted(cold.files, 'file')}"
     text += f", {cold.evicted_files} evicted since the start" if cold.evicted_files else ""
     if cold.folder_away:

@@ -150,7 +150,7 @@ class Adapters:
         return Served(adapter, store, info)
 
     def _open(self, adapter: Adapter, store: ModelStore) -> ModelStore:
-        """The store of `adapter`, as before if it was here, open where the model's own is."""
+        """The store of `adapter`, opened if the model's own is open. One of its namespace is used again."""
         if self.base.bridge is not None:
             store = self._stores.setdefault(store.namespace, store)
             if (bridge := store.bridge) is None:

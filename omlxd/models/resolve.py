@@ -52,7 +52,7 @@ def is_local(spec: str) -> bool:
 
 
 def local_path(spec: str) -> Path:
-    """The path that `spec` means; `~name` of nobody here is one like another."""
+    """The absolute path that `spec` means. `~name` of an unknown user is an ordinary name."""
     return Path(os.path.expanduser(spec)).absolute()
 
 

@@ -108,7 +108,7 @@ def test_status_as_text():
     small = status(model())
     assert small.cold is not None
     small.cold.capacity = 2 * 10**9
-    assert "1 GB of 2 GB (its disk has no more; the limit is 100 GB) in 12 files" in as_text(small, URL)
+    assert "1 GB of 2 GB (what its disk has room for; the limit is 100 GB) in 12 files" in as_text(small, URL)
     gone = status(model())
     assert gone.cold is not None
     gone.cold.folder_away = True

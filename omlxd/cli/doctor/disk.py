@@ -25,9 +25,9 @@ _CHUNK = 8 * 10**6
 SPARE = 10**9
 """Bytes that a disk must have free for anything to be tried on it."""
 NEARLY = 0.1
-"""Part of what the cache leaves free that may lack: it is about to give way."""
+"""A cache may have used this part of what it leaves free, and is fine: its next write gives it back."""
 WORTH = 0.05
-"""Part of what lacks that an emptied cache must free to be advised."""
+"""Emptying the cache is advised where that frees more than this part of what is lacking."""
 SLOW_WRITE, SLOW_READ = 100e6, 300e6
 """Bytes a second. Written is about 100 kB a token of an 8B model, so prefill at 1,000 tokens a second
 writes 100 MB/s; reading below 300 MB/s restores such a prompt hardly faster than it is computed."""

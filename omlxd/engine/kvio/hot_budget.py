@@ -101,7 +101,7 @@ class HotTiers:
         return part
 
     def leave(self, pool: BlockPool) -> None:
-        """`pool` holds nothing any more that counts."""
+        """`pool` is closed and has no part in the budget any more."""
         self._pools.remove(pool)
 
 

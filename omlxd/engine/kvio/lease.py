@@ -19,7 +19,7 @@ LEASE_BYTES = 64 << 20
 ANSWER_S = 30.0
 
 TOLD_S = 60.0
-"""What was told of the disk is believed so long."""
+"""Seconds for which the front's last word on the disk's room counts."""
 
 
 class FrontLease:

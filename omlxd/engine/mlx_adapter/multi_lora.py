@@ -156,7 +156,7 @@ class Adapters:
         return adapter
 
     def _put_in(self, adapter: Adapter, layers: dict[str, Any], modules: dict[str, Any]) -> None:
-        """Hang `modules` beside the `layers` of their names. What it raises leaves some in place."""
+        """Put `modules` beside the `layers` of the same names. An error leaves some of them in place."""
         for name, module in modules.items():
             module.eval()  # No dropout.
             module.update(tree_unflatten([(n, self._own(a)) for n, a in _matrices(module)]))

@@ -124,8 +124,8 @@ class TagWriter(Writer):
         return True
 
     def _pass_over(self, at: int) -> None:
-        """The last tag, at `at`, ends no value so far: wait until what follows it goes on with the call, or
-        for the next one.
+        """The last end tag, at `at`, ends no value yet. Look at it again while the text after it may change
+        that, else look for the next tag.
         """
         behind = at + len(self._tags.close)
         rest = self._text[behind:].lstrip()

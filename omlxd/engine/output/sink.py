@@ -25,7 +25,7 @@ Work = Callable[[], list[tuple[int, chat.Event]]]
 
 
 MOST_EVENTS = 256
-"""In a frame: where tokens come as fast as they are parsed, none would ever leave."""
+"""A frame leaves once it has this many: else none leaves while tokens come as fast as they are parsed."""
 
 
 class OutputThread:

@@ -282,7 +282,7 @@ class MemoryAdmission:
         )
 
     def note_end_of_wait(self, sequence: Sequence, how: str) -> None:
-        """Log it as the access log does, which has the same `prompt=` and `queue=`."""
+        """Forget that the front was asked for it, and log it with the access log's `prompt=` and `queue=`."""
         if self._asked is sequence:
             self._asked = None
         if sequence.short_since:

@@ -314,6 +314,7 @@ class Scheduler:
 
     @contextmanager
     def _dropped_if_broken(self, batch: DecodeBatch) -> Iterator[None]:
+        """An error in here fails the rows of `batch`, and no others."""
         rows = list(batch.rows)
         try:
             yield

@@ -170,7 +170,7 @@ class ColdLedger:
                 try:
                     await self.remove_unused()
                 except (OSError, OmlxdError) as error:
-                    log.warning("SSD cache: what nobody uses can't be removed now: %s", error)
+                    log.warning("SSD cache: unused files can't be removed now: %s", error)
 
     async def remove_unused(self) -> int:
         """Remove the files that nobody has used for `ttl_s`; how many went. Engines take them for misses."""
@@ -283,6 +283,7 @@ class ColdLedger:
         return account
 
     def end_account(self, account: Account, pid: int) -> None:
+        """The process `pid` has ended, or one of its adapters has."""
         if self._hosts.get(pid) is account:
             del self._hosts[pid]
 
@@ -454,7 +455,8 @@ class Account:
 
         def settle(ledger: Ledger) -> int:
             self._namespace = namespace
-            self._host._adapters.add(namespace)
+            if self._host is not self:
+                self._host._adapters.add(namespace)
             ledger.engine_loaded(namespace, model_path)
             return 0
 

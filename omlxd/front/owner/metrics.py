@@ -148,10 +148,7 @@ LEDGER = {
     "written_today_bytes": ("omlxd_cold_written_today_bytes", "Bytes written today, against the budget."),
     "daily_write_budget_bytes": ("omlxd_cold_daily_write_budget_bytes", "Of a day; 0: without limit."),
     "write_budget_used_up": ("omlxd_cold_write_budget_used_up", "1: something was refused today."),
-    "capacity": (
-        "omlxd_cold_capacity_bytes",
-        "Of that, what its disk has: its last 5 GB are left to others.",
-    ),
+    "capacity": ("omlxd_cold_capacity_bytes", "The limit, or less where the disk has less room."),
     "folder_away": ("omlxd_cold_folder_away", "1: the folder was removed, renamed or unmounted."),
 }
 

@@ -35,7 +35,7 @@ def identity(path: str | int) -> tuple[int, int] | None:
 
 
 def is_held(lock: str) -> bool:
-    """Whether somebody holds that lock: a ledger locks its folder anew where that is back as another file."""
+    """Whether a process has locked the file `lock`. A ledger locks it anew if it is back as another file."""
     with contextlib.suppress(OSError), open(lock, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -47,7 +47,7 @@ def is_held(lock: str) -> bool:
 class FileSystem:
     """The operating system's. Every method but `is_file` raises OSError as `os` does.
 
-    lock  the cache dir's: no folder is made while none has that path, or another file that nobody holds
+    lock  the cache dir's lock file: no folder is made while it is missing, or another file that is not locked
     """
 
     _lock = ""

@@ -6,17 +6,18 @@
 limit; temporary files are written under a grant too. A file is *used* once its engine says that it is in
 place; a walk counts what an engine that died had written and not said.
 
-Only files that can't be removed pass the limit, when a walk of all counts them: those of a higher limit, and
-one that its engine has not spoken of yet, which counts beside its grant until then. Nothing is granted
-meanwhile.
+The account passes the limit in one case: a walk of the whole folder finds files that can't be removed. They
+are left from a higher limit, or their engine has not reported them yet: then they count beside their grant
+until it does. Nothing is granted meanwhile.
 
 Counted are block files, records (record_file.py) and temporary files, each in whole pages of 4 KiB.
 Not counted is what goes with them: the folders (257 of them a namespace at most, a page each on most
 file systems: about 1 MiB), and a few files of a page: the lock, each namespace's description, the
 fingerprints of weights, the day's writes. An orphan's folder goes with its last file.
 
-The disk's last `LEFT_FREE` bytes are left to others. A grant that would take of them evicts what is missing,
-but at most twice what it grants: where others fill the disk, the cache shrinks step by step.
+The disk's last `LEFT_FREE` bytes are left to other programs. A grant that would use some of them evicts files
+first, of as many bytes as are missing, and of twice the granted bytes at most. So where other programs fill
+the disk, the cache shrinks step by step.
 
 What may be written on one day has a limit of its own, if one is set (write_budget.py).
 
@@ -55,7 +56,7 @@ UNDELETABLE_LIMIT = 32
 """Files that one eviction tries in vain before it gives up: more than any accident, less than a stall."""
 
 TELL_S = 600.0
-"""A nearly full disk is told of again this much later at the earliest."""
+"""Seconds between two log lines about a nearly full disk, at least."""
 
 JUDGE_S = 60.0
 """A model's folder that goes while the daemon runs makes orphans this much later at most."""
@@ -317,7 +318,7 @@ class Ledger:
         return nbytes
 
     def _tell_full(self) -> None:
-        """Log it, but not each time where the disk has room in between."""
+        """Log that the disk is nearly full; once, and again after `TELL_S` if it had room in between."""
         now = time.monotonic()
         if not self._is_full and now - self._told_full_at > TELL_S:
             self._is_full, self._told_full_at = True, now
