@@ -44,6 +44,9 @@ from tools.bench.shapes import SHAPES
 
 THREADS = (1, 4, 8, 16)
 
+AMID = {f"hit of {share:.0%}": share for share in (0.1, 0.45, 0.8, 0.97)}
+"""Of a prompt, as another one with the same beginning leaves it."""
+
 BYTES_S = 3.35e12
 """What an H100's memory gives, for the limits."""
 
@@ -463,7 +466,11 @@ class GPUBench(Bench):
                 cold = ColdTier(root, self.cold(tokens, block)[0].format)
                 computed: tuple[list[int], mx.array] | None = None
                 bridge = self._bridge(block, cold, ledger)
-                for run in ("computed", "computed again", "hot hit", "cold hit", "beside seven"):
+                for run in ("computed", "computed again", "hot hit", "cold hit", "beside seven", *AMID):
+                    if run in AMID:
+                        bridge.close(1)
+                        bridge = self._bridge(block)
+                        self._run([*tokens[: int(length * AMID[run])], 1], block, 1, bridge)
                     if run == "cold hit":
                         assert bridge.store.flusher and bridge.store.flusher.writer.flush(60)
                         bridge = self._bridge(block, cold, ledger)

@@ -80,6 +80,7 @@ from .prompt_cache import (
     unwritable,
     write_prompt_cache,
 )
+from .prompt_shapes import fixed_shapes
 from .quantised import Quantisation
 from .row_attention import pays as rows_attend_alone
 from .row_attention import ratio as rows_alone_ratio

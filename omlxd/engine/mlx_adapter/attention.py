@@ -31,7 +31,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from ...common.units import PREFILL_CHUNK
-from . import attention_packed, prompt_attention
+from . import attention_packed, prompt_attention, prompt_shapes
 from .attention_kernel import MOST_NEW, SPAN, Kernel
 from .device import backend
 
@@ -136,6 +136,8 @@ def attend(
     if cache is not None and hasattr(cache, "attend"):  # Packed KV, or a step being compiled.
         return cache.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
+    if (out := prompt_shapes.attend(queries, keys, values, scale, mask, sinks)) is not None:
+        return out
     if new <= MOST_NEW and (found := own_rows(cache, keys, values, mask, new)) is not None:
         held, places, window = found
         kernel = kernel_for(queries, held.keys, window > 0, sinks)

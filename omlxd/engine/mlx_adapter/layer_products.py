@@ -21,6 +21,8 @@ Milliseconds of a decode step, 8B shape in bfloat16, one H100, no launch graphs:
 Other forms for eight rows, as products_kernel.py has them, on another: (1, 1, 2, 4, 2, 2), which is in use,
 5.66 and 6.81; (1, 1, 1, 8, 2, 2) 5.73 and 6.85, (1, 1, 1, 5, 3, 2) 5.87 and 7.06, (2, 1, 1, 5, 2, 1) 6.01 and
 7.17. Copies by a policy that has weights leave the second cache first are an illegal instruction there.
+Attention as the first blocks of this launch: 5.57, 6.63 and 9.69 where it took 5.65, 6.70 and 9.62 (1 x 500,
+1 x 16,000, 4 x 16,000 up), in 300 lines; parts of 512 tokens, and copies in two stages, took longer there.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import layer_products
+from . import layer_products, prompt_shapes
 from .device import backend
 from .layer_products import LayerProducts
 from .products_kernel import FORMS, MOST_ROWS, SET, TYPES, Around, code, run
@@ -151,6 +151,8 @@ def uninstall() -> None:
 
 def _linear(self: Any, x: mx.array) -> mx.array:
     weight = self["weight"]
+    if prompt_shapes.is_fixed() and x.dtype == weight.dtype:
+        return prompt_shapes.linear(self, x)
     if x.size <= SET * x.shape[-1] and x.dtype == weight.dtype and most_rows([weight]):
         return products(x, [weight], biases=[self.get("bias")])[0]
     return _own_linear(self, x)
@@ -169,11 +171,17 @@ def prepare(model: Any) -> None:
         return
     began = time.perf_counter()
     shapes: dict[tuple[int, int, Any], list[mx.array]] = {}
+    linears: list[nn.Linear] = []
     for _, module in model.named_modules():
-        if type(module) in (nn.Linear, nn.Embedding):
+        if type(module) in (nn.Linear, nn.Embedding) and module["weight"].dtype in TYPES:
             weight = module["weight"]
-            if weight.dtype in TYPES and weight.shape[1] % 8 == 0:
+            if type(module) is nn.Linear:
+                linears.append(module)
+            if weight.shape[1] % 8 == 0:
                 shapes.setdefault((*weight.shape, weight.dtype), []).append(weight)
+    if linears:
+        prompt_shapes.check_products(linears)
+        install()
     right = {shape: weights for shape, weights in shapes.items() if _is_right(shape, weights[0])}
     if not right:
         return

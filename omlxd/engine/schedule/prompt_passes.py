@@ -345,7 +345,8 @@ class PromptPasses:
             raise Interrupted
         if self._scheduler.step_due():
             hook.call = None
-            with mlx_adapter.row_adapters(()):  # Not those of the pass under way.
+            # Not those of the pass under way.
+            with mlx_adapter.row_adapters(()), mlx_adapter.fixed_shapes(False):
                 self._scheduler.decode(beside_prefill=True)
             hook.call = self.between_layers
         self._looked_at = time.perf_counter()
@@ -372,7 +373,8 @@ def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool
 
 def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
     inputs = sequence.images.inputs(start, stop) if sequence.images is not None else {}
-    with mlx_adapter.row_adapters([sequence.adapter]):
+    early = stop < sequence.prompt_length
+    with mlx_adapter.row_adapters([sequence.adapter]), mlx_adapter.fixed_shapes(early):
         return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache, **inputs)
 
 

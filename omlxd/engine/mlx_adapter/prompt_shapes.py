@@ -1,0 +1,187 @@
+"""Passes before a prompt's last one on CUDA: a token's KV has the same bits wherever its pass begins.
+
+cuBLAS and cuDNN choose by shapes how they add. So what was restored, and with it how many tokens were left to
+compute, changed the bits of their KV. Products of few rows are padded to as many rows as have the bits of a
+whole chunk's, and attention takes the shapes of `shape_of`. Each is checked when it is first met, and goes on
+as it was where the check fails. Quantised weights, experts, windows, sinks and adapters go on as they were.
+
+On an H100 products of 192 to 2,048 rows have the same bits, with weights of an 8B shape, of a 3B one and of
+SmolLM2; those of 64 have others for some. Attention has the same for 64 to 2,048 new tokens, and a token's do
+not depend on those behind it. The last pass has its tokens by the prompt alone, so its bits have no need.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...common.units import PREFILL_CHUNK
+from .device import backend
+
+log = logging.getLogger(__name__)
+
+MOST_LEAST = 512
+"""Rows to which products are padded, at most. Of the 8B shape 64 rows take 0.32 ms a layer, 256 take 0.35,
+512 0.50 and 1,024 0.84."""
+
+STEP = 64
+"""Rows between two that are checked: passes have a multiple of a block's tokens."""
+
+FINE = 256
+"""Tokens of which an attention's shape is a multiple."""
+
+MOST_MORE = 1 << 25
+"""Queries that are added, times all tokens. cuDNN plans each new shape, which takes 36 ms; in an 8B model
+this takes as long, and its shapes are those of whole chunks, which are planned."""
+
+CHECKED = (256, 256), (512, 512), (1024, 1024), (256, 4096), (768, 3328)
+"""Shapes of attention that are compared with whole chunks', which make up the last one's tokens."""
+
+LARGEST = 1 << 16
+"""Outputs of a product: of the head, only a prompt's last token has need."""
+
+_fixed = False
+_least: dict[tuple[Any, ...], int] = {}
+"""Rows that products have at least, by weight and bias; 0: the check failed."""
+
+_own_linear = nn.Linear.__call__
+
+
+@contextmanager
+def fixed_shapes(on: bool) -> Iterator[None]:
+    """Whether what is computed inside is a pass before a prompt's last one."""
+    global _fixed
+    before, _fixed = _fixed, on and backend() == "cuda"
+    try:
+        yield
+    finally:
+        _fixed = before
+
+
+def is_fixed() -> bool:
+    return _fixed
+
+
+# ----------------------------------------------------------------- products
+
+
+def linear(module: Any, x: mx.array) -> mx.array:
+    """`nn.Linear.__call__`, of as many rows as the check found."""
+    rows, least = x.size // x.shape[-1], _least.get(_key(module), 0)
+    if rows >= least:
+        return _own_linear(module, x)
+    padded = mx.pad(x.reshape(rows, -1), [(0, least - rows), (0, 0)])
+    return _own_linear(module, padded)[:rows].reshape(*x.shape[:-1], -1)
+
+
+def check_products(modules: Iterable[nn.Linear]) -> None:
+    """Find of how many rows the products of each kind must be."""
+    began = time.perf_counter()
+    kinds = {_key(module): module for module in modules if module["weight"].shape[0] <= LARGEST}
+    for key, module in kinds.items():
+        if key not in _least:
+            _least[key] = _least_of(module)
+    found = {_least[key] for key in kinds}
+    log.info(
+        "products of prompts: of at least %s rows%s, checked in %.1f s",
+        max(found, default=0),
+        "; some have other bits by their rows" if 0 in found else "",
+        time.perf_counter() - began,
+    )
+
+
+def _key(module: Any) -> tuple[Any, ...]:
+    weight = module["weight"]
+    return (*weight.shape, weight.dtype, "bias" in module)
+
+
+def _least_of(module: nn.Linear) -> int:
+    """Rows from which each number of them has the bits of a chunk's; 0: there are more than `MOST_LEAST`."""
+    weight = module["weight"]
+    x = mx.random.normal((PREFILL_CHUNK, weight.shape[1]), key=mx.random.key(0)).astype(weight.dtype)
+    want = _own_linear(module, x)[-STEP:]
+    least = PREFILL_CHUNK
+    for rows in range(PREFILL_CHUNK - STEP, 0, -STEP):
+        if not mx.array_equal(_own_linear(module, x[-rows:])[-STEP:], want).item():
+            break
+        least = rows
+    return least if least <= MOST_LEAST else 0
+
+
+# ----------------------------------------------------------------- attention
+
+
+def shape_of(new: int, tokens: int) -> tuple[int, int]:
+    """Queries and tokens of the attention that computes a pass of `new` tokens, `tokens` in all.
+
+    The new ones stand where they stand, among others whose results nobody reads. Wherever it costs less than
+    a plan of cuDNN's, the shape is a whole chunk's.
+    """
+    start = tokens - new
+    end = max(FINE, 1 << (tokens - 1).bit_length())
+    if end > PREFILL_CHUNK:
+        end = -(-tokens // PREFILL_CHUNK) * PREFILL_CHUNK
+    queries = min(end, PREFILL_CHUNK)
+    if end - start > queries or (queries - new) * end > MOST_MORE:
+        end = -(-tokens // FINE) * FINE
+        queries = -(-(end - start) // FINE) * FINE
+    return queries, end
+
+
+def attend(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: mx.array | None
+) -> mx.array | None:
+    """Attention (1, heads, new tokens, width) of a pass before a prompt's last; None: it is none of those that keep their bits.
+
+    keys, values  (1, KV heads, tokens, width), the new tokens' last
+    """
+    if not _fixed or not isinstance(mask, str) or sinks is not None:
+        return None
+    width, group = queries.shape[3], queries.shape[1] // keys.shape[1]
+    same = keys.shape == values.shape and keys.dtype == queries.dtype and len(queries) == 1
+    if not same or not _keeps_bits(width, group, queries.dtype):
+        return None
+    new, tokens = queries.shape[2], keys.shape[2]
+    count, end = shape_of(new, tokens)
+    behind = end - tokens
+    queries = mx.pad(queries, [(0, 0), (0, 0), (count - new - behind, behind), (0, 0)])
+    if behind:
+        keys, values = (mx.pad(array, [(0, 0), (0, 0), (0, behind), (0, 0)]) for array in (keys, values))
+    return _attend(queries, keys, values, scale)[:, :, count - new - behind : count - behind]
+
+
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    keys, values = mx.contiguous(keys), mx.contiguous(values)  # A plan is for what arrays have room for, too.
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
+
+
+@cache
+def _keeps_bits(width: int, group: int, dtype: Any) -> bool:
+    """Whether a token's result does not depend on the shape in which it is computed."""
+    if dtype not in (mx.bfloat16, mx.float16):
+        return False
+    most = max(tokens for _, tokens in CHECKED)
+    queries, keys, values = (
+        mx.random.normal((1, heads, most, width), key=mx.random.key(heads)).astype(dtype)
+        for heads in (2 * group, 2, 2)
+    )
+
+    def of(new: int, tokens: int) -> mx.array:
+        held = keys[:, :, :tokens], values[:, :, :tokens]
+        return _attend(queries[:, :, tokens - new : tokens], *held, width**-0.5)
+
+    ends = range(PREFILL_CHUNK, most + 1, PREFILL_CHUNK)
+    whole = mx.concatenate([of(PREFILL_CHUNK, end) for end in ends], axis=2)
+    alike = all(
+        mx.array_equal(of(new, tokens), whole[:, :, tokens - new : tokens]).item() for new, tokens in CHECKED
+    )
+    if not alike:
+        log.info("attention of prompts (%d wide): bits depend on where a pass begins", width)
+    return alike
