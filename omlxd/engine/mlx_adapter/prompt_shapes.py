@@ -138,7 +138,7 @@ def shape_of(new: int, tokens: int) -> tuple[int, int]:
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array | None:
-    """Attention (1, heads, new tokens, width) of a pass before a prompt's last; None: it is none of those that keep their bits.
+    """Attention (1, heads, new tokens, width) of a pass before a prompt's last; None: not of this kind.
 
     keys, values  (1, KV heads, tokens, width), the new tokens' last
     """
