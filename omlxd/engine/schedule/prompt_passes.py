@@ -111,6 +111,13 @@ class PromptPasses:
             for sequence in sequences:
                 self._scheduler.fail(sequence, error)
 
+    def _is_matched(self, sequence: Sequence) -> bool:
+        """Match it again. False: the disk is read first, or that failed, which ends it and no other."""
+        waits = True
+        with self._over_if_broken([sequence]):
+            waits = self._scheduler.match(sequence)
+        return not waits
+
     def _prepare(self, sequence: Sequence) -> None:
         """Before a pass of a sequence that has been matched again: its time runs from here."""
         sequence.begin_pass()
@@ -261,10 +268,10 @@ class PromptPasses:
         """Compute the ends of several prompts in one pass; their batch's next step draws the first tokens."""
         waits = False
         for sequence in sequences:  # What one cuts the next one shares, before it has its own.
-            if self._scheduler.match(sequence):
-                waits = True
-            else:
+            if self._is_matched(sequence):
                 self._prepare(sequence)
+            else:
+                waits = True
         if waits:
             return  # As in `compute`; the others' turn comes again.
         if any(sequence.kv_length < sequence.last_boundary(self._block) for sequence in sequences):
@@ -294,7 +301,7 @@ class PromptPasses:
             alone = first.images or other.images or not self._loaded.batchable
             if other is first or alone or not other.labels or other.state is not State.PREFILLING:
                 continue
-            if self._scheduler.match(other) or other.kv_length < other.last_boundary(self._block):
+            if not self._is_matched(other) or other.kv_length < other.last_boundary(self._block):
                 continue
             if tokens + (more := tokens_to_score(other)) > TOGETHER:
                 break

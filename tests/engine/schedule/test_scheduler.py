@@ -307,3 +307,31 @@ def test_a_batch_whose_step_fails_while_it_is_waited_for_leaves_the_prompt_alone
         assert rig.start(asked, 5).tokens() == alone
         with pytest.raises(OmlxdError, match="command buffer failed"):
             row.tokens()
+
+
+@pytest.mark.parametrize("labels", [(), [[400], [401]]], ids=["ends", "scores"])
+def test_one_whose_cached_blocks_can_not_be_taken_fails_alone(model: Path, labels: list[list[int]]):
+    with Rig(model) as rig:
+        shared = prompt(2 * BLOCK)
+        rig.run(shared + [7], 1)
+        bridge = rig.scheduler.bridge
+        assert bridge is not None
+        match, asked, broken = bridge.match, [shared + [9 + n] * 8 for n in range(3)], []
+
+        def fails_before_its_pass(sequence: Sequence, ready: Any) -> bool:
+            if sequence.tokens[:-1] == asked[1][:-1] and sequence.table is not None:
+                broken.append(sequence)
+                raise RuntimeError("[malloc] Unable to allocate")
+            return match(sequence, ready)
+
+        bridge.match = fails_before_its_pass  # type: ignore[method-assign]
+        all_are_there = threading.Event()
+        rig.scheduler.post(all_are_there.wait)
+        outputs = [rig.start(tokens, 3, labels=labels) for tokens in asked]
+        all_are_there.set()
+        with pytest.raises(OmlxdError, match="Unable to allocate"):
+            outputs[1].tokens()
+        assert [len(output.tokens()) for output in (outputs[0], outputs[2])] == [0 if labels else 3] * 2
+        rig.settle()
+        assert len(broken) == 1
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
