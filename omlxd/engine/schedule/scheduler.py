@@ -58,7 +58,7 @@ class Scheduler:
         self._loaded = loaded
         self.bridge = bridge
         self.bridges: dict[Adapter, KVBridge] = {}
-        self._changes: list[Callable[[], None]] = []
+        self._changes = Inbox()
         self._slots = slots
         self._block = block_size
         self._compiled = CompiledStep(loaded.model)
@@ -90,7 +90,7 @@ class Scheduler:
 
     def change_model(self, call: Callable[[], None]) -> None:
         """Run `call` on the engine thread while no pass is under way."""
-        self.post(lambda: self._changes.append(call))
+        self.post(lambda: self._changes.post(call))
 
     def submit(self, sequence: Sequence) -> None:
         self.post(lambda: self._take(sequence))
@@ -119,8 +119,7 @@ class Scheduler:
     def turn(self) -> None:
         """One pass of a prompt, and a step of every batch if that is due. Waits if there is no work."""
         self.look_up(block=not self._busy())
-        while self._changes:
-            self._changes.pop(0)()
+        self._changes.drain(0.0)
         self._admit()
         prefilling = self.passes.compute_next()
         if not prefilling or self.step_due():

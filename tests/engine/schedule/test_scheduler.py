@@ -335,3 +335,15 @@ def test_one_whose_cached_blocks_can_not_be_taken_fails_alone(model: Path, label
         rig.settle()
         assert len(broken) == 1
         rig.on_engine(lambda: check_pool(rig.pool, {}))
+
+
+def test_a_change_of_the_model_that_fails_ends_no_request(model: Path):
+    with Rig(model) as rig:
+        row = rig.start(prompt(30), 200)
+        assert row.first.wait(30)
+
+        def fails() -> None:
+            raise RuntimeError("no memory for its matrices")
+
+        rig.scheduler.change_model(fails)
+        assert len(row.tokens(30)) == 200
