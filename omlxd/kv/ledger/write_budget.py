@@ -89,15 +89,13 @@ class WriteBudget:
 
     @property
     def spent(self) -> int:
-        """Bytes granted today and not given back."""
-        self.turn_the_page()
-        return self._spent
+        """Bytes granted today and not given back. Any thread, so this turns no page."""
+        return self._spent if self._day == self._today() else self.outstanding()
 
     @property
     def used_up(self) -> bool:
-        """Something was refused today."""
-        self.turn_the_page()
-        return self._refused
+        """Something was refused today. Any thread."""
+        return self._refused and self._day == self._today()
 
     def spend(self, nbytes: int) -> bool:
         """Grant `nbytes` more. False: today's budget has no room for them."""

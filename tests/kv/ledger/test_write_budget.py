@@ -198,3 +198,18 @@ def test_a_lock_alone_leaves_the_sum_as_it_is(tmp_path, days):
     ledger.lock()
     ledger.close()
     assert json.loads((tmp_path / WRITES_NAME).read_text())["bytes"] == 5
+
+
+def test_who_looks_at_midnight_while_the_sum_is_written_loses_nothing_of_the_new_day(tmp_path, days):
+    """The status page and the event loop look from threads of their own."""
+
+    class Midnight(FileSystem):
+        def sync(self, fd: int) -> None:
+            super().sync(fd)
+            days.today = "2026-02-01"
+            looks.append((budget.used_up, budget.spent))
+
+    looks: list[tuple[bool, int]] = []
+    budget = opened(tmp_path, 0, days, Midnight())
+    assert budget.spend(5 * MB) and budget.spend(7 * MB)
+    assert opened(tmp_path, 0, days).spent >= 7 * MB and looks == [(False, 0), (False, 7 * MB)]
