@@ -153,8 +153,14 @@ class Scheduler:
     def _stop(self) -> None:
         self._stopping = True
         error = OmlxdError("the engine is shutting down", code="unavailable", retry_after=5)
-        for sequence in [*self.waiting, *self.running]:
-            self.fail(sequence, error)
+        for sequence in (*self.waiting, *self.running):
+            if not sequence.cancelled:
+                sequence.sink.failed(sequence, error)
+            sequence.cancelled = True
+        for batch in list(self._batches):
+            self.leave(batch, list(batch.rows))
+        for sequence in (*self.waiting, *self.running):
+            self._cancel(sequence)
 
     @property
     def all_bridges(self) -> list[KVBridge]:

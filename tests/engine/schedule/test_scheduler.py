@@ -347,3 +347,18 @@ def test_a_change_of_the_model_that_fails_ends_no_request(model: Path):
 
         rig.scheduler.change_model(fails)
         assert len(row.tokens(30)) == 200
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_an_engine_that_ends_amid_an_answer_keeps_what_it_computed(family: str, tmp_path: Path):
+    folder = build_family(family, tmp_path / "model")
+    with Rig(folder, tmp_path / "cache") as rig:
+        outputs = [rig.start(prompt(100 + n, seed=n), 10_000) for n in range(2)]
+        while min(len(output.got) for output in outputs) < 2 * BLOCK:
+            time.sleep(0.005)
+    for output in outputs:
+        assert isinstance(output.error, OmlxdError) and output.error.code == "unavailable"
+    with Rig(folder, tmp_path / "cache") as rig:
+        for n, output in enumerate(outputs):
+            kept = rig.run(prompt(100 + n, seed=n) + output.got + [5] * BLOCK, 1).cold
+            assert kept >= 100 + len(output.got) - BLOCK - 2
