@@ -258,7 +258,9 @@ class PromptPasses:
             # The token is out; now there is time to store the last blocks.
             self._scheduler.offer(sequence)
             sequence.state = State.DECODING
-            self._scheduler.batch_for(sequence).add_row(sequence)
+            batch = self._scheduler.batch_for(sequence)
+            with self._scheduler.dropped_if_joined(batch, sequence):
+                batch.add_row(sequence)
         else:
             self._scheduler.release(sequence)
 
@@ -283,11 +285,8 @@ class PromptPasses:
         with self._looking_up(sequences, self._is_long(sum(tokens))):
             cache = compute_ends(self._loaded.model, sequences)
         batch = self._scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
-        try:
+        with self._scheduler.dropped_if_joined(batch, sequences[0]):
             batch.add_prompts(sequences, cache)
-        except Exception as error:
-            self._scheduler.drop_batch(batch, batch.rows, error)
-            raise
         self._scheduler.steps += 1
         for sequence, computed in zip(sequences, tokens, strict=True):
             self._scheduler.count_prompt(sequence, computed)

@@ -327,6 +327,16 @@ class Scheduler:
             log.exception("decode failed")
             self.drop_batch(batch, rows, error)
 
+    @contextmanager
+    def dropped_if_joined(self, batch: DecodeBatch, sequence: Sequence) -> Iterator[None]:
+        """`sequence` joins in here. After an error `batch` goes on only without it."""
+        try:
+            yield
+        except Exception as error:
+            if not batch.rows or sequence in batch.rows:
+                self.drop_batch(batch, batch.rows, error)
+            raise
+
     def drop_batch(self, batch: DecodeBatch, rows: list[Sequence], error: Exception) -> None:
         """Fail its `rows`."""
         self._batches = [other for other in self._batches if other is not batch]

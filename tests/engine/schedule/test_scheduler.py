@@ -18,6 +18,7 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Finished, GenerateRequest, RawPrompt, Sampling
 from omlxd.engine.mlx_adapter import batch_kv, own_rows
+from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule import scheduler as scheduler_module
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.sequence import Sequence
@@ -283,6 +284,23 @@ def test_a_row_that_finds_no_memory_to_join_leaves_the_others_alone(
         with pytest.raises(OmlxdError, match="Unable to allocate"):
             rig.start(prompt(40, seed=2), 20).tokens()
         assert row.tokens() == alone and len(calls) == 2
+
+
+def test_a_row_that_fails_as_it_joins_is_no_row_of_the_batch(model: Path, monkeypatch: pytest.MonkeyPatch):
+    with Rig(model, speculate=True) as rig:
+        row = rig.start(prompt(30, seed=1), 10_000)
+        assert row.first.wait(30)
+
+        def fails(*_: Any) -> None:
+            raise MemoryError("no marks")
+
+        monkeypatch.setattr(decode_batch, "RowSpeculator", fails)
+        for output in (rig.start(prompt(40, seed=2), 20), row):
+            with pytest.raises(OmlxdError, match="no marks"):
+                output.tokens()
+        monkeypatch.undo()
+        assert len(rig.run(prompt(40, seed=2), 20).got) == 20
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
 def test_a_batch_whose_step_fails_while_it_is_waited_for_leaves_the_prompt_alone(
