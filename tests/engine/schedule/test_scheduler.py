@@ -331,7 +331,7 @@ def test_a_batch_whose_step_fails_while_it_is_waited_for_leaves_the_prompt_alone
 def test_one_whose_cached_blocks_can_not_be_taken_fails_alone(model: Path, labels: list[list[int]]):
     with Rig(model) as rig:
         shared = prompt(2 * BLOCK)
-        rig.run(shared + [7], 1)
+        rig.run([*shared, 7], 1)
         bridge = rig.scheduler.bridge
         assert bridge is not None
         match, asked, broken = bridge.match, [shared + [9 + n] * 8 for n in range(3)], []
