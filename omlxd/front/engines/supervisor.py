@@ -337,10 +337,10 @@ class Supervisor:
             raise life.refused
         if life.stalled:
             return f"it made no progress for {patience_s:.0f} s or more"
+        if self.state == "ready":
+            return life.failed or ended
         if life.failed:
             raise ModelError(life.failed)
-        if self.state == "ready":
-            return ended
         return f"{ended}{_quoted(link.last_words)}"
 
     async def _start_process(self) -> wire.Load:

@@ -107,6 +107,14 @@ async def test_every_way_to_die_is_told(script: str, why: str):
         assert words(await collect(made, "again")) == ["again"]
 
 
+async def test_an_engine_that_ends_itself_while_it_serves_has_died():
+    async with engine() as made:
+        failed = (await collect(made, "leave:overgrown"))[-1]
+        assert isinstance(failed, Failed) and "overgrown" in failed.message
+        assert made.supervisor.deaths == 2, "it was sent to two"
+        assert words(await collect(made, "again")) == ["again"]
+
+
 async def test_counting_fails_cleanly_too():
     async with engine("--load-s", "0.2", "--crash-on-load") as made:
         with pytest.raises(OmlxdError) as caught:
