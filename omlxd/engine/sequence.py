@@ -84,9 +84,9 @@ class SamplerRow:
 _arrivals = itertools.count()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """tokens: prompt and output. Compared by identity.
+    """tokens: prompt and output, which no repr brings into a log. Compared by identity.
 
     name           in log lines: its id in the access log
     again          as the request has it (chat.py): its prompt is not counted

@@ -303,6 +303,19 @@ def test_a_row_that_fails_as_it_joins_is_no_row_of_the_batch(model: Path, monkey
         rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
+def test_an_error_that_names_a_sequence_tells_nothing_of_its_prompt(model: Path):
+    asked = prompt(30)
+    with Rig(model) as rig:
+
+        def fails(sequence: Sequence, logits: Any) -> None:
+            raise KeyError(sequence)
+
+        rig.scheduler.passes.first_token = fails  # type: ignore[method-assign]
+        with pytest.raises(OmlxdError, match="KeyError") as told:
+            rig.run(asked, 1)
+    assert str(asked)[1:-1] not in str(told.value)
+
+
 def test_a_batch_whose_step_fails_while_it_is_waited_for_leaves_the_prompt_alone(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ):
