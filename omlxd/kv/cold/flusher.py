@@ -278,6 +278,8 @@ class Flusher:
         """Write what is due by now. Call it every few seconds on the engine thread."""
         if self._removing and not self._removals and time.monotonic() - self._removed_at >= RETRY_S:
             self._remove(list(self._removing))
+        if self.health.refuses:
+            return  # Asked all the same, each look would count as a store that was dropped.
         idle_s = IDLE_S if self._write_back else 0.0
         for entry in self.unwritten.root_first(idle_s):
             if not self._write_later(entry.key.block_hash):

@@ -55,6 +55,12 @@ class ColdHealth:
     def stores_on(self) -> bool:
         return self._stores_until is None
 
+    @property
+    def refuses(self) -> bool:
+        """Whether a store would be refused now."""
+        until = self._stores_until
+        return until is not None and (self._probing or self._clock() < until)
+
     # ----------------------------------------------------------------- stores
 
     def may_store(self) -> Literal["yes", "probe", "no"]:

@@ -44,6 +44,19 @@ def test_refused_space_is_asked_for_again_and_quietly(tmp_path, caplog):
     rig.drop()
 
 
+def test_a_look_at_a_disk_that_is_left_alone_drops_nothing(tmp_path):
+    rig = Rig(tmp_path)
+    rig.ledger.cold_cache_bytes = 0
+    rig.serve(KEYS)
+    stats = rig.writer.stats
+    dropped = stats.refused + stats.failed
+    assert dropped == len(KEYS)
+    for _ in range(10):
+        rig.tick()
+    assert stats.refused + stats.failed == dropped
+    rig.drop()
+
+
 def test_what_a_full_queue_dropped_is_written_later(tmp_path):
     rig = Rig(tmp_path, max_queue_bytes=2 * len(bytes_of(b"")))
     rig.serve(KEYS)
