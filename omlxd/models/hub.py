@@ -22,6 +22,8 @@ from .builder import end_with_parent
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 """What a model is loaded from. Code (`*.py`) is neither fetched nor run."""
+TWICE = ["consolidated*.safetensors", "original/*"]
+"""Where Mistral's, Meta's and OpenAI's repositories hold the same weights in a layout of their own."""
 
 
 class _Lines(tqdm):
@@ -58,7 +60,7 @@ def main(argv: list[str]) -> int:
     repo = argv[0]
     try:
         bar: Any = _Lines if "--progress" in argv else None
-        print(snapshot_download(repo, allow_patterns=PATTERNS, tqdm_class=bar))
+        print(snapshot_download(repo, allow_patterns=PATTERNS, ignore_patterns=TWICE, tqdm_class=bar))
         return 0
     except GatedRepoError:
         problem = f"{repo} asks for its terms to be accepted: do so on its hub page, then set HF_TOKEN."

@@ -288,6 +288,14 @@ async def test_a_hub_id_is_downloaded_without_code(
     assert hub.asked == []
 
 
+async def test_weights_in_a_layout_that_nobody_loads_are_not_downloaded(hub: type[Hub], tmp_path: Path):
+    """Mistral's and gpt-oss's repositories hold their weights twice."""
+    twice = {"consolidated.safetensors": b"x" * 99, "original/model.safetensors": b"x" * 99}
+    hub.files |= twice
+    await resolve_model("org/tiny", tmp_path)
+    assert not [path for path in hub.asked if path.endswith(tuple(twice))]
+
+
 async def test_a_download_says_how_far_it_is(hub: type[Hub], tmp_path: Path):
     far: list[tuple[int, int]] = []
     folder = await fetch_from_hub("org/tiny", lambda done, total: far.append((done, total)))
