@@ -11,13 +11,15 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.constants import is_offline_mode
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from tqdm import tqdm
 
+from ..common.files import write_atomic
 from .builder import end_with_parent
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
@@ -41,6 +43,21 @@ class _Lines(tqdm):
             print(json.dumps({"done": int(self.n), "total": int(self.total or 0)}), flush=True)
 
 
+def _download(repo: str, bar: Any) -> str:
+    """The folder of `repo`. That of its main branch is named once it is whole: the client names it first, and
+    a download that breaks off would leave no model."""
+    options: dict[str, Any] = {"allow_patterns": PATTERNS, "ignore_patterns": TWICE, "tqdm_class": bar}
+    try:
+        revision = HfApi().model_info(repo).sha
+    except Exception as error:  # Its own words for it follow, unless the model is here.
+        return snapshot_download(repo, local_files_only=_is_unreachable(error), **options)
+    folder = Path(snapshot_download(repo, revision=revision, **options))
+    refs = folder.parents[1] / "refs"
+    refs.mkdir(exist_ok=True)
+    write_atomic(refs / "main", folder.name.encode(), 0o644)
+    return str(folder)
+
+
 def _is_unreachable(error: Exception) -> bool:
     """Whether the hub was not reached. Its client raises the TransportError of httpx or of httpx2: which one
     is there depends on the client's version, so omlxd imports neither."""
@@ -60,7 +77,7 @@ def main(argv: list[str]) -> int:
     repo = argv[0]
     try:
         bar: Any = _Lines if "--progress" in argv else None
-        print(snapshot_download(repo, allow_patterns=PATTERNS, ignore_patterns=TWICE, tqdm_class=bar))
+        print(_download(repo, bar))
         return 0
     except GatedRepoError:
         problem = f"{repo} asks for its terms to be accepted: do so on its hub page, then set HF_TOKEN."

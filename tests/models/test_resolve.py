@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from omlxd.config import load_settings
 from omlxd.errors import ModelError
 from omlxd.models import resolve
-from omlxd.models.catalog import Catalog, default_model
+from omlxd.models.catalog import Catalog, default_model, hub_cache_dir, hub_snapshot
 from omlxd.models.footprint import footprint
 from omlxd.models.resolve import DEFAULT_ID, DEMO_ID, check_folder, fetch_from_hub, model_id, resolve_model
 
@@ -202,6 +202,8 @@ class Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes] = {}  # noqa: RUF012
     asked: list[str] = []  # noqa: RUF012
     sha = "0" * 40
+    lost = ""
+    """The file that can't be fetched."""
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
@@ -230,7 +232,7 @@ class Hub(BaseHTTPRequestHandler):
                 "downloads": 0,
             }
             return self.send(200, json.dumps(info).encode(), body)
-        if path.startswith(prefix) and path.removeprefix(prefix) in self.files:
+        if path.startswith(prefix) and path.removeprefix(prefix) in self.files.keys() - {self.lost}:
             return self.send(200, self.files[path.removeprefix(prefix)], body)
         self.send(404, b"", body, {"X-Error-Code": "RepoNotFound"})
 
@@ -294,6 +296,23 @@ async def test_weights_in_a_layout_that_nobody_loads_are_not_downloaded(hub: typ
     hub.files |= twice
     await resolve_model("org/tiny", tmp_path)
     assert not [path for path in hub.asked if path.endswith(tuple(twice))]
+
+
+async def test_an_update_that_broke_off_leaves_the_model_that_was_there(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = await resolve_model("org/tiny", tmp_path)
+    monkeypatch.setattr(hub, "sha", "1" * 40)
+    hub.files |= {"chat_template.jinja": b"new", "lost.safetensors": b"new"}
+    monkeypatch.setattr(hub, "lost", "lost.safetensors")
+    with pytest.raises(ModelError):
+        await resolve_model("org/tiny", tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert await resolve_model("org/tiny", tmp_path) == folder
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(hub, "lost", "")
+    assert (await resolve_model("org/tiny", tmp_path)).name == hub.sha
+    assert hub_snapshot(hub_cache_dir(), "org/tiny") == folder.with_name(hub.sha)
 
 
 async def test_a_download_says_how_far_it_is(hub: type[Hub], tmp_path: Path):
