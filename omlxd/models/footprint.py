@@ -212,7 +212,7 @@ def _holds_tower(folder: Path) -> bool:
         index = msgspec.json.decode(read_small(folder / "model.safetensors.index.json"), type=WeightIndex)
         names = iter(index.weight_map)
     except (OSError, msgspec.MsgspecError, RecursionError):
-        names = (name for file in _weight_files(folder) for name in _header(file))
+        names = (name for file in weight_files(folder) for name in _header(file))
     return any("vision" in name or "visual" in name for name in names)
 
 
@@ -225,7 +225,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Those that are loaded: Mistral's folders hold the weights in its own layout too."""
     files = list(folder.glob("[!.]*.safetensors"))  # Not macOS's `._` files.
     return [file for file in files if not file.name.startswith("consolidated")] or files
@@ -234,7 +234,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def weight_bytes(folder: Path) -> int:
     """Bytes of the weight files; 0 when there are none to be read."""
     try:
-        return sum(file.stat().st_size for file in _weight_files(folder))
+        return sum(file.stat().st_size for file in weight_files(folder))
     except OSError:
         return 0
 
@@ -262,7 +262,7 @@ def _int(config: dict[str, Any], *names: str, default: int = 0) -> int:
 
 def _element(folder: Path, config: dict[str, Any]) -> int:
     """Bytes of a number that the model computes with: that of its norms, which nobody quantises."""
-    for file in sorted(_weight_files(folder)):
+    for file in sorted(weight_files(folder)):
         for name, tensor in _header(file).items():
             if "norm" in name and tensor.dtype in _HEADER_BYTES:
                 return _HEADER_BYTES[tensor.dtype]
@@ -275,7 +275,7 @@ def _float32_bytes(folder: Path, config: dict[str, Any]) -> int:
     quantization = config.get("quantization")
     options: dict[str, Any] = quantization if isinstance(quantization, dict) else {}
     total = 0
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         tensors = _header(file)
         packed = {
             path: len(tensors[path + ".weight"].shape) == 2

@@ -23,6 +23,7 @@ import xxhash
 
 from ...common.files import read_small, write_atomic
 from ...models.adapters import ADAPTER_FILES
+from ...models.footprint import weight_files
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _CHUNK = 8 * 1024 * 1024
@@ -88,7 +89,7 @@ def tokenizer_fingerprint(model: Path) -> bytes:
 
 
 def _weight_files(model: Path) -> list[Path]:
-    return sorted({*model.glob("*.safetensors"), model / "config.json"})
+    return sorted({*weight_files(model), model / "config.json"})
 
 
 def _adapter_files(adapter: str) -> list[Path]:

@@ -45,6 +45,13 @@ def test_every_file_that_decides_counts(model: Path):
         before = after
 
 
+def test_files_that_nobody_loads_count_for_nothing(model: Path):
+    before = weight_fingerprints(model, None), set(file_identities(model))
+    for name in ("._model-1.safetensors", "consolidated.safetensors"):
+        (model / name).write_bytes(b"c" * 1000)
+    assert (weight_fingerprints(model, None), set(file_identities(model))) == before
+
+
 def test_a_file_is_read_once_and_again_when_it_changes(model: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(fingerprint, "_SETTLED_S", -1.0)
     memo = tmp_path / "memo"
