@@ -66,6 +66,10 @@ def template_messages(
         messages.insert(0, {"role": "system", "content": TOOLS_TEXT.format(tools=listed)})
     messages = _place_systems(messages, traits)
     _join(messages, traits)
+    if conversation.continue_final and (
+        messages[-1].get("tool_calls") or _call_names(conversation.messages[-1])
+    ):
+        raise bad_field("messages", "an answer that begins behind a call can't be continued; give its result")
     if traits.content_parts:
         messages = [as_parts(message) for message in messages]
     return messages, tools if tools and traits.tools else None

@@ -277,6 +277,29 @@ def test_a_begun_answer_is_the_prompts_end(folder, template):
         assert rendered.text.partition("Go")[0] == closed.partition("Go")[0]
 
 
+IN_TURN_BUT_CALLS = """{%- set seen = namespace(n=0) %}{%- for m in messages %}
+{%- if m.role == 'user' or not m.tool_calls %}
+{%- if (m.role == 'user') != (seen.n % 2 == 0) %}{{- raise_exception('must alternate') }}{%- endif %}
+{%- set seen.n = seen.n + 1 %}{%- endif %}
+<{{ m.role }}>{{ m.content }}{{ m.tool_calls or '' }}{%- endfor %}"""
+"""As Mistral's: calls and their results count for no turn."""
+
+
+@pytest.mark.parametrize(
+    "template", ["keep", None, STRICT, IN_TURN_BUT_CALLS, PARTS, QWEN3, QWEN3_THINKING, GLM, HARMONY]
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_call_before_a_begun_answer_is_not_lost(folder, template, apart):
+    call = ToolCallPart("c1", "Read", {"path": "kestrel"})
+    said = (say("assistant", call), say("assistant", "Once")) if apart else (say("assistant", call, "Once"),)
+    talk = Conversation((say("user", "Hi"), *said), tools=(READ,), continue_final=True)
+    try:
+        text = pipeline(folder, template).render(talk).text
+    except InvalidRequest:
+        return
+    assert "kestrel" in text and text.endswith("Once")
+
+
 def test_a_template_that_hides_the_beginning_of_an_answer_is_refused(folder):
     hiding = pipeline(folder, "{%- for m in messages if m.role == 'user' %}{{ m.content }}{%- endfor %}")
     said = (say("user", "Hi"), say("assistant", "Once"))
