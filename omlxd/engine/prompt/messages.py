@@ -65,7 +65,7 @@ def template_messages(
         listed = "\n".join(compact_json(tool) for tool in tools)
         messages.insert(0, {"role": "system", "content": TOOLS_TEXT.format(tools=listed)})
     messages = _place_systems(messages, traits)
-    _join(messages, traits)
+    messages = _joined(messages, traits)
     if conversation.continue_final and (
         messages[-1].get("tool_calls") or _call_names(conversation.messages[-1])
     ):
@@ -227,24 +227,26 @@ def _reminder(message: TemplateMessage) -> TemplateMessage:
     return {"role": "user", "content": text}
 
 
-def _join(messages: list[TemplateMessage], traits: TemplateTraits) -> None:
-    """Join neighbours in `messages` where the template wants roles to alternate."""
-    index = 1
-    while index < len(messages):
-        before, role = messages[index - 1]["role"], messages[index]["role"]
+def _joined(messages: list[TemplateMessage], traits: TemplateTraits) -> list[TemplateMessage]:
+    """Neighbours in `messages` joined where the template wants roles to alternate."""
+    runs: list[list[TemplateMessage]] = []
+    for message in messages:
+        role, before = message["role"], runs[-1][0]["role"] if runs else ""
         same = before == role and role in ("user", "assistant") and not traits.repeats
         after_tool = before == "tool" and role == "user" and not traits.user_after_tool
         if same or after_tool:
-            messages[index - 1 : index + 1] = [_merged(*messages[index - 1 : index + 1])]
+            runs[-1].append(message)
         else:
-            index += 1
+            runs.append([message])
+    return [_merged(run, traits) if len(run) > 1 else run[0] for run in runs]
 
 
-def _merged(one: TemplateMessage, two: TemplateMessage) -> TemplateMessage:
-    contents = [message["content"] for message in (one, two) if message["content"]]
-    merged = {**two, **one, "content": _joined_contents(contents)}
-    if calls := one.get("tool_calls", []) + two.get("tool_calls", []):
+def _merged(run: list[TemplateMessage], traits: TemplateTraits) -> TemplateMessage:
+    merged = {**run[0], "content": _joined_contents([m["content"] for m in run if m["content"]])}
+    if calls := [call for message in run for call in message.get("tool_calls", [])]:
         merged["tool_calls"] = calls
+    if thoughts := [m[traits.reasoning_key] for m in run if traits.reasoning_key in m]:
+        merged[traits.reasoning_key] = "\n\n".join(thoughts)
     return merged
 
 

@@ -23,7 +23,9 @@ from omlxd.chat import (
     ToolCallPart,
     ToolResultPart,
 )
+from omlxd.engine.prompt.messages import template_messages
 from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.template_traits import TemplateTraits
 from omlxd.engine.prompt.turn_memory import Scope
 from omlxd.errors import InvalidRequest, ModelError
 from omlxd.models import demo
@@ -258,6 +260,28 @@ def test_effort_is_told_where_the_template_knows_the_word_and_passed_over_where_
     assert pipeline(folder).render(Conversation(hello, effort="high")).tokens
     with pytest.raises(InvalidRequest, match="must alternate"):
         pipeline(folder, NO_SYSTEM).render(Conversation((say("assistant", "I begin"),), effort="high"))
+
+
+THINKS_IN_TURN = """{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('must alternate') }}{%- endif %}<{{ m.role }}>
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{%- endif %}
+{{- m.content }}{%- endfor %}"""
+
+
+def test_the_thinking_of_answers_that_are_joined_is_kept(folder):
+    one, two = say("assistant", ThinkingPart("hum"), "Yes"), say("assistant", ThinkingPart("ho"), "No")
+    text = pipeline(folder, THINKS_IN_TURN).render(Conversation((say("user", "Hi"), one, two))).text
+    assert text == "<user>Hi<assistant><think>hum\n\nho</think>Yes\n\nNo"
+
+
+def test_many_messages_in_a_row_are_joined_in_linear_time():
+    def seconds(count: int) -> float:
+        asked = Conversation(tuple(say("user", "A line of text " * 8) for _ in range(count)))
+        begin = time.process_time()
+        template_messages(asked, TemplateTraits(repeats=False))
+        return time.process_time() - begin
+
+    assert seconds(40_000) < 40 * seconds(4_000)
 
 
 # --------------------------------------------------------------------------- begun answers
