@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from ... import chat
@@ -131,13 +132,13 @@ def _messages_of(
 def _content(parts: Sequence[chat.Part]) -> str | list[TemplateMessage]:
     """Texts, joined with a newline where they follow each other, and images in their places."""
     content: list[TemplateMessage] = []
-    for part in parts:
-        if isinstance(part, chat.ImagePart):
-            content.append(IMAGE)
-        elif isinstance(part, chat.TextPart) and content and content[-1] is not IMAGE:
-            content[-1]["text"] += f"\n{part.text}"
-        elif isinstance(part, chat.TextPart):
-            content.append({"type": "text", "text": part.text})
+    shown = (part for part in parts if isinstance(part, chat.ImagePart | chat.TextPart))
+    for kind, group in groupby(shown, type):
+        if kind is chat.ImagePart:
+            content += (IMAGE for _ in group)
+        else:
+            texts = (part.text for part in group if isinstance(part, chat.TextPart))
+            content.append({"type": "text", "text": "\n".join(texts)})
     if IMAGE in content:
         return content
     return content[0]["text"] if content else ""

@@ -274,9 +274,12 @@ def test_the_thinking_of_answers_that_are_joined_is_kept(folder):
     assert text == "<user>Hi<assistant><think>hum\n\nho</think>Yes\n\nNo"
 
 
-def test_many_messages_in_a_row_are_joined_in_linear_time():
+@pytest.mark.parametrize("apart", [False, True])
+def test_many_texts_in_a_row_are_joined_in_linear_time(apart):
     def seconds(count: int) -> float:
-        asked = Conversation(tuple(say("user", "A line of text " * 8) for _ in range(count)))
+        texts = ["A line of text " * 8] * count
+        messages = tuple(say("user", text) for text in texts) if apart else (say("user", *texts),)
+        asked = Conversation(messages)
         begin = time.process_time()
         template_messages(asked, TemplateTraits(repeats=False))
         return time.process_time() - begin
