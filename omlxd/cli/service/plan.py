@@ -21,7 +21,10 @@ EXIT_TIMEOUT_S = 60
 """Between SIGTERM and SIGKILL: above our own deadlines for ending answers and writing the cache."""
 THROTTLE_S = 10
 FILES = 8192
-CARRIED = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+CARRIED = (
+    *("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HF_ENDPOINT"),
+    *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+)
 """Variables of the installing shell that say where models are. No token is among them."""
 LAUNCHD_NAME = "Listeners"
 """The key under `Sockets` in our LaunchAgent."""

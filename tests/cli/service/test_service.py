@@ -109,6 +109,8 @@ def test_paths_are_meant_from_here_and_variables_of_this_shell_are_not_taken(
     monkeypatch.setenv("OMLXD_PORT", "1")
     monkeypatch.setenv("HF_HOME", "/elsewhere")
     monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", "/there")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
     monkeypatch.setenv("HF_TOKEN", "secret")
     status, out, err = service(tmp_path, "install", "--", "--model", "./tiny", "--config", "my.toml")
     assert status == 0 and f"port {port}" in out and "does not see OMLXD_PORT" in err
@@ -118,6 +120,8 @@ def test_paths_are_meant_from_here_and_variables_of_this_shell_are_not_taken(
     assert words[words.index("--config") + 1] == str(tmp_path / "my.toml")
     assert agent["EnvironmentVariables"]["HF_HOME"] == "/elsewhere"
     assert agent["EnvironmentVariables"]["HUGGINGFACE_HUB_CACHE"] == "/there"
+    assert agent["EnvironmentVariables"]["XDG_CACHE_HOME"] == "/caches"
+    assert agent["EnvironmentVariables"]["TRANSFORMERS_OFFLINE"] == "1"
     assert "secret" not in agent_file(tmp_path).read_text()
 
 
