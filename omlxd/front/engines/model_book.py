@@ -87,6 +87,6 @@ class ModelBook:
     def _replace(self, text: bytes) -> None:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomic(self._path, text)
+            write_atomic(self._path, text, sync=True)
         except OSError as error:
             log.warning("%s can't be written, so this is forgotten at the end: %s", self._path, error)

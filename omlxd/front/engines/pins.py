@@ -68,7 +68,7 @@ class Pins:
             self.by_name = left
 
     def _replace(self, by_name: dict[str, PinnedChain]) -> None:
-        write_atomic(self._file, msgspec.json.encode(by_name))
+        write_atomic(self._file, msgspec.json.encode(by_name), sync=True)
         self.by_name = by_name
 
 

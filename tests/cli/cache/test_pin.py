@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ from omlxd.cli.cache import command
 from omlxd.cli.cache.pinned import FILE_NAME, PinnedChain
 from omlxd.errors import ConfigError, InvalidRequest, NotFound, OmlxdError
 from omlxd.front.engines.cold_ledger import ColdLedger
+from omlxd.front.engines.model_book import ModelBook
 from omlxd.front.engines.pins import MOST_NAMES, Pins
 from omlxd.kv.ledger.eviction_order import FileOrder
 
@@ -107,6 +109,17 @@ def test_a_file_of_pins_that_makes_no_sense_holds_none(tmp_path: Path, text: str
     pins = Pins(tmp_path)
     pins.load()
     assert not pins.by_name and not pins.files()
+
+
+async def test_what_the_owner_pinned_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch):
+    """A power cut would leave an empty file, and no pins."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    Pins(tmp_path).put("mine", PinnedChain("m", [path(3)], 1.0))
+    book = ModelBook(tmp_path / "models.json")
+    book.set_pinned("tiny", True)
+    await book.close(10)
+    assert synced == [(tmp_path / name).stat().st_ino for name in (FILE_NAME, "models.json")]
 
 
 def test_names_are_bounded_and_foreign_paths_are_none_of_a_pin(tmp_path: Path):
