@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ..common.units import counted, human
+from ..common.units import counted, human, most_text
 from .daemon_client import add_url, find_daemon
 from .owner_api import DaemonStatus, ModelStatus
 
@@ -88,9 +88,7 @@ def cold_line(status: DaemonStatus) -> str:
     cold = status.cold
     if cold is None:
         return "SSD cache: none"
-    most = human(cold.capacity)
-    if cold.capacity < cold.cap:
-        most += f" (what its disk has room for; the limit is {human(cold.cap)})"
+    most = most_text(cold.capacity, cold.cap)
     text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {most} in {counted(cold.files, 'file')}"
     text += f", {cold.evicted_files} evicted since the start" if cold.evicted_files else ""
     if cold.folder_away:

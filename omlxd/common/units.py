@@ -114,6 +114,13 @@ def human(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
+def most_text(capacity: int, limit: int) -> str:
+    """Format the bytes that the SSD cache may come to, and why they are fewer than its limit."""
+    if capacity >= limit:
+        return human(capacity)
+    return f"{human(capacity)} (what its disk has room for; the limit is {human(limit)})"
+
+
 def counted(number: int, noun: str) -> str:
     """`1 request`, `2,000 requests`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...common.units import counted, human
+from ...common.units import counted, human, most_text
 from ...config import Settings, load_settings
 from ...errors import AGENT_CONTEXT, ConfigError, OmlxdError
 
@@ -90,7 +90,8 @@ async def _count(pool: EnginePool) -> tuple[LedgerStats | None, bool]:
 def _cache(folder: str, stats: LedgerStats | None, complete: bool) -> str:
     if stats is None:
         return "in RAM alone; there is no SSD cache"
-    held = f"{counted(stats.files, 'file')}, {human(stats.bytes_used)} of {human(stats.capacity)}"
+    held = f"{counted(stats.files, 'file')}, {human(stats.bytes_used)} of "
+    held += most_text(stats.capacity, stats.cold_cache_bytes)
     return f"{folder}: {held}" + ("" if complete else ", and still counting")
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from omlxd.front.process import start_page
+from omlxd.kv.ledger.ledger import LedgerStats
 from tests.front.process.test_serve import REPO, STUB, Daemon, start  # noqa: F401
 from tests.models.test_resolve import make
 
@@ -73,6 +75,20 @@ def test_the_cache_is_counted_although_no_model_is_loaded(start, tmp_path: Path)
     lines = [daemon.process.stdout.readline() for _ in range(2)]
     assert "none is loaded" in lines[0]
     assert lines[1] == f"  cache    {tmp_path / 'cache'}: 1 file, 1 MB of 1 GB\n"
+
+
+def test_a_cache_smaller_than_its_limit_says_why():
+    stats = LedgerStats(
+        bytes_used=0,
+        reserved=0,
+        files=0,
+        cold_cache_bytes=100 * 10**9,
+        evicted_files=0,
+        evicted_bytes=0,
+        capacity=66 * 10**9,
+    )
+    why = " (what its disk has room for; the limit is 100 GB)"
+    assert start_page._cache("/c", stats, True) == f"/c: 0 files, 0 bytes of 66 GB{why}"
 
 
 def test_a_terminal_gets_the_same_with_colours(tmp_path: Path):
