@@ -28,7 +28,7 @@ async def find_host(
 
     base      of which it is an adapter; None: of none
     defaults  settings of a model that has none of its own
-    Raises AdapterError for an adapter that can't be used at all: one of the settings is no request's fault.
+    Raises AdapterError for an adapter that can't be used at all.
     """
     if engine.adapter is None:
         return None
@@ -36,9 +36,7 @@ async def find_host(
     try:
         reason = await asyncio.to_thread(check_adapter, engine.adapter)
     except AdapterError as error:
-        if engine.settings.adapter is None:
-            raise
-        raise AdapterError(f"adapter of {engine.model_id}: {error.message}", code="unavailable") from error
+        raise unusable(engine, error.message) from error
     if base is None:
         return None
     differ = for_next_load(base.settings, replace(engine.settings, adapter=base.settings.adapter))
@@ -51,6 +49,13 @@ async def find_host(
     if reason:
         log.info("%s gets an engine of its own: %s", engine.model_id, reason)
     return None if reason else base
+
+
+def unusable(engine: ModelEngine, reason: str) -> AdapterError:
+    """The error of an adapter that can't be used for `reason`: one of the settings is no request's fault."""
+    if engine.settings.adapter is None:
+        return AdapterError(reason, param="model")
+    return AdapterError(f"adapter of {engine.model_id}: {reason}", code="unavailable")
 
 
 async def join(engine: ModelEngine, host: ModelEngine) -> tuple[Link, Load]:

@@ -22,7 +22,7 @@ from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
 from ...models.catalog import Catalog, InstalledModel
 from ...models.resolve import check_folder, resolve_model
 from ...wire import Load
-from .adapters import find_host, join, take_up_changes
+from .adapters import find_host, join, take_up_changes, unusable
 from .client import EngineProcess
 from .cold_ledger import ColdLedger
 from .link import ENGINE_COMMAND, EngineLink, in_background
@@ -139,6 +139,7 @@ class EnginePool:
             cold=self.cold,
             stall_s=self._settings.stall_timeout,
             stands_back=lambda: made.host is None and self._others_answer(installed.id),
+            unusable=lambda reason: unusable(made, reason),
             guard=lambda device: self._guard.admit(self._engines[installed.id], device),
             on_change=self._note_change,
             on_want=lambda wants: in_background(self._guard.answer_wants(self._engines[installed.id], wants)),

@@ -88,6 +88,7 @@ class Supervisor:
     owner         hears what happens, and says whether anybody waits for the engine
     guard         returns the budget for a load into the memory of Device; raises OmlxdError to refuse it
     stands_back() whether it should load at a lower priority, for the sake of others that answer
+    unusable      makes the error of an adapter that can't be used, from the reason
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Supervisor:
         stall_s: float = watch.STALL_S,
         guard: Guard | None = None,
         stands_back: Callable[[], bool] = lambda: False,
+        unusable: Callable[[str], OmlxdError] = AdapterError,
     ):
         self.model_id = model_id
         self.info: wire.ModelInfo | None = None
@@ -116,6 +118,7 @@ class Supervisor:
         self._cold = cold
         self._guard = guard
         self._stands_back = stands_back
+        self._unusable = unusable
         self._state: State = "unloaded"
         self._wanted = asyncio.Event()
         self._reason = ""
@@ -371,7 +374,8 @@ class Supervisor:
             self._loaded(message.info)
         elif isinstance(message, wire.LoadFailed):
             if message.adapter:
-                life.refused = (NotNow if message.now else AdapterError)(message.message, param="model")
+                kind = partial(NotNow, param="model") if message.now else self._unusable
+                life.refused = kind(message.message)
             else:
                 life.failed = message.message or "the engine gave no reason"
             life.link.terminate()  # It exits by itself; this is for one that hangs on the way out.

@@ -154,6 +154,16 @@ async def test_settings_read_again_warn_of_a_draft_model_that_is_not_there(tmp_p
         assert caught.value.code == "unavailable"
 
 
+async def test_an_adapter_of_the_settings_that_fits_no_layer_is_no_fault_of_the_request(tmp_path: Path):
+    own = make_adapter(make(tmp_path / "models" / "a") / "own")
+    text = f'[models.a]\nadapter = "{own}"\n'
+    async with pool(tmp_path, "a", text=text, stub="--load-fails misfit") as made:
+        for name, code in (("a", "unavailable"), ("a:own", "invalid_request")):
+            [failed] = await ask(made, name)
+            assert isinstance(failed, Failed) and (failed.code, "misfit" in failed.message) == (code, True)
+            assert ("adapter of a: " in failed.message) == (name == "a")
+
+
 async def test_a_mended_setting_or_the_owner_ends_the_hold_of_a_model_that_failed(tmp_path: Path):
     text = '[models.big]\ndraft-model = "./nowhere"\n'
     async with pool(tmp_path, "big", "small", text=text) as made:
