@@ -89,12 +89,14 @@ class TagReading:
     begins     the text begins with one of these; empty: with `head`
     head       group 1: the tool's name
     parameter  group 1: its name; `data` or the last group: its value
+    closing    how it ends
     quoted     names have quotes; such a text may hold several calls
     """
 
     begins: tuple[str, ...]
     head: re.Pattern[str]
     parameter: re.Pattern[str]
+    closing: re.Pattern[str]
     end: re.Pattern[str]
     close: str
     pad: str
@@ -132,13 +134,15 @@ def _reading(row: TagCalls) -> TagReading:
     if row.cdata:
         opens, closes = map(re.escape, row.cdata)
         value = rf"(?:\s*{opens}(?P<data>.*?){closes}\s*|(.*?))"
-    parameter = rf"\s*{_loose(row.key)}([^{last}]*){_loose(row.keyed.strip())}{value}{row.close}"
+    closing = row.close
     if row.named:  # a tag in a value is part of it, unless one follows that goes on with the call
-        parameter += rf"\s*(?={_loose(row.key)}|{ending}{'|$' if row.cdata else ''})"
+        closing += rf"\s*(?={_loose(row.key)}|{ending}{'|$' if row.cdata else ''})"
+    parameter = rf"\s*{_loose(row.key)}([^{last}]*){_loose(row.keyed.strip())}{value}{closing}"
     return TagReading(
         begins,
         re.compile(head),
         re.compile(parameter, re.DOTALL),
+        re.compile(closing),
         re.compile(end),
         row.close,
         row.pad,

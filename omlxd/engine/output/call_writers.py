@@ -95,7 +95,9 @@ class TagWriter(Writer):
             return
         close = self._tags.close  # nothing is looked for before it comes
         while self._text.find(close, self._looked) >= 0:
-            match = self._tags.parameter.match(self._text)
+            # The pattern of a whole parameter begins at its beginning each time.
+            ends = self._tags.closing.search(self._text, self._looked)
+            match = self._tags.parameter.match(self._text) if ends else None
             if match is None:
                 self._pass_over(self._text.rfind(close))
                 return
@@ -219,9 +221,9 @@ class JsonWriter(Writer):
         return True
 
     def _member(self) -> bool:
-        match = _KEY.match(self._text)
+        left = self._text = self._text.lstrip()  # A model may go on with space: it is looked at once.
+        match = _KEY.match(left)
         if match is None:
-            left = self._text.lstrip()
             if left.startswith("}") and not self._members_end:
                 return self._die()  # no arguments: nothing to send on
             return self._die() if left and not left.startswith('"') else False
@@ -304,9 +306,10 @@ class JsonWriter(Writer):
         return None
 
     def _between(self) -> bool:
+        self._text = self._text.lstrip()
         match = _NEXT.match(self._text)
         if match is None:
-            return self._die() if self._text.strip() else False
+            return self._die() if self._text else False
         self._take(match.end())
         if match[1] == "}":
             self.arguments += "}"

@@ -151,6 +151,7 @@ class _EventSink(Sink):
         self.stops = stops
         self._reader = reader
         self._writer, self._id = Writer(reader.parameters), ""
+        self._trial: tuple[Writer, int] | None = None  # that goes on behind an end tag; letters it has
         self._spaces = TrailingSpaces()  # of the answer
         self._thought = TrailingSpaces()  # of the reasoning
         self._events: list[chat.Event] = []
@@ -176,7 +177,7 @@ class _EventSink(Sink):
             self._events.append(chat.ReasoningDelta(text))
 
     def call_begins(self) -> None:
-        self._writer, self._id = Writer(self._reader.parameters), ""
+        self._writer, self._id, self._trial = Writer(self._reader.parameters), "", None
 
     def call_text(self, text: str) -> None:
         if self.ended:
@@ -216,9 +217,10 @@ class _EventSink(Sink):
     def call_resumes(self, text: str) -> bool | None:
         if self.ended:
             return True
-        trial = copy.copy(self._writer)
-        trial.feed(text)
+        trial, fed = self._trial or (copy.copy(self._writer), 0)
+        trial.feed(text[fed:])
         if trial.in_string:
+            self._trial = trial, len(text)
             return None
         if not trial.close():
             return False

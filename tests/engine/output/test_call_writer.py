@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from typing import Any, cast
 
@@ -63,6 +64,27 @@ def test_parameters_go_out_one_by_one(tokenizer):
     text = f"<tool_call>{pairs}</tool_call>"
     assert pieces(tokenizer, text) == ['{"path": "a"', ', "deep": true']
     assert parse(tokenizer, *text) == [("call", "Read", '{"path": "a", "deep": true}')]
+
+
+@pytest.mark.parametrize(
+    ("begun", "looped"),
+    [
+        ('{"name": "Read", "arguments": {', " " * 16),
+        ('{"name": "Read", "arguments": {"path": "a"', " " * 16),
+        ('{"name": "Read", "arguments": {"path": "', "</tool_call>"),
+        ("<function=Read>\n<parameter=path>\n", "</parameter>"),
+    ],
+)
+def test_a_model_that_repeats_itself_in_a_call_costs_as_much_for_each_token(tokenizer, begun, looped):
+    def seconds(count: int) -> float:
+        parser = OutputParser(tokenizer, tools=(READ,))
+        parser.add_text(f"<tool_call>{begun}")
+        start = time.thread_time()
+        for _ in range(count):
+            parser.add_text(looped)
+        return time.thread_time() - start
+
+    assert seconds(8000) < 40 * seconds(800)
 
 
 @pytest.mark.parametrize(
