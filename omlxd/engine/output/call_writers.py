@@ -115,6 +115,7 @@ class TagWriter(Writer):
     def _begin(self) -> bool:
         match = self._tags.head.match(self._text)
         if match is None:
+            self.dead = len(self._text) > MAX_HEAD
             return False
         name = match[1].strip()
         if match.end() > MAX_HEAD or not NAME.fullmatch(name):
@@ -223,6 +224,8 @@ class JsonWriter(Writer):
     def _member(self) -> bool:
         left = self._text = self._text.lstrip()  # A model may go on with space: it is looked at once.
         match = _KEY.match(left)
+        if len(left if match is None else match[0]) > MAX_HEAD:
+            return self._die()  # no key is so long, and it would be looked at again and again
         if match is None:
             if left.startswith("}") and not self._members_end:
                 return self._die()  # no arguments: nothing to send on

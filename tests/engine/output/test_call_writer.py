@@ -72,7 +72,9 @@ def test_parameters_go_out_one_by_one(tokenizer):
         ('{"name": "Read", "arguments": {', " " * 16),
         ('{"name": "Read", "arguments": {"path": "a"', " " * 16),
         ('{"name": "Read", "arguments": {"path": "', "</tool_call>"),
+        ('{"name": "Read", "arguments": {"', "k" * 8),
         ("<function=Read>\n<parameter=path>\n", "</parameter>"),
+        ("<function=", "R" * 8),
     ],
 )
 def test_a_model_that_repeats_itself_in_a_call_costs_as_much_for_each_token(tokenizer, begun, looped):
