@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
+import os
 import re
 import signal
 import sys
@@ -356,8 +358,13 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         "--max-tokens", metavar="N", type=int, default=MAX_TOKENS, help=f"of an answer; default: {MAX_TOKENS}"
     )
     args = parser.parse_args(argv)
-    question = " ".join(args.question)
+    # Words and files may be in another encoding, which JSON can't hold.
+    question, system = (
+        os.fsencode(t).decode(errors="replace") for t in (" ".join(args.question), args.system)
+    )
     images = [image_part(name) for name in args.image]
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         question = f"{question}\n\n{sys.stdin.read()}".strip()
         if not question:
@@ -366,7 +373,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # The terminal is put right.
     try:
         with daemon(args.url, args.model) as target:
-            conversation = Conversation(target, args.system, args.max_tokens)
+            conversation = Conversation(target, system, args.max_tokens)
             conversation.images += images
             console = Console(highlight=False)
             if question:

@@ -234,6 +234,17 @@ def test_questions_from_arguments_and_pipes(start):  # noqa: F811
     assert "standard input is empty" in run(url).stderr
 
 
+@pytest.mark.parametrize("lang", ["C.UTF-8", "C"])
+def test_a_question_in_another_encoding_is_asked_all_the_same(start, tmp_path: Path, lang: str):  # noqa: F811
+    daemon = start()
+    told = variables(tmp_path, LANG=lang)
+    asked = [os.fsencode(word) for word in CHAT]
+    for word, piped in ((b"script:caf\xe9", b""), (b"", b"script:caf\xe9")):
+        command = [*asked, b"--url", daemon.url.encode(), b"--system", b"caf\xe9", word]
+        done = subprocess.run(command, input=piped, env=told, capture_output=True, timeout=PATIENCE_S)
+        assert (done.returncode, done.stdout) == (0, "caf\ufffd\n".encode()), done.stderr
+
+
 def test_pictures_and_pdfs_go_with_one_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     bodies: list[dict[str, Any]] = []
 
