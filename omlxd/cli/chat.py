@@ -365,8 +365,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     images = [image_part(name) for name in args.image]
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    if not sys.stdin.isatty():
-        question = f"{question}\n\n{sys.stdin.read()}".strip()
+    if not sys.stdin or not sys.stdin.isatty():  # It may be closed, and None.
+        question = f"{question}\n\n{sys.stdin.read() if sys.stdin else ''}".strip()
         if not question:
             print("omlxd: there is no question: standard input is empty.", file=sys.stderr)
             return 1

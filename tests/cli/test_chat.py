@@ -245,6 +245,12 @@ def test_a_question_in_another_encoding_is_asked_all_the_same(start, tmp_path: P
         assert (done.returncode, done.stdout) == (0, "caf\ufffd\n".encode()), done.stderr
 
 
+def test_a_question_is_asked_without_a_standard_input(start, tmp_path: Path):  # noqa: F811
+    line = f"{shlex.join([*CHAT, '--url', start().url])} hello <&-"
+    done = subprocess.run(["sh", "-c", line], env=variables(tmp_path), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "hellothere\n"), done.stderr
+
+
 def test_pictures_and_pdfs_go_with_one_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     bodies: list[dict[str, Any]] = []
 
