@@ -7,6 +7,7 @@ imports the hub's client.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -53,8 +54,9 @@ def _download(repo: str, bar: Any) -> str:
         return snapshot_download(repo, local_files_only=_is_unreachable(error), **options)
     folder = Path(snapshot_download(repo, revision=revision, **options))
     refs = folder.parents[1] / "refs"
-    refs.mkdir(exist_ok=True)
-    write_atomic(refs / "main", folder.name.encode(), 0o644)
+    with contextlib.suppress(OSError):  # The cache may be read-only.
+        refs.mkdir(exist_ok=True)
+        write_atomic(refs / "main", folder.name.encode(), 0o644)
     return str(folder)
 
 

@@ -315,6 +315,16 @@ async def test_an_update_that_broke_off_leaves_the_model_that_was_there(
     assert hub_snapshot(hub_cache_dir(), "org/tiny") == folder.with_name(hub.sha)
 
 
+async def test_a_cache_whose_revision_cant_be_named_gives_its_model_all_the_same(
+    hub: type[Hub], tmp_path: Path
+):
+    """It may be read-only; as root nothing is, so a file stands in the folder's place."""
+    refs = hub_cache_dir() / "models--org--tiny" / "refs"
+    refs.parent.mkdir(parents=True)
+    refs.write_text("")
+    assert (await resolve_model("org/tiny", tmp_path)).name == hub.sha
+
+
 async def test_a_download_says_how_far_it_is(hub: type[Hub], tmp_path: Path):
     far: list[tuple[int, int]] = []
     folder = await fetch_from_hub("org/tiny", lambda done, total: far.append((done, total)))
