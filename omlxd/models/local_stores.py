@@ -246,13 +246,17 @@ def _in_files(store: Store, root: Path) -> Iterator[LocalModel]:
             part = _PART.search(path.stem)
             if (part is None or part[1] == "00001") and not path.name.startswith("mmproj"):
                 name = path.relative_to(root).with_name(_PART.sub("", path.stem))
-                stem = _PART.sub("", path.stem)
-                parts = [path] if part is None else [p for p in files if _PART.sub("", p.stem) == stem]
+                parts = [path] if part is None else [p for p in files if _split(p) == _split(path)]
                 yield _of_path(store, name, "gguf", path, parts)
         elif path.name == "config.json":
             weights = [p for p in files if p.parent == path.parent and p.suffix == ".safetensors"]
             if weights and path.parent != root:
                 yield _of_path(store, path.parent.relative_to(root), "mlx", path.parent, weights)
+
+
+def _split(part: Path) -> tuple[Path, str, str]:
+    """Equal for all parts of a split file, and for no other file."""
+    return part.parent, _PART.sub("/", part.stem), part.suffix
 
 
 def _of_path(store: Store, name: Path, format: str, path: Path, files: Sequence[Path]) -> LocalModel:

@@ -103,6 +103,17 @@ def test_split_files_are_one_model(tmp_path: Path):
     assert (model.name, model.disk_bytes) == ("big", 100)
 
 
+def test_a_split_model_has_no_parts_of_another_folders(tmp_path: Path):
+    for publisher, size in (("one", 10), ("two", 1000)):
+        folder = tmp_path / f".lmstudio/models/{publisher}/big"
+        folder.mkdir(parents=True)
+        for part in ("00001", "00002"):
+            (folder / f"big-{part}-of-00002.gguf").write_bytes(bytes(size))
+        (folder / "big.json").write_bytes(bytes(size))
+    listed = local_models({"HOME": str(tmp_path)})
+    assert {m.name: m.disk_bytes for m in listed} == {"one/big/big": 20, "two/big/big": 2000}
+
+
 @pytest.mark.parametrize("pointer", [b"", bytes(20), b"here"])
 def test_files_in_no_place_are_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pointer: bytes):
     manifest(tmp_path, "stray")
