@@ -38,7 +38,7 @@ def file_part(
             raise
         raise bad_field(where, f"the file is not valid base64 ({NOT_FETCHED})") from None
     media_type = match[1].lower() if match else ""
-    if media_type == PDF or b"%PDF-" in raw[:1024]:
+    if media_type == PDF or raw[:1024].lstrip().startswith(b"%PDF-"):
         if role not in ("user", "tool"):
             raise misplaced("a PDF", role, param)
         return pdf(raw, name, where)

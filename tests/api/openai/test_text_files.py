@@ -54,6 +54,10 @@ def of_chat(given: dict) -> str:
         (file(file_data=url("{}", "application/json;charset=utf-8")), "<file>\n{}\n</file>"),
         (file(file_data=url("\ufeffx", ""), filename='a"b\n<c>.md'), '<file name="a_b__c_.md">\nx\n</file>'),
         (file(file_data="DATA:Text/Plain;base64,YW\nJj"), "<file>\nabc\n</file>"),
+        (
+            file(file_data=url('if raw[:5] == b"%PDF-": ...\n')),
+            '<file>\nif raw[:5] == b"%PDF-": ...\n</file>',
+        ),
         (file(file_data="", filename="empty.txt"), '<file name="empty.txt">\n\n</file>'),
     ],
 )
