@@ -57,6 +57,16 @@ template <> __device__ inline float2 omlxd_floats<float16>(unsigned pair) {
       : "=f"(x.x), "=f"(x.y) : "r"(pair));
   return x;
 }
+template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_floats<T>(x.bits).x; }
+// Until `count` blocks of this launch have counted themselves in `done`.
+__device__ inline void omlxd_await(const int* done, int count) {
+  if (threadIdx.x == 0) {
+    int now;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(done) : "memory");
+    while (now < count);
+  }
+  __syncthreads();
+}
 __device__ inline float omlxd_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -126,7 +136,6 @@ __device__ inline float omlxd_fresh(const float* from) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
   return x;
 }
-template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_floats<T>(x.bits).x; }
 """
 """Copies into shared memory that do not wait, and matrices from there. Behind `HEADER`."""
 

@@ -304,7 +304,7 @@ class CompiledStep:
         if shared is not None:
             shared = first.shared_by(counts, size) if count > 1 else shared
             held = [*shared[1:], *(layer.shared.addresses for layer in cache)]
-            shape += shared.table.shape[0], shared.tokens, shared.most
+            shape += shared.table.shape[0], *shared[3:]
         if shape not in self._functions and not fused and steps < AFTER:
             return None
         keys, values = [layer.keys for layer in cache], [layer.values for layer in cache]
@@ -372,7 +372,7 @@ class CompiledStep:
         shared: Shared | None,
         firsts: mx.array | None,
     ) -> tuple[Between, Any, Any]:
-        """A layer of a fused step: what comes out of it, its keys and values."""
+        """A layer of a fused step: what comes out of it; the next one's keys and values."""
         assert self._fused is not None
         kv = StepKV(*held, *places, 0, shared, self._how if isinstance(held[0], list) else None, firsts)
         return self._fused.layer(weights, x, turns, kv), kv.keys, kv.values
@@ -393,8 +393,7 @@ class CompiledStep:
         and each layer's addresses; empty where no row has segments.
         `firsts`: empty where each row has one token."""
         at = dict(zip(dict.fromkeys(windows), places, strict=True))
-        table, counts, each, most, *of_each = held or [None] * 4
-        shared = [Shared(addresses, table, counts, each, most) for addresses in of_each]
+        shared = [Shared(addresses, *held[:5]) for addresses in held[5:]]
         of_layers = zip(keys, values, windows, shared or [None] * len(keys), strict=True)
         layers = [
             StepKV(

@@ -14,9 +14,10 @@ cores: tokens are the long side of a tile, the query heads of a KV head the shor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
@@ -44,7 +45,9 @@ class Shape:
 
     A part has a multiple of 16 * `warps` tokens. `stages` of 16 tokens are on their way for each warp. Of a
     segment a block reads `span` tokens for 8 * `tiles` queries of rows that hold it at once: registers bound
-    them, so that two blocks of narrow heads share a multiprocessor.
+    them, so that two blocks of narrow heads share a multiprocessor. With 4 warps a layer's launch has room
+    for attention of 128-wide heads (layer_products.py); by itself it takes 0.02 ms longer a step than with 8,
+    and 0.1 for four rows.
 
     Milliseconds of a decode step, 8B shape in bfloat16, one H100, no launch graphs; plain: no segments:
 
@@ -63,7 +66,7 @@ class Shape:
     product's weights into L2 at their end, here and in products_kernel.py, cost 0.1 to 0.4 ms.
     """
 
-    warps: int = 8
+    warps: int = 4
     stages: int = 3
     least: int = 1024
     most: int = 16
@@ -73,7 +76,7 @@ class Shape:
 
 def shape_of(width: int) -> Shape:
     """The shape whose rings fit into an H100's shared memory, 227 KB of a multiprocessor."""
-    return Shape(warps=4 if width > 128 else 8, tiles=4 if width == 128 else 2)
+    return Shape(warps=8 if width < 128 else 4, tiles=4 if width == 128 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +113,23 @@ _TURN_QUERY = """
   int a[EACH], b[EACH];
   T x[EACH], y[EACH], x_weight[EACH], y_weight[EACH];
   float cosine[EACH], sine[EACH];
-  auto read = [&](int c) {
-    const long at = c < columns ? place(c) : 0;
-    const float* turn = turns + at / (kv_heads * GROUP) * D;
+  auto ready = [&](int c) {
+    const float* turn = turns + (c < columns ? place(c) : 0) / (kv_heads * GROUP) * D;
     #pragma unroll
     for (int j = 0; j < EACH; j++) {
       const int pair = lane * EACH + j;
       const bool near = TRADITIONAL || 2 * pair >= TURNED;
       a[j] = near ? 2 * pair : pair;
       b[j] = near ? a[j] + 1 : pair + TURNED / 2;
-      x[j] = q[at * D + a[j]];
-      y[j] = q[at * D + b[j]];
       if (NORM) { x_weight[j] = q_norm[a[j]]; y_weight[j] = q_norm[b[j]]; }
       cosine[j] = turn[a[j]];
       sine[j] = turn[b[j]];
     }
+  };
+  auto take = [&](int c) {
+    const T* source = q + (c < columns ? place(c) : 0) * D;
+    #pragma unroll
+    for (int j = 0; j < EACH; j++) { x[j] = source[a[j]]; y[j] = source[b[j]]; }
   };
   auto prepare = [&](int c) {
     float squares = 0.f;
@@ -170,9 +175,8 @@ __device__ inline int omlxd_spans(int length) {
 // The last block of a query head merges the parts of that head. Thread i < `heads` of a block names one
 // `head` that the block has read a part for, and how many `parts` this head has in all.
 __device__ inline void omlxd_put_together(
-    int heads, long head, int parts, int* due, int* counters, int most, const float* sums,
+    int heads, long head, int parts, int* due, long* whose, int* counters, int most, const float* sums,
     const float* weights, T* out) {
-  __shared__ long whose[8 * MOST_TILES];
   __syncthreads();
   if (threadIdx.x < heads) {
     __threadfence();
@@ -232,21 +236,22 @@ _BODY = """
   // KV heads x PARTS). Row `row` is token `token` of row `held_row`, whose tokens follow each other: blocks
   // that read the same KV run at the same time.
   constexpr int CHUNKS = D / 8, TILE = 16, STAGE = 2 * TILE * CHUNKS, EACH = D / 64;
-  extern __shared__ uint4 rings[];
-  __shared__ __align__(16) T queries[8 * MOST_TILES * D];
-  __shared__ __align__(16) T fresh[2 * D * MOST_NEW];  // Key, value: the own, those of earlier new tokens.
-  __shared__ float tops[WARPS * 8 * MOST_TILES], masses[WARPS * 8 * MOST_TILES];
-  __shared__ int due[8 * MOST_TILES];
+  T* queries = reinterpret_cast<T*>(rings + RING);
+  T* fresh = queries + 8 * MOST_TILES * D;  // Key, value: the own, those of earlier new tokens.
+  float* tops = reinterpret_cast<float*>(fresh + 2 * D * MOST_NEW);
+  float* masses = tops + WARPS * 8 * MOST_TILES;
+  long* whose = reinterpret_cast<long*>(masses + WARPS * 8 * MOST_TILES);
+  int* due = reinterpret_cast<int*>(whose + 8 * MOST_TILES);
   const int parts = (length + SPAN - 1) / SPAN, of_segments = segments * parts * across;
   int* counter = const_cast<int*>(counters);
   const float factor = scale * 1.44269504f;
-  if (blockIdx.x < of_segments) {
-    const int tile = blockIdx.x % across, part = blockIdx.x / across % parts;
-    const int slot = blockIdx.x / across / parts, kv_head = blockIdx.y / PARTS;
+  if (block_x < of_segments) {
+    const int tile = block_x % across, part = block_x / across % parts;
+    const int slot = block_x / across / parts, kv_head = block_y / PARTS;
     const int* own = table + slot * (1 + 2 * rows);
     const unsigned long long k_at = addresses[slot * 2], v_at = addresses[slot * 2 + 1];
     const int first = tile * 8 * MOST_TILES, columns = min(own[0] * GROUP - first, 8 * MOST_TILES);
-    if (columns <= 0 || blockIdx.y % PARTS) return;
+    if (columns <= 0 || block_y % PARTS) return;
     const int from = part * SPAN, to = min(from + SPAN, length);
     const long before = (long)kv_head * length * CHUNKS;
     // For the end, asked for now.
@@ -254,19 +259,20 @@ _BODY = """
     const int all_parts = counts[row] * parts + omlxd_spans(ends[row] - starts[row]);
     #define RUN(N) \\
       omlxd_segment<N>(q, q_norm, turns, k_at, v_at, before, own + 1, columns, first, from, to, factor, \\
-                       parts, part, most, 1, KV_HEADS, kv_head, rings, queries, tops, masses, sums, weights)
+                       parts, part, most, 1, KV_HEADS, kv_head, rings, queries, tops, masses, sums, \\
+                       weights, done, awaited)
     if (MOST_TILES == 1 || columns <= 8) RUN(1);
     else if (MOST_TILES == 2 || columns <= 16) RUN(2);
     else RUN(MOST_TILES);
-    omlxd_put_together(columns, ((long)row * KV_HEADS + kv_head) * GROUP + c % GROUP, all_parts, due, counter,
-                       most, sums, weights, out);
+    omlxd_put_together(columns, ((long)row * KV_HEADS + kv_head) * GROUP + c % GROUP, all_parts, due, whose,
+                       counter, most, sums, weights, out);
     return;
   }
-  const int held_row = (blockIdx.x - of_segments) / places, place = (blockIdx.x - of_segments) % places;
+  const int held_row = (block_x - of_segments) / places, place = (block_x - of_segments) % places;
   const int token = place % tokens, own_part = place / tokens;
   const int first = tokens > 1 ? firsts[held_row] : held_row;
   if (tokens > 1 && token >= firsts[held_row + 1] - first) return;
-  const int row = first + token, kv_head = blockIdx.y / PARTS;
+  const int row = first + token, kv_head = block_y / PARTS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
   const int begin = starts[row], end = ends[row];
   // A warp prepares a vector: one of H queries, the new key, the new value, those of earlier new tokens. All
@@ -275,9 +281,7 @@ _BODY = """
   T x[EACH], y[EACH], x_weight[EACH], y_weight[EACH];
   float cosine[EACH], sine[EACH];
   auto is_value = [&](int h) { return h > H && (h - H) % 2; };
-  auto read = [&](int h, int row) {
-    const T* source = h < H ? q + ((long)row * KV_HEADS * GROUP + blockIdx.y * H + h) * D
-                            : (is_value(h) ? v : k) + ((long)row * KV_HEADS + kv_head) * D;
+  auto ready = [&](int h, int row) {
     const T* weight = h < H ? q_norm : k_norm;
     #pragma unroll
     for (int j = 0; j < EACH; j++) {
@@ -285,12 +289,16 @@ _BODY = """
       const bool near = TRADITIONAL || 2 * pair >= TURNED;
       a[j] = near ? 2 * pair : pair;
       b[j] = near ? a[j] + 1 : pair + TURNED / 2;
-      x[j] = source[a[j]];
-      y[j] = source[b[j]];
       if (NORM) { x_weight[j] = weight[a[j]]; y_weight[j] = weight[b[j]]; }
       cosine[j] = turns[row * D + a[j]];
       sine[j] = turns[row * D + b[j]];
     }
+  };
+  auto take = [&](int h, int row) {
+    const T* source = h < H ? q + ((long)row * KV_HEADS * GROUP + block_y * H + h) * D
+                            : (is_value(h) ? v : k) + ((long)row * KV_HEADS + kv_head) * D;
+    #pragma unroll
+    for (int j = 0; j < EACH; j++) { x[j] = source[a[j]]; y[j] = source[b[j]]; }
   };
   auto prepare = [&](int h) {
     T* target = h < H ? queries + h * D : fresh + (h - H) * D;
@@ -323,7 +331,10 @@ _BODY = """
       target[b[j]] = y[j];
     }
   };
-  if (warp < H + 2) read(warp, row);
+  if (warp < H + 2) ready(warp, row);
+  if (!LATE && warp < H + 2) take(warp, row);
+  if (NORM && LATE && H + 2 > WARPS)
+    asm volatile("prefetch.global.L1 [%0];" :: "l"(k_norm + lane * (D / 32)));
 
   const int span = omlxd_span(end - begin), spans = omlxd_spans(end - begin);
   if (own_part >= spans) return;
@@ -353,17 +364,20 @@ _BODY = """
   #pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) fetch(warp + s * WARPS, s);
 
+  if (LATE) omlxd_await(done, awaited);
+  if (LATE && warp < H + 2) take(warp, row);
   if (warp < H + 2) prepare(warp);
   #pragma unroll 1
   for (int h = warp < H + 2 ? warp + WARPS : warp; h < vectors_here; h += WARPS) {
     const int before = end - 1 - kept - (h - H - 2) / 2;  // Of an earlier token: how much earlier.
-    read(h, h < H + 2 ? row : row - before);
+    ready(h, h < H + 2 ? row : row - before);
+    take(h, h < H + 2 ? row : row - before);
     prepare(h);
   }
   for (int i = H * D / 2 + threadIdx.x; i < 8 * D / 2; i += 32 * WARPS)
     reinterpret_cast<unsigned*>(queries)[i] = 0;
   __syncthreads();
-  if (newest && blockIdx.y % PARTS == 0 && threadIdx.x < 2 * CHUNKS)
+  if (newest && block_y % PARTS == 0 && threadIdx.x < 2 * CHUNKS)
     (threadIdx.x < CHUNKS ? K : V)[(long)(end - 1) * CHUNKS + threadIdx.x % CHUNKS] =
         reinterpret_cast<const uint4*>(fresh)[threadIdx.x];
 
@@ -447,7 +461,7 @@ _BODY = """
         vectors[(warp * 8 + quad * 2 + h) * (D + 4) + j * 16 + e * 8 + group] = sum[j][2 * e + h];
   }
   __syncthreads();
-  const long query_head = (long)row * KV_HEADS * GROUP + blockIdx.y * H;
+  const long query_head = (long)row * KV_HEADS * GROUP + block_y * H;
   const int before = segments ? counts[row] * parts : 0;
   for (int i = threadIdx.x; i < H * D; i += 32 * WARPS) {
     const int h = i / D, d = i % D;
@@ -468,16 +482,20 @@ _BODY = """
     }
   }
   if (before + spans > 1)
-    omlxd_put_together(H, query_head + threadIdx.x, before + spans, due, counter, most, sums, weights, out);
+    omlxd_put_together(H, query_head + threadIdx.x, before + spans, due, whose, counter, most, sums, weights,
+                       out);
 """
 
-_ARGUMENTS = (
-    "const T* q, const T* k, const T* v, const T* q_norm, const T* k_norm, const float* turns, "
-    "const T* keys, const T* values, const int* starts, const int* ends, const int* firsts, "
-    "const unsigned long long* addresses, const int* table, const int* counts, "
-    "const int* counters, T* out, float* sums, float* weights, const int capacity, const int tokens, "
-    "const int places, const int rows, const int segments, const int length, const int across, const int most"
-)
+ARGUMENTS = [
+    *(f"const T* {name}" for name in ("q", "k", "v", "q_norm", "k_norm")),
+    *("const float* turns", "const T* keys", "const T* values"),
+    *(f"const int* {name}" for name in ("starts", "ends", "firsts")),
+    *("const unsigned long long* addresses", "const int* table", "const int* counts", "const int* counters"),
+    *("T* out", "float* sums", "float* weights"),
+    *(f"const int {name}" for name in ("capacity", "tokens", "places", "rows")),
+    *(f"const int {name}" for name in ("segments", "length", "across", "most")),
+]
+"""Of `omlxd_attend`, behind the block's place, the shared memory and whom it awaits."""
 
 
 def bits_of(x: float) -> str:
@@ -485,29 +503,94 @@ def bits_of(x: float) -> str:
     return x.hex().replace(".", "").replace("-", "m").replace("+", "")
 
 
-def source_of(heads: Heads, shape: Shape) -> tuple[str, str]:
-    """(function, CUDA source)."""
-    group = heads.heads // heads.kv_heads
-    numbers = {"D": heads.width, "GROUP": group, "H": most_heads(group), "KV_HEADS": heads.kv_heads}
+def device_source(heads: Heads, shape: Shape, *, late: bool) -> tuple[str, str]:
+    """(what tells it from others, CUDA source) of `omlxd_attend`, without `HEADER`. `late`: other blocks of
+    its launch compute the new tokens' queries, keys and values."""
+    group, width = heads.heads // heads.kv_heads, heads.width
+    numbers = {"D": width, "GROUP": group, "H": most_heads(group), "KV_HEADS": heads.kv_heads}
     numbers |= {"TURNED": heads.turned, "TRADITIONAL": int(heads.traditional), "NORM": int(heads.norm)}
     numbers |= {"WARPS": shape.warps, "STAGES": shape.stages, "LEAST": shape.least, "MOST": shape.most}
     numbers |= {"PARTS": group // numbers["H"], "MOST_NEW": MOST_NEW, "SPAN": shape.span}
-    numbers |= {"MOST_TILES": shape.tiles}
-    kind = TYPES[heads.dtype]
+    numbers |= {"MOST_TILES": shape.tiles, "LATE": int(late)}
     floats = [float(heads.scale), float(heads.eps)]  # MLX takes no float for an argument.
-    function = "_".join(["omlxd_fused_attention", kind, *map(str, numbers.values()), *map(bits_of, floats)])
+    name = "_".join([*map(str, numbers.values()), *map(bits_of, floats)])
     constants = ", ".join(f"{word} = {number}" for word, number in numbers.items())
-    head = f"{HEADER}{COPIES}using T = {kind};\nconstexpr int {constants};\n"
-    head += f"constexpr float scale = {floats[0]!r}f, eps = {floats[1]!r}f;\n"
-    head += read_source(_TURN_QUERY) + _PARTS
+    source = f"{COPIES}using T = {TYPES[heads.dtype]};\nconstexpr int {constants};\n"
+    source += f"constexpr int RING = {ring_bytes(width, shape) // 16};\n"
+    source += f"constexpr float scale = {floats[0]!r}f, eps = {floats[1]!r}f;\n"
+    source += read_source(_TURN_QUERY) + _PARTS
+    place = "const int block_x, const int block_y, uint4* rings, const int* done, const int awaited"
+    arguments = ", ".join([place, *ARGUMENTS])
+    return name, f"{source}__device__ __forceinline__ void omlxd_attend({arguments}) {{\n{_BODY}\n}}\n"
+
+
+def ring_bytes(width: int, shape: Shape) -> int:
+    """Of shared memory that hold KV on its way, and then the warps' sums."""
+    return max(
+        shape.warps * shape.stages * 2 * 16 * width * 2, shape.warps * 8 * shape.tiles * (width + 4) * 4
+    )
+
+
+def shared_bytes(width: int, shape: Shape) -> int:
+    """Of a block: as `_BODY` divides them."""
+    columns = 8 * shape.tiles
+    vectors = 2 * width * (columns + 2 * MOST_NEW)
+    return ring_bytes(width, shape) + vectors + 8 * shape.warps * columns + (8 + 4) * columns
+
+
+def source_of(heads: Heads, shape: Shape) -> tuple[str, str]:
+    """(function, CUDA source)."""
+    name, source = device_source(heads, shape, late=False)
+    function = f"omlxd_fused_attention_{TYPES[heads.dtype]}_{name}"
+    given = ", ".join(argument.split()[-1] for argument in ARGUMENTS)
     bounds = f"__launch_bounds__({32 * shape.warps})"
-    return function, f'{head}extern "C" __global__ void {bounds} {function}({_ARGUMENTS}) {{\n{_BODY}\n}}\n'
+    return function, (
+        f'{HEADER}{source}extern "C" __global__ void {bounds} {function}({", ".join(ARGUMENTS)}) {{\n'
+        f"  extern __shared__ uint4 rings[];\n"
+        f"  omlxd_attend(blockIdx.x, blockIdx.y, rings, nullptr, 0, {given});\n}}\n"
+    )
 
 
 @cache
 def _compiled(heads: Heads, shape: Shape) -> tuple[str, bytes]:
     function, source = source_of(heads, shape)
     return function, nvrtc.machine_code(source)
+
+
+class Launch(NamedTuple):
+    """A launch of the kernel, or what a layer's launch ends with.
+
+    norms    of queries and keys, or none
+    inputs   of `ARGUMENTS`, those behind the norms
+    outputs  shapes and types of what attention gives and of what it keeps meanwhile
+    """
+
+    heads: Heads
+    shape: Shape
+    norms: Sequence[mx.array]
+    inputs: Sequence[mx.array]
+    scalars: Sequence[int]
+    blocks: tuple[int, int]
+    outputs: Sequence[tuple[tuple[int, ...], Any]]
+
+    def run(self, new: Sequence[mx.array]) -> mx.array:
+        """(rows, heads * width). `new`: q (rows, heads * width), k and v (rows, KV heads * width) as the
+        projections give them."""
+        function, code = _compiled(self.heads, self.shape)
+        across, down = self.blocks
+        threads = 32 * self.shape.warps
+        return mx.fast.precompiled_cuda_kernel(
+            name=function,
+            compiled_source=code,
+            inputs=[*new, *(self.norms or new[:2]), *self.inputs],
+            scalars=list(self.scalars),
+            grid=(threads * across, down, 1),
+            threadgroup=(threads, 1, 1),
+            shared_memory=shared_bytes(self.heads.width, self.shape),
+            output_shapes=[shape for shape, _ in self.outputs],
+            output_dtypes=[dtype for _, dtype in self.outputs],
+            ensure_row_contiguous=True,
+        )[0]
 
 
 class FusedAttention:
@@ -531,9 +614,13 @@ class FusedAttention:
         self.heads, self._shape = heads, shape or shape_of(heads.width)
         self._counters: mx.array | None = None
 
-    def __call__(
+    @property
+    def narrow(self) -> Shape:
+        """Of launches without segments, or of few queries."""
+        return replace(self._shape, tiles=1)
+
+    def launch(
         self,
-        new: tuple[mx.array, mx.array, mx.array],
         norms: tuple[mx.array, mx.array] | None,
         turns: mx.array,
         held: tuple[mx.array, mx.array],
@@ -541,10 +628,9 @@ class FusedAttention:
         ends: mx.array,
         firsts: mx.array | None = None,
         shared: Shared | None = None,
-    ) -> mx.array:
-        """(rows, heads * width). Several new tokens of a row that is held are rows, one behind the other.
+    ) -> Launch:
+        """Several new tokens of a row that is held are rows, one behind the other.
 
-        new    q (rows, heads * width), k and v (rows, KV heads * width) as the projections give them
         norms  weights of the queries' and the keys' norm, (width,)
         turns  (rows, width) in float32: cosine and sine of each pair's turn, at its two dimensions
         held   (rows held, KV heads, capacity, width), in one piece, each for up to `MOST_NEW` of the rows;
@@ -556,9 +642,9 @@ class FusedAttention:
         """
         heads, shape = self.heads, self._shape
         group = heads.heads // heads.kv_heads
-        if shared is None or new[0].shape[0] * group <= 8:
-            shape = replace(shape, tiles=1)
-        rows, (rows_held, _, capacity, width) = new[0].shape[0], held[0].shape
+        rows, (rows_held, _, capacity, width) = turns.shape[0], held[0].shape
+        if shared is None or shared.widest * group <= 8:
+            shape = self.narrow
         tokens = 1 if firsts is None else min(MOST_NEW, rows - rows_held + 1)
         places = min(shape.most, -(-capacity // shape.least)) * tokens
         if self._counters is None:
@@ -568,17 +654,14 @@ class FusedAttention:
         its: tuple[mx.array, ...] = (ends, ends, ends)
         if shared is not None:
             segments, length = shared.table.shape[0], shared.tokens
-            across = -(-rows * group // (8 * shape.tiles))
+            across = -(-shared.widest * group // (8 * shape.tiles))
             most += shared.most * -(-length // shape.span)
             its = shared.addresses, shared.table, shared.counts
-        function, code = _compiled(heads, shape)
-        ring = shape.warps * shape.stages * 2 * 16 * width * 2
-        return mx.fast.precompiled_cuda_kernel(
-            name=function,
-            compiled_source=code,
+        return Launch(
+            heads=heads,
+            shape=shape,
+            norms=norms or (),
             inputs=[
-                *new,
-                *(norms or new[:2]),
                 turns,
                 *held,
                 starts,
@@ -588,17 +671,16 @@ class FusedAttention:
                 self._counters,
             ],
             scalars=[capacity, tokens, places, rows, segments, length, across, most],
-            grid=(
-                32 * shape.warps * (segments * -(-length // shape.span) * across + places * rows_held),
+            blocks=(
+                segments * -(-length // shape.span) * across + places * rows_held,
                 heads.heads // most_heads(group),
-                1,
             ),
-            threadgroup=(32 * shape.warps, 1, 1),
-            shared_memory=max(ring, shape.warps * 8 * shape.tiles * (width + 4) * 4),
-            output_shapes=[
-                (rows, heads.heads * width),
-                *((rows, heads.heads, most, size) for size in (width, 2)),
+            outputs=[
+                ((rows, heads.heads * width), heads.dtype),
+                *(((rows, heads.heads, most, size), mx.float32) for size in (width, 2)),
             ],
-            output_dtypes=[heads.dtype, mx.float32, mx.float32],
-            ensure_row_contiguous=True,
-        )[0]
+        )
+
+    def __call__(self, new: Sequence[mx.array], *given: Any) -> mx.array:
+        """As `Launch.run`, of what `launch` takes."""
+        return self.launch(*given).run(new)

@@ -1,4 +1,4 @@
-"""A decode step of Llama's kind of model in two kernels a layer: layer_products.py and fused_attention.py.
+"""A decode step of Llama's kind of model in a kernel or two a layer: layer_products.py, fused_attention.py.
 
 A layer of RMSNorm, attention and SwiGLU is some 14 kernels in MLX, most of them so small that starting them
 is what they cost: a third of a step of one row. Besides, MLX multiplies one row by one kernel and eight by
@@ -10,7 +10,8 @@ what the model's own give, within rounding. Where they don't, the model goes on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -21,6 +22,8 @@ from . import products
 from .fused_attention import FusedAttention, Heads, fits
 from .layer_products import LayerProducts
 from .segment_attention import Shared
+
+log = logging.getLogger(__name__)
 
 MODULES = {f"mlx_lm.models.{name}" for name in ("llama", "qwen2", "qwen3")}
 ROPES = (nn.RoPE, rope_utils.Llama3RoPE, rope_utils.YarnRoPE, rope_utils.SuScaledRoPE)
@@ -67,20 +70,22 @@ class Linear(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Weights of a layer. `qk_norms`: of queries and keys, or None. `products`: those behind attention."""
+    """Weights of a layer. `qk_norms`: of queries and keys, or None. `products`: those behind attention.
+    `next_norms`: `qk_norms` of the layer behind it."""
 
     norm: mx.array
     qkv: tuple[Linear, ...]
     qk_norms: tuple[mx.array, mx.array] | None
     products: LayerProducts
+    next_norms: tuple[mx.array, mx.array] | None
 
 
 class Between(NamedTuple):
-    """What one layer gives the next. `sum`: (rows, hidden), the residual. `results`: (rows, any) each, the
-    next layer's queries, keys and values, or the logits."""
+    """What one layer gives the next. `sum`: (rows, hidden), the residual. `attended`: (rows, heads * width),
+    what the next layer's attention gives."""
 
     sum: mx.array
-    results: tuple[mx.array, ...]
+    attended: mx.array
 
 
 class FusedStep:
@@ -116,11 +121,14 @@ class FusedStep:
         nexts = [(_norm(layer.input_layernorm, self._eps), _qkv_of(layer)) for layer in inner.layers]
         nexts.append((_norm(inner.norm, self._eps), (self._head,)))
         self._layers = [
-            _layer_of(layer, own, behind)
-            for layer, own, behind in zip(inner.layers, nexts, nexts[1:], strict=False)
+            _layer_of(layer, own, behind, following)
+            for layer, own, behind, following in zip(
+                inner.layers, nexts, nexts[1:], [*inner.layers[1:], None], strict=False
+            )
         ]
         self.attend = attend or FusedAttention(self.heads)
         self.is_repeatable = False
+        self._joins = True
         self._probes: dict[int, mx.array] = {}  # By the rows of a step.
         first = self._layers[0]
         weights = *first.products.weights, *(linear.weight for linear in first.qkv), self._head.weight
@@ -129,18 +137,22 @@ class FusedStep:
     def __call__(
         self, tokens: mx.array, layers: list[Any], layer: Callable[..., Between] | None = None
     ) -> mx.array:
-        """`layer`: what does the same as the method for all layers but the last, in less time."""
+        """`layer`: what does the same as the method, in less time."""
         turns = self.turns(layers[0].offset)
-        between = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0])
-        for weights, kv in zip(self._layers, layers, strict=True):
-            compute = self.layer if layer is None or weights is self._layers[-1] else layer
-            between = compute(weights, between, turns, kv)
-        return between.results[0].reshape(*tokens.shape, -1)
+        x = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0], turns, layers[0])
+        for weights, kv in zip(self._layers, layers[1:], strict=False):
+            x = (layer or self.layer)(weights, x, turns, kv)
+        return self.end(self._layers[-1], x)[1].reshape(*tokens.shape, -1)
 
-    def begin(self, x: mx.array, layer: Layer) -> Between:
-        """What a layer takes in, of (rows, hidden)."""
+    def begin(self, x: mx.array, layer: Layer, turns: mx.array, kv: Any) -> Between:
+        """What the products of a layer take in, of (rows, hidden); `kv` takes the tokens' KV."""
         weights, biases = [one.weight for one in layer.qkv], [one.bias for one in layer.qkv]
-        return Between(x, tuple(products.products(x, weights, norm=layer.norm, eps=self._eps, biases=biases)))
+        new = products.products(x, weights, norm=layer.norm, eps=self._eps, biases=biases)
+        return Between(x, self._attend(new, layer.qk_norms, turns, kv))
+
+    def end(self, layer: Layer, x: Between) -> list[mx.array]:
+        """The residual behind a layer, and the next queries, keys and values, or the logits."""
+        return products.of_layer(x.attended, x.sum, layer.products)
 
     def turns(self, offset: mx.array) -> mx.array:
         """(rows, width): cosine and sine by which each pair of dimensions turns: what the model's own rope
@@ -159,26 +171,31 @@ class FusedStep:
         return probe
 
     def layer(self, weights: Layer, x: Between, turns: mx.array, kv: Any) -> Between:
-        """What comes out of a layer; `kv` takes the tokens' KV."""
-        q, k, v = x.results
-        if kv.how is not None:
-            attended = self._attend_packed(q, k, v, weights.qk_norms, kv)
-        else:
-            held = kv.keys, kv.values
-            attended = self.attend(
-                (q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends, kv.firsts, kv.shared
-            )
-            if isinstance(attended, tuple):  # Where nothing is written in place.
-                attended, kv.keys, kv.values = attended
+        """What comes out of a layer and of the next one's attention; `kv`, the next one's, takes its KV."""
+        if kv.how is None and self._joins and isinstance(self.attend, FusedAttention):
+            launch = self.attend.launch(weights.next_norms, *_given(turns, kv))
             kv.done = True
-        total, *results = products.of_layer(attended, x.sum, weights.products)
-        return Between(total, tuple(results))
+            return Between(*products.of_layer_and_attention(x.attended, x.sum, weights.products, launch))
+        total, *new = self.end(weights, x)
+        return Between(total, self._attend(new, weights.next_norms, turns, kv))
+
+    def _attend(
+        self, new: Sequence[mx.array], norms: tuple[mx.array, mx.array] | None, turns: mx.array, kv: Any
+    ) -> mx.array:
+        """What attention gives of `new` queries, keys and values; `kv` takes the tokens' KV."""
+        if kv.how is not None:
+            return self._attend_packed(new, norms, kv)
+        attended = self.attend(tuple(new), norms, *_given(turns, kv))
+        if isinstance(attended, tuple):  # Where nothing is written in place.
+            attended, kv.keys, kv.values = attended
+        kv.done = True
+        return attended
 
     def _attend_packed(
-        self, q: mx.array, k: mx.array, v: mx.array, norms: tuple[mx.array, mx.array] | None, kv: Any
+        self, new: Sequence[mx.array], norms: tuple[mx.array, mx.array] | None, kv: Any
     ) -> mx.array:
         """`attend` over packed KV: norms, turns and what packs the token are kernels of MLX."""
-        q, k, v = (array.reshape(array.shape[0], -1, 1, self.heads.width) for array in (q, k, v))
+        q, k, v = (array.reshape(array.shape[0], -1, 1, self.heads.width) for array in new)
         if norms is not None:
             q, k = (mx.fast.rms_norm(x, norm, self.heads.eps) for x, norm in zip((q, k), norms, strict=True))
         q, k = (self._rope(array, offset=kv.offset) for array in (q, k))
@@ -194,13 +211,46 @@ class FusedStep:
         step_kv  makes a layer's cache of (keys, values, starts, ends, offset, shared)
         shared   of so many rows: what they hold in segments, the tokens of that, what must stay meanwhile
         """
-        products.compile_ahead([layer.products for layer in self._layers])
+        its = (self.heads, self.attend.narrow) if isinstance(self.attend, FusedAttention) else None
+        products.compile_ahead([layer.products for layer in self._layers], its)
         for rows in CHECKED_ROWS:
             for at in (0, -1):
                 before = shared(rows) if shared is not None else (None, mx.array(0), None)
                 far = self._difference(model, step_kv, rows, at, *before[:2])
                 if not far < CLOSE:  # NaN too
                     raise Unfusable(f"layer {at} differs by {far:.3g} in a step of {rows} rows")
+            if self._joins and not self._joins_well(step_kv, rows, *before[:2]):
+                log.info("fused steps are of two kernels a layer: one has other bits")
+                self._joins = False
+
+    def _joins_well(self, step_kv: Any, rows: int, shared: Shared | None, bases: mx.array) -> bool:
+        """Whether `layer` gives what its parts do, for rows of unequal lengths."""
+        weights, length = self._layers[0], 1500
+        if len(self._layers) < 2:
+            return True
+        starts, ends = map(mx.array, _unequal_rows(rows, length))
+        shape = rows, self.heads.kv_heads, length, self.heads.width
+        x, attended, *held = (
+            mx.random.normal(size, key=mx.random.key(i)).astype(self.heads.dtype)
+            for i, size in enumerate(
+                [*((rows, size) for size in weights.products.weights[0].shape), shape, shape]
+            )
+        )
+        mx.eval(held)
+        between, out = Between(x, attended), list[list[mx.array]]()
+        for joined in (False, True):
+            copies = [array + 0 for array in held]
+            mx.eval(copies)
+            kv = step_kv(*copies, starts, ends, bases + ends - starts - 1, shared=shared)
+            turns = self.turns(kv.offset)
+            if joined:
+                got = self.layer(weights, between, turns, kv)
+            else:
+                total, *new = self.end(weights, between)
+                got = Between(total, self._attend(new, weights.next_norms, turns, kv))
+            mx.eval(got, kv.keys, kv.values)
+            out.append([*got, kv.keys, kv.values])
+        return all(mx.array_equal(a, b).item() for a, b in zip(*out, strict=True))
 
     def repeats(
         self, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None = None
@@ -234,8 +284,8 @@ class FusedStep:
             its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
             kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its, firsts=firsts)
             weights = self._layers[-1]
-            got = self.layer(weights, self.begin(own, weights), self.turns(kv.offset), kv)
-            out = [got.results[0].reshape(rows, count, -1), kv.keys, kv.values]
+            logits = self.end(weights, self.begin(own, weights, self.turns(kv.offset), kv))[1]
+            out = [logits.reshape(rows, count, -1), kv.keys, kv.values]
             mx.eval(out)
             del stay
             return out
@@ -274,13 +324,11 @@ class FusedStep:
         mx.eval(own.keys, own.values, ours.keys, ours.values)
         want = model.model.layers[at](x[:, None], None, own)
         weights = self._layers[at]
-        got = self.layer(weights, self.begin(x, weights), self.turns(ours.offset), ours)
-        mx.eval(got, want, own.keys, ours.keys)
-        added = got.sum - x, want[:, 0] - x
+        total, *results = self.end(weights, self.begin(x, weights, self.turns(ours.offset), ours))
+        mx.eval(total, results, want, own.keys, ours.keys)
+        added = total - x, want[:, 0] - x
         pairs = [added, (ours.keys, own.keys), (ours.values, own.values)]
-        pairs += zip(
-            got.results, (wanted[:, 0] for wanted in self._wanted_behind(model, at, want)), strict=True
-        )
+        pairs += zip(results, (wanted[:, 0] for wanted in self._wanted_behind(model, at, want)), strict=True)
         return max(_apart(*pair) for pair in pairs)
 
     def _wanted_behind(self, model: Any, at: int, x: mx.array) -> list[mx.array]:
@@ -291,6 +339,11 @@ class FusedStep:
         layer = model.model.layers[at + 1]
         own, x = layer.self_attn, layer.input_layernorm(x)
         return [own.q_proj(x), own.k_proj(x), own.v_proj(x)]
+
+
+def _given(turns: mx.array, kv: Any) -> tuple[Any, ...]:
+    """Of what `FusedAttention` takes: all but the new tokens and norms."""
+    return turns, (kv.keys, kv.values), kv.starts, kv.ends, kv.firsts, kv.shared
 
 
 def _unequal_rows(rows: int, length: int) -> tuple[list[int], list[int]]:
@@ -341,23 +394,33 @@ def _qkv_of(layer: Any) -> tuple[Linear, ...]:
 
 
 def _layer_of(
-    layer: Any, first: tuple[mx.array, tuple[Linear, ...]], behind: tuple[mx.array, tuple[Linear, ...]]
+    layer: Any,
+    first: tuple[mx.array, tuple[Linear, ...]],
+    behind: tuple[mx.array, tuple[Linear, ...]],
+    following: Any,
 ) -> Layer:
-    """`first`: its norm, its queries, keys and values. `behind`: those of the next layer, or of the head."""
+    """`first`: its norm, its queries, keys and values. `behind`: those of the next layer, or of the head.
+    `following`: the next layer, or None."""
     own, mlp = layer.self_attn, layer.mlp
     eps = layer.input_layernorm.eps
-    norms = (own.q_norm, own.k_norm) if "q_norm" in own else None
     linears = *map(_linear, (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)), *behind[1]
     return Layer(
         *first,
-        qk_norms=(_norm(norms[0], norms[1].eps), _norm(norms[1], norms[0].eps)) if norms else None,
+        qk_norms=_qk_norms(own),
         products=LayerProducts(
             weights=tuple(linear.weight for linear in linears),
             biases=tuple(linear.bias for linear in linears),
             norms=(_norm(layer.post_attention_layernorm, eps), behind[0]),
             eps=eps,
         ),
+        next_norms=None if following is None else _qk_norms(following.self_attn),
     )
+
+
+def _qk_norms(own: Any) -> tuple[mx.array, mx.array] | None:
+    if "q_norm" not in own:
+        return None
+    return _norm(own.q_norm, own.k_norm.eps), _norm(own.k_norm, own.q_norm.eps)
 
 
 def _norm(norm: Any, eps: float) -> mx.array:

@@ -1,4 +1,5 @@
-"""The products between a layer's attention and the next one's in one launch, `omlxd_layer_products`.
+"""The products between a layer's attention and the next one's in one launch, `omlxd_layer_products`; of few
+rows the next attention, too.
 
 Four follow each other: what attention gives by the weight behind it, SwiGLU's gate and values, its weight
 behind these, and the next layer's queries, keys and values, or the model's head. As launches of their own
@@ -7,7 +8,8 @@ each other in one grid. A block asks for its first weights, waits until all bloc
 counted themselves, and then asks for what these computed. Blocks begin in their order, as CUB's scans rely
 on, too, so those that a block waits for have begun.
 
-The device function is that of products_kernel.py, and so are the bits.
+So does attention: its KV is on its way while the last products are computed, and their queries are all that
+it waits for. The device functions are those of products_kernel.py and fused_attention.py, so the bits are.
 
 Milliseconds of a decode step, 8B shape in bfloat16, one H100, no launch graphs:
 
@@ -21,8 +23,19 @@ Milliseconds of a decode step, 8B shape in bfloat16, one H100, no launch graphs:
 Other forms for eight rows, as products_kernel.py has them, on another: (1, 1, 2, 4, 2, 2), which is in use,
 5.66 and 6.81; (1, 1, 1, 8, 2, 2) 5.73 and 6.85, (1, 1, 1, 5, 3, 2) 5.87 and 7.06, (2, 1, 1, 5, 2, 1) 6.01 and
 7.17. Copies by a policy that has weights leave the second cache first are an illegal instruction there.
-Attention as the first blocks of this launch: 5.57, 6.63 and 9.69 where it took 5.65, 6.70 and 9.62 (1 x 500,
-1 x 16,000, 4 x 16,000 up), in 300 lines; parts of 512 tokens, and copies in two stages, took longer there.
+
+With the next attention, a third H100; a part is what a block of attention reads:
+
+| launches of a layer                         | 1 x 500 | 1 x 16,000 | 4 x 16,000 up |
+|---------------------------------------------|---------|------------|---------------|
+| two                                         | 5.66    | 6.67       | 9.48          |
+| one                                         | 5.54    | 6.51       | 9.33          |
+| one, parts of 704 tokens                    | 5.55    | 6.60       | 9.37          |
+| one, parts of 512                           | 5.60    | 6.70       | 9.47          |
+
+As its first blocks, which wait for the launch before, attention gained 0.07 and 0.07, and lost 0.05. Of 171
+microseconds of a layer behind 16,000 tokens, 138 are products, 29 what attention has left to do behind them
+(its KV takes 20), and 4 the way to the next launch.
 """
 
 from __future__ import annotations
@@ -38,7 +51,11 @@ import mlx.core as mx
 
 from . import cuda_driver, nvrtc
 from .attention_source import TYPES
+from .fused_attention import ARGUMENTS, Heads, Launch, Shape, device_source, shared_bytes
 from .products_kernel import FORMS, SET, SQUARES, WARPS, call_of, kernel_source
+
+MOST_SHARED = 228 * 1024 // 2 - 1024
+"""Bytes of shared memory of a block, where two share an H100's multiprocessor. CUDA takes 1,024 of each."""
 
 PLACES = 32
 """Numbers between two counters, each of which has a line of the cache to itself."""
@@ -95,35 +112,58 @@ _BODY = """
     return;
   }
   block -= blocks2;
-  p.x = scaled1; p.k = hidden; p.squares = squares1;
-  OF_NEXTS
-  NEXTS(p, block, blocks3, 0, done + 2 * PLACES, blocks2);
-  omlxd_count<3>(done, blocks3);
+  if (block < blocks3) {
+    p.x = scaled1; p.k = hidden; p.squares = squares1;
+    OF_NEXTS
+    NEXTS(p, block, blocks3, 0, done + 2 * PLACES, blocks2);
+    omlxd_count<3>(done, blocks3);
+    return;
+  }
+  ATTENTION
+"""
+
+_ATTENTION = """block -= blocks3;
+  if (threadIdx.x >= 32 * WARPS) return;
+  extern __shared__ uint4 its_rings[];
+  omlxd_attend(block % across_blocks, block / across_blocks, its_rings, done + 3 * PLACES, blocks3, GIVEN);
+  omlxd_count<4>(done, across_blocks * down_blocks);
 """
 
 _COUNT = """
-// A block of product NUMBER is done; the very last one of all makes the counters ready for the next launch.
+// A block of part NUMBER is done; the very last one of all makes the counters ready for the next launch.
 template <int NUMBER> __device__ inline void omlxd_count(int* done, int blocks) {
   __syncthreads();
   if (threadIdx.x) return;
   __threadfence();
-  if (atomicAdd(done + PLACES * NUMBER, 1) == blocks - 1 && NUMBER == 3)
-    for (int i = 0; i < 4; i++) done[PLACES * i] = 0;
+  if (atomicAdd(done + PLACES * NUMBER, 1) == blocks - 1 && NUMBER == LAST)
+    for (int i = 0; i <= LAST; i++) done[PLACES * i] = 0;
 }
 """
 
 
-def source_of(eights: int, kind: str, biases: tuple[bool, ...]) -> tuple[str, str]:
-    """(function, CUDA source). `biases`: whether each weight has one."""
+def source_of(
+    eights: int, kind: str, biases: tuple[bool, ...], attention: tuple[Heads, Shape] | None = None
+) -> tuple[str, str]:
+    """(function, CUDA source). `biases`: whether each weight has one. `attention`: with which it ends."""
     weights, nexts = range(len(biases)), range(len(biases) - 4)
     inputs = ["x", "residual", *(f"w{i}" for i in weights), "norm0", "norm1"]
-    inputs += [f"bias{i}" for i in weights if biases[i]]
+    arguments = [f"const T* {name}" for name in [*inputs, *(f"bias{i}" for i in weights if biases[i])]]
     outputs = ["T* sum0", "T* scaled0", "float* squares0", "T* inner", "T* sum1", "T* scaled1"]
     outputs += ["float* squares1", *(f"T* y{i}" for i in nexts)]
     numbers = ["rows", "wide", "hidden", "ffn", "eps", *(f"n{i}" for i in nexts)]
     numbers += [f"blocks{i}" for i in range(4)]
-    arguments = [*(f"const T* {name}" for name in inputs), "const int* counters", *outputs]
+    its = [argument.rsplit(" ", 1) for argument in ARGUMENTS] if attention is not None else []
+    made = {"q": "y0", "k": "y1", "v": "y2"}
+    if attention is not None and not attention[0].norm:
+        made |= {"q_norm": "y0", "k_norm": "y1"}
+    named = [(its_kind, f"its_{name}") for its_kind, name in its if name not in made]
+    arguments += [" ".join(one) for one in named if one[0].startswith("const") and one[0].endswith("*")]
+    arguments += ["const int* counters", *outputs]
+    arguments += [" ".join(one) for one in named if not one[0].startswith("const")]
     arguments += [f"const int {name}" for name in numbers]
+    if attention is not None:
+        arguments += [" ".join(one) for one in named if one[0] == "const int"]
+        arguments += ["const int across_blocks", "const int down_blocks"]
     first, late = partial(call_of, eights, norm=False), partial(call_of, eights, norm=False, late=True)
     words = {
         "FIRST": first(silu=False, squares=False, scaled=True, late=False),
@@ -134,12 +174,21 @@ def source_of(eights: int, kind: str, biases: tuple[bool, ...]) -> tuple[str, st
             f"p.w[{i}] = w{i + 4}; p.n[{i}] = n{i}; p.bias[{i}] = bias{i + 4}; p.y[{i}] = y{i};"
             for i in nexts
         ),
+        "ATTENTION": "" if attention is None else _ATTENTION,
+        "GIVEN": ", ".join(made.get(name, f"its_{name}") for _, name in its),
         "PLACES": str(PLACES),
+        "LAST": "3" if attention is None else "4",
     }
     body = "".join(f"  const T* bias{i} = nullptr;\n" for i in weights if not biases[i]) + _BODY
     function = f"omlxd_layer_products_{kind}_{eights}_{''.join(str(int(has)) for has in biases)}"
-    source = kernel_source(kind, FORMS[eights], function, arguments, body, before=_COUNT)
-    return function, re.sub(rf"\b({'|'.join(words)})\b", lambda word: words[word[0]], source)
+    before = _COUNT
+    if attention is not None:
+        name, source = device_source(*attention, late=True)
+        function, before = f"{function}_{name}", source + before
+    source = kernel_source(kind, FORMS[eights], function, arguments, body, before=before)
+    for word, meaning in words.items():  # In this order: some stand in another.
+        source = re.sub(rf"\b{word}\b", lambda _, meaning=meaning: meaning, source)
+    return function, source
 
 
 @cache
@@ -152,9 +201,15 @@ def code(*form: Any) -> tuple[str, bytes]:
 @cache
 def _counters() -> mx.array:
     """All launches share them: each waits for the one before it, whose result its layer needs."""
-    counters = mx.zeros((4 * PLACES,), mx.int32)
+    counters = mx.zeros((5 * PLACES,), mx.int32)
     mx.eval(counters)
     return counters
+
+
+def takes(attention: Launch, rows: int) -> bool:
+    """Whether a launch of so many rows may end with this: two blocks of it share a multiprocessor, too."""
+    narrow = rows <= 8 and attention.shape.tiles == 1
+    return narrow and shared_bytes(attention.heads.width, attention.shape) <= MOST_SHARED
 
 
 @lru_cache(512)
@@ -167,47 +222,65 @@ def _launch(
     dtype: Any,
     kind: tuple[str, tuple[bool, ...]],
     eps: float,
+    attention: Launch | None,
 ) -> Callable[..., list[mx.array]]:
+    """`attention`: without its inputs."""
     eights = next(eights for eights in FORMS if rows <= 8 * eights)
     form = FORMS[eights]
-    function, machine_code = code(eights, *kind)
     tiles = [-(-hidden // form.tile), -(-2 * ffn // form.tile), -(-hidden // form.tile)]
     tiles.append(sum(-(-length // form.tile) for length in nexts))
     blocks = [min(count, form.blocks * cuda_driver.multiprocessors()) for count in tiles]
-    threads = 32 * WARPS * form.groups
+    threads, shared = 32 * WARPS * form.groups, form.shared(eights)
     (bits,) = struct.unpack("i", struct.pack("f", eps))  # MLX refuses every float here.
+    scalars = [rows, wide, hidden, ffn, bits, *nexts, *blocks]
     back = [(hidden, dtype), (hidden, dtype), (-(-hidden // SQUARES), mx.float32)]
-    outputs = [*back, (ffn, dtype), *back, *((length, dtype) for length in nexts)]
+    outputs = [
+        ((rows, length), its) for length, its in (*back, (ffn, dtype), *back, *((n, dtype) for n in nexts))
+    ]
+    its_kind, blocks_of_attention = list[Any](), 0
+    if attention is not None:
+        its_kind = [(attention.heads, attention.shape)]
+        scalars += [*attention.scalars, *attention.blocks]
+        outputs += [*attention.outputs]
+        shared = max(shared, shared_bytes(attention.heads.width, attention.shape))
+        blocks_of_attention = math.prod(attention.blocks)
+    function, machine_code = code(eights, *kind, *its_kind)
 
     def launch(*arrays: mx.array) -> list[mx.array]:
         return mx.fast.precompiled_cuda_kernel(
             name=function,
             compiled_source=machine_code,
             inputs=arrays,
-            scalars=[rows, wide, hidden, ffn, bits, *nexts, *blocks],
-            output_shapes=[(rows, length) for length, _ in outputs],
-            output_dtypes=[dtype for _, dtype in outputs],
-            grid=(sum(blocks) * threads, 1, 1),
+            scalars=scalars,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[its for _, its in outputs],
+            grid=((sum(blocks) + blocks_of_attention) * threads, 1, 1),
             threadgroup=(threads, 1, 1),
-            shared_memory=form.shared(eights),
+            shared_memory=shared,
             ensure_row_contiguous=True,
         )
 
     return mx.compile(launch)
 
 
-def run(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.array]:
-    """The residual behind the layer (rows, hidden), and the results of the next products.
+def run(
+    x: mx.array, residual: mx.array, layer: LayerProducts, attention: Launch | None = None
+) -> list[mx.array]:
+    """The residual behind the layer (rows, hidden), and the results of the next products; with `attention`,
+    which it `takes`, what this gives of them.
 
     x         (rows, heads * width), at most `SET` rows: what attention gives
     residual  (rows, hidden), before it
     """
-    rows = math.prod(x.shape[:-1])
+    rows, hidden = residual.shape
     assert rows <= SET
     ffn, nexts = layer.weights[1].shape[0], tuple(weight.shape[0] for weight in layer.weights[4:])
-    hidden = residual.shape[-1]
-    launch = _launch(rows, x.shape[-1], hidden, ffn, nexts, x.dtype, layer.kind, layer.eps)
+    its = attention and attention._replace(
+        norms=(), inputs=(), scalars=tuple(attention.scalars), outputs=tuple(attention.outputs)
+    )
+    launch = _launch(rows, x.shape[-1], hidden, ffn, nexts, x.dtype, layer.kind, layer.eps, its)
     biases = (bias for bias in layer.biases if bias is not None)
-    given = x, residual, *layer.weights, *layer.norms, *biases, _counters()
+    more = [] if attention is None else [*attention.norms, *attention.inputs]
+    given = x, residual, *layer.weights, *layer.norms, *biases, *more, _counters()
     _, _, _, _, total, _, _, *results = launch(*given)
-    return [total, *results]
+    return [total, *results] if attention is None else [total, results[len(nexts)]]

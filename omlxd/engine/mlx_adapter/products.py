@@ -22,6 +22,7 @@ import mlx.nn as nn
 
 from . import layer_products, prompt_shapes
 from .device import backend
+from .fused_attention import Heads, Launch, Shape
 from .layer_products import LayerProducts
 from .products_kernel import FORMS, MOST_ROWS, SET, TYPES, Around, code, run
 
@@ -98,9 +99,22 @@ def of_layer(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.a
     return [total, *products(scaled, weights[4:], biases=biases[4:], squares=squares, eps=eps)]
 
 
-def compile_ahead(layers: Sequence[LayerProducts]) -> None:
-    """Compile the launches that `of_layer` uses for these layers, all at the same time. NVRTC takes up to a
-    second for one.
+def of_layer_and_attention(
+    x: mx.array, residual: mx.array, layer: LayerProducts, attention: Launch
+) -> list[mx.array]:
+    """The residual behind the layer, and what `attention` gives of the next queries, keys and values: in one
+    launch, or in more with the same bits."""
+    rows = residual.shape[0]
+    at_once = rows <= min(SET, most_rows(layer.weights)) and x.dtype == layer.weights[0].dtype
+    if at_once and layer_products.takes(attention, rows):
+        return layer_products.run(x, residual, layer, attention)
+    total, *new = of_layer(x, residual, layer)
+    return [total, attention.run(new)]
+
+
+def compile_ahead(layers: Sequence[LayerProducts], attention: tuple[Heads, Shape] | None = None) -> None:
+    """Compile the launches that `of_layer` uses for these layers, and those that end with `attention`, all at
+    the same time. NVRTC takes up to a second for one.
 
     Raises what NVRTC raises.
     """
@@ -108,6 +122,8 @@ def compile_ahead(layers: Sequence[LayerProducts]) -> None:
     jobs: set[tuple[Any, ...]] = set()
     for kind, biases in {layer.kind for layer in layers} if most else ():
         jobs |= {(layer_products.code, eights, kind, biases) for eights in FORMS}
+        if attention is not None and len(biases) > 5:  # None follows the head.
+            jobs.add((layer_products.code, min(FORMS), kind, biases, attention))
         if most > SET:
             back, on = (False, True, False, False, True), (False, False, False, True, False)
             jobs |= {(code, kind, largest, some, *back) for some in (biases[:1], biases[3:4])}

@@ -87,15 +87,6 @@ with barriers of the grid.
 """
 
 _BODY = r"""
-template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_floats<T>(x.bits).x; }
-__device__ inline void omlxd_await(const int* done, int count) {
-  if (threadIdx.x == 0) {
-    int now;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(done) : "memory");
-    while (now < count);
-  }
-  __syncthreads();
-}
 template <typename T> struct Products {
   const T *x, *norm, *residual, *scaled, *w[3], *bias[3];
   const float* squares;
@@ -120,12 +111,12 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p, const int b
   constexpr int WP = CH * MT * 2, STAGE = (WP + CH * NT) * 32;
   constexpr int HALF = SILU ? ROWS / 2 : ROWS;
   const int rows = p.rows - before;
-  extern __shared__ uint4 omlxd_shared[];
+  extern __shared__ uint4 omlxd_ring[];
   const int warp = threadIdx.x >> 5, slice = warp % KW, part = warp / KW;
   const int lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
-  uint4* ring = omlxd_shared + warp * ST * STAGE + lane;
+  uint4* ring = omlxd_ring + warp * ST * STAGE + lane;
   const unsigned place = (unsigned)__cvta_generic_to_shared(ring);
-  float* sums = reinterpret_cast<float*>(omlxd_shared + KW * G * ST * STAGE);  // [DB][KW][COLS][PAD]
+  float* sums = reinterpret_cast<float*>(omlxd_ring + KW * G * ST * STAGE);  // [DB][KW][COLS][PAD]
   float* squares = sums + DB * KW * COLS * PAD;  // [KW][COLS]; what a row is multiplied by where SQUARES
   int tiles[3];
   #pragma unroll

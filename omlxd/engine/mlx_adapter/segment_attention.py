@@ -36,12 +36,14 @@ class Places(NamedTuple):
              index among its own
     counts   (rows,) in int32: segments of each row
     most     of these, the largest
+    widest   rows that hold one, at most
     """
 
     holders: list[tuple[int, int]]
     table: mx.array
     counts: mx.array
     most: int
+    widest: int
 
 
 def places_of(rows: Sequence[Sequence[object]]) -> Places:
@@ -60,7 +62,7 @@ def _places(rows: tuple[tuple[int, ...], ...]) -> Places:
     table = mx.array([[len(own), *sum(own, ()), *[0] * (width - 2 * len(own))] for own in every], mx.int32)
     counts = mx.array([len(numbers) for numbers in rows], mx.int32)
     mx.eval(table, counts)
-    return Places([own[0] for own in every], table, counts, max(map(len, rows)))
+    return Places([own[0] for own in every], table, counts, max(map(len, rows)), max(map(len, every)))
 
 
 class Shared(NamedTuple):
@@ -75,6 +77,7 @@ class Shared(NamedTuple):
     counts: mx.array
     tokens: int
     most: int
+    widest: int
 
 
 def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
@@ -261,7 +264,7 @@ def _shared_of(held: Sequence[Pair], rows: Sequence[Sequence[int]]) -> Shared:
     places = places_of([[held[number] for number in row] for row in rows])
     arrays = [array for row, index in places.holders for array in held[rows[row][index]]]
     addresses = addresses_of(arrays).reshape(-1, 2)
-    return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most)
+    return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most, places.widest)
 
 
 def example(heads: Heads, rows: int, count: int = 1) -> tuple[Shared, mx.array, list[Pair]]:

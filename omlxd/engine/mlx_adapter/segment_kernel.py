@@ -26,7 +26,7 @@ template <int NT> __device__ inline void omlxd_segment(
     const T* q, const T* q_norm, const float* turns, unsigned long long k_at, unsigned long long v_at,
     long before, const int* holders, int columns, int first, int from, int to, float factor, int parts,
     int part, int most, int fresh, int kv_heads, int kv_head, uint4* rings, T* queries, float* tops,
-    float* masses, float* sums, float* weights) {
+    float* masses, float* sums, float* weights, const int* done, int awaited) {
   constexpr int CHUNKS = D / 8, TILE = 16, STAGE = 2 * TILE * CHUNKS, COLUMNS = 8 * NT;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
   const int tiles = (to - from) / TILE;
@@ -36,9 +36,11 @@ template <int NT> __device__ inline void omlxd_segment(
     const long head = ((long)row * kv_heads + kv_head) * GROUP + (first + c) % each / fresh;
     return head * fresh + (first + c) % fresh;
   };
-  // `read(c)` asks for what `prepare(c)` puts into column c: before the KV, behind which it would wait.
+  // `ready(c)` and `take(c)` ask for what `prepare(c)` puts into column c: before the KV, behind which it
+  // would wait. LATE: other blocks of the launch make what `take` asks for; the KV is on its way meanwhile.
   QUERY
-  read(warp);
+  ready(warp);
+  if (!LATE) take(warp);
   const uint4* K = reinterpret_cast<const uint4*>(k_at) + before;
   const uint4* V = reinterpret_cast<const uint4*>(v_at) + before;
   uint4* ring = rings + warp * STAGES * STAGE;
@@ -58,10 +60,15 @@ template <int NT> __device__ inline void omlxd_segment(
   };
   #pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) fetch(warp + s * WARPS, s);
+  if (LATE) {
+    omlxd_await(done, awaited);
+    take(warp);
+  }
   prepare(warp);
   #pragma unroll 1
   for (int c = warp + WARPS; c < COLUMNS; c += WARPS) {
-    read(c);
+    ready(c);
+    take(c);
     prepare(c);
   }
   __syncthreads();
@@ -181,7 +188,8 @@ template <int NT> __device__ inline void omlxd_segment(
 
 _COPY_QUERY = """
   uint4 some[(CHUNKS + 31) / 32];
-  auto read = [&](int c) {
+  auto ready = [&](int c) {};
+  auto take = [&](int c) {
     const uint4* source = reinterpret_cast<const uint4*>(q) + (c < columns ? place(c) : 0) * CHUNKS;
     const uint4 none = make_uint4(0, 0, 0, 0);
     for (int i = lane, j = 0; i < CHUNKS; i += 32, j++) some[j] = c < columns ? source[i] : none;
@@ -208,7 +216,8 @@ _BODY = """
   const float factor = scale[0] * 1.44269504f;
   #define RUN(N) \\
     omlxd_segment<N>(q, nullptr, nullptr, at[0], at[1], before, own + 1, columns, first, from, to, factor, \\
-                     parts, part, most, fresh, kv_heads, kv_head, rings, queries, tops, masses, sums, weights)
+                     parts, part, most, fresh, kv_heads, kv_head, rings, queries, tops, masses, sums, \\
+                     weights, nullptr, 0)
   if (columns <= 8) RUN(1);
   else if (MOST_TILES == 2 || columns <= 16) RUN(2);
   else RUN(MOST_TILES);
@@ -298,7 +307,7 @@ def addresses_source(count: int) -> tuple[str, str]:
 
 
 def read_source(query: str = _COPY_QUERY) -> str:
-    """`omlxd_segment`, for D, GROUP, SPAN, WARPS and STAGES. `query`: `read` and `prepare`."""
+    """`omlxd_segment`, for D, GROUP, SPAN, WARPS and STAGES. `query`: `ready`, `take` and `prepare`."""
     return _READ.replace("QUERY", query)
 
 
@@ -306,7 +315,7 @@ def segments_source(width: int, group: int, dtype: Any) -> tuple[str, str]:
     """(function, CUDA source)."""
     kind = TYPES[dtype]
     numbers = {"D": width, "GROUP": group, "SPAN": SPAN, "WARPS": WARPS, "STAGES": STAGES}
-    numbers |= {"MOST_TILES": most_tiles(width)}
+    numbers |= {"MOST_TILES": most_tiles(width), "LATE": 0}
     name = "_".join(["omlxd_segments", kind, *map(str, numbers.values())])
     arguments = (
         "const T* q, const unsigned long long* addresses, const int* table, const float* scale, "

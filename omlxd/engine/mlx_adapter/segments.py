@@ -238,7 +238,7 @@ def _shared(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
     places = segment_attention.places_of(rows)
     held = [rows[row][index] for row, index in places.holders]
     number, tokens = held[0].layers.index(layer), held[0].pair(layer)[0].shape[2]
-    return Shared(_addresses(held)[number], places.table, places.counts, tokens, places.most)
+    return Shared(_addresses(held)[number], places.table, places.counts, tokens, places.most, places.widest)
 
 
 def _shared_by(rows: Sequence[Sequence[Segment]], counts: Sequence[int], size: int, layer: str) -> Shared:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from omlxd.engine.mlx_adapter import layer_products, products
-from omlxd.engine.mlx_adapter.layer_products import LayerProducts
+from omlxd.engine.mlx_adapter import fused_attention, layer_products, products
+from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads, Launch
+from omlxd.engine.mlx_adapter.layer_products import MOST_SHARED, LayerProducts
 from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET, WARPS
+from omlxd.engine.mlx_adapter.segment_attention import Shared
 
 HIDDEN, WIDE, FFN = 64, 96, 144
 
@@ -20,9 +23,11 @@ def drawn(*shape: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(mx.bfloat16)
 
 
-def layer_of(nexts: tuple[int, ...] = (96, 32, 32), biased: tuple[int, ...] = ()) -> LayerProducts:
+def layer_of(
+    nexts: tuple[int, ...] = (96, 32, 32), biased: tuple[int, ...] = (), wide: int = WIDE
+) -> LayerProducts:
     """`biased`: numbers of the weights that have a bias."""
-    shapes = [(HIDDEN, WIDE), (FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN), *((n, HIDDEN) for n in nexts)]
+    shapes = [(HIDDEN, wide), (FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN), *((n, HIDDEN) for n in nexts)]
     biases = [drawn(shape[0]) if i in biased else None for i, shape in enumerate(shapes)]
     return LayerProducts(
         [drawn(*shape) / 8 for shape in shapes], biases, (drawn(HIDDEN), drawn(HIDDEN)), 1e-5
@@ -63,9 +68,9 @@ def test_rows_that_one_launch_takes(rows: int, most: int, launches: int, monkeyp
     assert len(asked) == launches
 
 
-@pytest.mark.parametrize("rows", [1, 9, 32])
-@pytest.mark.parametrize("nexts", [(96, 32, 32), (512,)], ids=["queries, keys and values", "head"])
-def test_a_launch_gives_the_source_what_it_names(rows: int, nexts: tuple[int, ...], monkeypatch):
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Launches on a GPU of two multiprocessors, whose code is its source. They give zeros."""
     asked: list[dict[str, Any]] = []
 
     def launch(**given: Any) -> list[mx.array]:
@@ -76,37 +81,102 @@ def test_a_launch_gives_the_source_what_it_names(rows: int, nexts: tuple[int, ..
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch, raising=False)
     monkeypatch.setattr(layer_products.mx, "compile", lambda function: function)
     monkeypatch.setattr(layer_products.cuda_driver, "multiprocessors", lambda: 2)
-    monkeypatch.setattr(layer_products.nvrtc, "machine_code", lambda source: source.encode())
+    for module in (layer_products, fused_attention):
+        monkeypatch.setattr(module.nvrtc, "machine_code", lambda source: source.encode())
     for cached in (layer_products.code, layer_products._launch, layer_products._counters):
         cached.cache_clear()
+    yield asked
+    for cached in (layer_products.code, layer_products._launch, layer_products._counters):
+        cached.cache_clear()
+
+
+def arguments_of(given: dict[str, Any]) -> list[tuple[str, str]]:
+    """(type, name) of each argument of the kernel."""
+    source = given["compiled_source"].decode()
+    head = re.search(rf"{given['name']}\(([^)]*)\)", source)
+    assert head is not None and source.count("{") == source.count("}")
+    words = [argument.strip().rsplit(" ", 1) for argument in head[1].split(",")]
+    return [(kind, name) for kind, name in words]
+
+
+def check_names(given: dict[str, Any], named: dict[str, mx.array]) -> dict[str, int]:
+    """Arrays are those that the source names so, and outputs are as many. Returns its numbers."""
+    arguments = arguments_of(given)
+    inputs = [name for kind, name in arguments if kind.startswith("const") and kind.endswith("*")]
+    for array, name in zip(given["inputs"], inputs, strict=True):
+        assert name == "counters" or array is named[name] or mx.array_equal(array, named[name]).item(), name
+    assert len(given["output_shapes"]) == sum(not kind.startswith("const") for kind, _ in arguments)
+    numbers = [name for kind, name in arguments if kind == "const int"]
+    return dict(zip(numbers, given["scalars"], strict=True))
+
+
+def names_of(residual: mx.array, layer: LayerProducts) -> dict[str, mx.array]:
+    named = {"residual": residual, "norm0": layer.norms[0], "norm1": layer.norms[1]}
+    named |= {f"w{i}": weight for i, weight in enumerate(layer.weights)}
+    return named | {f"bias{i}": bias for i, bias in enumerate(layer.biases) if bias is not None}
+
+
+@pytest.mark.parametrize("rows", [1, 9, 32])
+@pytest.mark.parametrize("nexts", [(96, 32, 32), (512,)], ids=["queries, keys and values", "head"])
+def test_a_launch_gives_the_source_what_it_names(rows: int, nexts: tuple[int, ...], asked):
     biased = (1, 4) if len(nexts) > 1 else ()
     x, residual, layer = drawn(rows, WIDE), drawn(rows, HIDDEN), layer_of(nexts, biased)
     out = layer_products.run(x, residual, layer)
     assert [array.shape[1] for array in out] == [HIDDEN, *nexts]
-    for cached in (layer_products.code, layer_products._launch, layer_products._counters):
-        cached.cache_clear()
     (given,) = asked
-    monkeypatch.undo()
-    source = given["compiled_source"].decode()
-    head = re.search(rf"{given['name']}\(([^)]*)\)", source)
-    assert head is not None
-    names = [argument.split() for argument in head[1].split(",")]
-    kinds = [" ".join(words[:-1]) for words in names]
-    named = {"x": x, "residual": residual, "norm0": layer.norms[0], "norm1": layer.norms[1]}
-    named |= {f"w{i}": weight for i, weight in enumerate(layer.weights)}
-    named |= {f"bias{i}": bias for i, bias in enumerate(layer.biases)}
-    inputs = [words[-1] for words in names if words[:-1] in (["const", "T*"], ["const", "int*"])]
-    for array, name in zip(given["inputs"], inputs, strict=True):
-        assert name == "counters" or mx.array_equal(array, named[name]).item(), name
-    assert len(given["output_shapes"]) == sum(kind in ("T*", "float*") for kind in kinds)
-    numbers = [words[-1] for words in names if words[:-1] == ["const", "int"]]
-    values = dict(zip(numbers, given["scalars"], strict=True))
+    values = check_names(given, {"x": x, **names_of(residual, layer)})
     assert (values["rows"], values["wide"], values["hidden"], values["ffn"]) == (rows, WIDE, HIDDEN, FFN)
     form = FORMS[next(eights for eights in FORMS if rows <= 8 * eights)]
     blocks = [values[f"blocks{i}"] for i in range(4)]
     assert all(0 < count <= 2 * form.blocks for count in blocks)
     assert given["grid"] == (sum(blocks) * 32 * WARPS * form.groups, 1, 1)
-    assert source.count("{") == source.count("}")
+
+
+def attention_of(rows: int, shared: int = 0, norm: bool = True) -> Launch:
+    """`shared`: rows that hold each segment; 0: there is none."""
+    heads = Heads(128, 8, 2, 128, False, norm, 0.1, 1e-6, mx.bfloat16)
+    held, weight = (drawn(rows, 2, 1280, 128), drawn(rows, 2, 1280, 128) + 1), drawn(128)
+    starts, ends = mx.zeros((rows,), mx.int32), mx.full((rows,), 1100, mx.int32)
+    table, counts = mx.zeros((3, 1 + 2 * rows), mx.int32), mx.ones((rows,), mx.int32)
+    its = Shared(mx.zeros((3, 2), mx.uint64), table, counts, 2048, 3, shared) if shared else None
+    norms = (weight, weight + 1) if norm else None
+    return FusedAttention(heads).launch(norms, mx.zeros((rows, 128)), held, starts, ends, None, its)
+
+
+NEXTS = 1024, 256, 256
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_launch_ends_with_attention(shared: int, norm: bool, asked):
+    attention, x, residual = attention_of(1, shared, norm), drawn(1, 1024), drawn(1, HIDDEN)
+    layer = layer_of(NEXTS, wide=1024)
+    out = products.layer_products.run(x, residual, layer, attention)
+    assert [array.shape[1] for array in out] == [HIDDEN, 1024], "the residual, and what attention gives"
+    (given,) = asked
+    names = "turns keys values starts ends firsts addresses table counts counters"
+    words = [*(("q_norm", "k_norm") if norm else ()), *names.split()]
+    arrays = [*attention.norms, *attention.inputs]
+    its = {f"its_{name}": array for name, array in zip(words, arrays, strict=True)}
+    values = check_names(given, {"x": x, **its, **names_of(residual, layer)})
+    assert values["its_rows"] == values["rows"] == 1 and values["its_segments"] == (3 if shared else 0)
+    assert (values["across_blocks"], values["down_blocks"]) == attention.blocks == ((8 if shared else 2), 2)
+    blocks = sum(values[f"blocks{i}"] for i in range(4)) + values["across_blocks"] * values["down_blocks"]
+    assert given["grid"] == (blocks * 32 * WARPS, 1, 1) and given["shared_memory"] <= MOST_SHARED
+    parts = 16 + (6 if shared else 0)
+    assert given["output_shapes"][-3:] == [(1, 1024), (1, 8, parts, 128), (1, 8, parts, 2)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shared", "launches"), [(1, 1, 1), (2, 2, 1), (8, 2, 1), (3, 3, 2), (8, 0, 1), (9, 0, 2)]
+)
+def test_of_more_rows_or_queries_of_a_segment_attention_has_its_own_launch(
+    rows: int, shared: int, launches: int, asked, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(products, "most_rows", lambda weights: SET)
+    given = drawn(rows, 1024), drawn(rows, HIDDEN), layer_of(NEXTS, wide=1024), attention_of(rows, shared)
+    total, attended = products.of_layer_and_attention(*given)
+    assert len(asked) == launches and total.shape == (rows, HIDDEN) and attended.shape == (rows, 1024)
 
 
 @pytest.mark.parametrize(("most", "jobs"), [(0, 0), (SET, 6), (128, 6 + 4)])
@@ -115,8 +185,13 @@ def test_all_launches_are_compiled_ahead(most: int, jobs: int, monkeypatch: pyte
     monkeypatch.setattr(products, "most_rows", lambda weights: most)
     for module, name in ((layer_products, "code"), (products, "code")):
         monkeypatch.setattr(module, name, lambda *form, name=module.__name__: asked.append((name, *form)))
-    products.compile_ahead([layer_of(), layer_of(), layer_of((512,))])
+    layers = [layer_of(), layer_of(), layer_of((512,))]
+    products.compile_ahead(layers)
     assert len(set(asked)) == len(asked) == jobs, "out and down are of one kind"
+    asked.clear()
+    launch = attention_of(1)
+    products.compile_ahead(layers, (launch.heads, launch.shape))
+    assert len(asked) == jobs + (most > 0), "none follows the head"
 
 
 def test_each_kind_has_its_own_source():

@@ -381,8 +381,8 @@ def test_a_fused_launch_reads_tails_and_segments(monkeypatch):
         out = attend((q, k, k), None, turns, (tails, tails), *places, None, shared)
         (launch,) = watched.launches
         assert out.shape == q.shape and launch[0].startswith("omlxd_fused_attention") and launch[1] == 15
-        # Three segments of two parts each, and two parts of each tail, in blocks of 8 warps.
-        assert launch[2] == (256 * ((3 * 2 if shared else 0) + 3 * 2), 2, 1)
+        # Three segments of two parts each, and two parts of each tail, in blocks of 4 warps.
+        assert launch[2] == (128 * ((3 * 2 if shared else 0) + 3 * 2), 2, 1)
 
 
 def test_a_source_for_each_kind_of_heads():
