@@ -354,7 +354,7 @@ class CompiledStep:
             if any(_shape(layer) != held[window] for window, layer in zip(windows, cache, strict=True)):
                 raise Untraceable("layers keep different KV")
             if fused:
-                function = partial(self._trace, windows, mx.compile(self._trace_layer))
+                function = partial(self._trace, windows, mx.compile(self._trace_layers))
             else:
                 function = mx.compile(partial(self._trace, windows, None))
             if len(self._functions) >= FUNCTIONS:
@@ -362,25 +362,28 @@ class CompiledStep:
         self._functions[shape] = function
         return function
 
-    def _trace_layer(
+    def _trace_layers(
         self,
-        weights: Layer,
+        weights: Sequence[Layer],
         x: Between,
         turns: mx.array,
-        held: tuple[Any, Any],
+        held: Sequence[tuple[Any, Any]],
         places: tuple[mx.array, mx.array, mx.array],
-        shared: Shared | None,
+        shared: Sequence[Shared | None],
         firsts: mx.array | None,
-    ) -> tuple[Between, Any, Any]:
-        """A layer of a fused step: what comes out of it; the next one's keys and values."""
+    ) -> tuple[Between, list[tuple[Any, Any]]]:
+        """Layers of a fused step: what comes out of them; keys and values of those behind each."""
         assert self._fused is not None
-        kv = StepKV(*held, *places, 0, shared, self._how if isinstance(held[0], list) else None, firsts)
-        return self._fused.layer(weights, x, turns, kv), kv.keys, kv.values
+        kvs = [
+            StepKV(*its, *places, 0, own, self._how if isinstance(its[0], list) else None, firsts)
+            for its, own in zip(held, shared, strict=True)
+        ]
+        return self._fused.layers(weights, x, turns, kvs), [(kv.keys, kv.values) for kv in kvs]
 
     def _trace(
         self,
         windows: list[int],
-        layer: Callable[..., Any] | None,
+        some: Callable[..., Any] | None,
         tokens: mx.array,
         keys: list[Any],
         values: list[Any],
@@ -388,7 +391,7 @@ class CompiledStep:
         held: list[Any],
         firsts: list[mx.array],
     ) -> tuple[mx.array, list[Any], list[Any]]:
-        """`windows`: of each layer. `layer`: `_trace_layer`, compiled, of a fused step. `places`: as
+        """`windows`: of each layer. `some`: `_trace_layers`, compiled, of a fused step. `places`: as
         `Next.arrays`, of each window in the order of the layers. `held`: what all layers have of `Shared`,
         and each layer's addresses; empty where no row has segments.
         `firsts`: empty where each row has one token."""
@@ -407,8 +410,8 @@ class CompiledStep:
             )
             for own_keys, own_values, window, its in of_layers
         ]
-        if self._fused is not None and layer is not None:
-            logits = self._fused(tokens, layers, partial(_call_layer, layer))
+        if self._fused is not None and some is not None:
+            logits = self._fused(tokens, layers, partial(_call_layers, some))
         else:
             logits = self._model(tokens, cache=layers)
         if not all(layer.done for layer in layers):
@@ -416,11 +419,13 @@ class CompiledStep:
         return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
-def _call_layer(
-    function: Callable[..., Any], weights: Layer, x: Between, turns: mx.array, kv: StepKV
+def _call_layers(
+    function: Callable[..., Any], weights: Sequence[Layer], x: Between, turns: mx.array, kvs: Sequence[StepKV]
 ) -> Between:
-    """As `FusedStep.layer`, by `_trace_layer`."""
-    held, places = (kv.keys, kv.values), (kv.starts, kv.ends, kv.offset)
-    x, kv.keys, kv.values = function(weights, x, turns, held, places, kv.shared, kv.firsts)
-    kv.done = True
+    """As `FusedStep.layers`, by `_trace_layers`."""
+    held, first = [(kv.keys, kv.values) for kv in kvs], kvs[0]
+    places = first.starts, first.ends, first.offset
+    x, held = function(weights, x, turns, held, places, [kv.shared for kv in kvs], first.firsts)
+    for kv, (kv.keys, kv.values) in zip(kvs, held, strict=True):
+        kv.done = True
     return x

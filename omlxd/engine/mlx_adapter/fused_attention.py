@@ -129,7 +129,10 @@ _TURN_QUERY = """
   auto take = [&](int c) {
     const T* source = q + (c < columns ? place(c) : 0) * D;
     #pragma unroll
-    for (int j = 0; j < EACH; j++) { x[j] = source[a[j]]; y[j] = source[b[j]]; }
+    for (int j = 0; j < EACH; j++) {
+      x[j].bits = __ldcg(&source[a[j]].bits);
+      y[j].bits = __ldcg(&source[b[j]].bits);
+    }
   };
   auto prepare = [&](int c) {
     float squares = 0.f;
@@ -298,7 +301,10 @@ _BODY = """
     const T* source = h < H ? q + ((long)row * KV_HEADS * GROUP + block_y * H + h) * D
                             : (is_value(h) ? v : k) + ((long)row * KV_HEADS + kv_head) * D;
     #pragma unroll
-    for (int j = 0; j < EACH; j++) { x[j] = source[a[j]]; y[j] = source[b[j]]; }
+    for (int j = 0; j < EACH; j++) {
+      x[j].bits = __ldcg(&source[a[j]].bits);
+      y[j].bits = __ldcg(&source[b[j]].bits);
+    }
   };
   auto prepare = [&](int h) {
     T* target = h < H ? queries + h * D : fresh + (h - H) * D;
@@ -572,6 +578,16 @@ class Launch(NamedTuple):
     scalars: Sequence[int]
     blocks: tuple[int, int]
     outputs: Sequence[tuple[tuple[int, ...], Any]]
+
+    @property
+    def own(self) -> list[mx.array]:
+        """Norms, keys, values and addresses: a layer's own."""
+        return [*self.norms, *self.inputs[1:3], self.inputs[6]]
+
+    @property
+    def common(self) -> list[mx.array]:
+        """`inputs` that are the same for all layers."""
+        return [self.inputs[0], *self.inputs[3:6], *self.inputs[7:]]
 
     def run(self, new: Sequence[mx.array]) -> mx.array:
         """(rows, heads * width). `new`: q (rows, heads * width), k and v (rows, KV heads * width) as the

@@ -1,4 +1,4 @@
-"""A decode step of Llama's kind of model in a kernel or two a layer: layer_products.py, fused_attention.py.
+"""A decode step of Llama's kind of model in few kernels: layer_products.py, fused_attention.py.
 
 A layer of RMSNorm, attention and SwiGLU is some 14 kernels in MLX, most of them so small that starting them
 is what they cost: a third of a step of one row. Besides, MLX multiplies one row by one kernel and eight by
@@ -20,7 +20,7 @@ from mlx_lm.models import rope_utils
 
 from . import products
 from .fused_attention import FusedAttention, Heads, fits
-from .layer_products import LayerProducts
+from .layer_products import AT_ONCE, LayerProducts
 from .segment_attention import Shared
 
 log = logging.getLogger(__name__)
@@ -128,20 +128,24 @@ class FusedStep:
         ]
         self.attend = attend or FusedAttention(self.heads)
         self.is_repeatable = False
-        self._joins = True
+        alike = {layer.products.shapes for layer in self._layers[:-1]}
+        size, last = AT_ONCE if len(alike) == 1 else 1, len(self._layers) - 1
+        self._groups = [slice(start, min(start + size, last)) for start in range(0, last, size)]
+        self._joins = bool(self._groups)
         self._probes: dict[int, mx.array] = {}  # By the rows of a step.
         first = self._layers[0]
         weights = *first.products.weights, *(linear.weight for linear in first.qkv), self._head.weight
         self.most_rows = products.most_rows(weights)
 
     def __call__(
-        self, tokens: mx.array, layers: list[Any], layer: Callable[..., Between] | None = None
+        self, tokens: mx.array, layers: list[Any], compute: Callable[..., Between] | None = None
     ) -> mx.array:
-        """`layer`: what does the same as the method, in less time."""
+        """`compute`: what does the same as the method, in less time."""
         turns = self.turns(layers[0].offset)
         x = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0], turns, layers[0])
-        for weights, kv in zip(self._layers, layers[1:], strict=False):
-            x = (layer or self.layer)(weights, x, turns, kv)
+        for group in self._groups:
+            behind = layers[group.start + 1 : group.stop + 1]
+            x = (compute or self.layers)(self._layers[group], x, turns, behind)
         return self.end(self._layers[-1], x)[1].reshape(*tokens.shape, -1)
 
     def begin(self, x: mx.array, layer: Layer, turns: mx.array, kv: Any) -> Between:
@@ -170,14 +174,26 @@ class FusedStep:
             self._probes[rows] = probe
         return probe
 
-    def layer(self, weights: Layer, x: Between, turns: mx.array, kv: Any) -> Between:
-        """What comes out of a layer and of the next one's attention; `kv`, the next one's, takes its KV."""
-        if kv.how is None and self._joins and isinstance(self.attend, FusedAttention):
-            launch = self.attend.launch(weights.next_norms, *_given(turns, kv))
-            kv.done = True
-            return Between(*products.of_layer_and_attention(x.attended, x.sum, weights.products, launch))
-        total, *new = self.end(weights, x)
-        return Between(total, self._attend(new, weights.next_norms, turns, kv))
+    def layers(self, weights: Sequence[Layer], x: Between, turns: mx.array, kvs: Sequence[Any]) -> Between:
+        """What comes out of layers and of the attention behind each; `kvs`, of the next ones, take the KV."""
+        if self._joins and isinstance(self.attend, FusedAttention) and all(kv.how is None for kv in kvs):
+            launches = [
+                self.attend.launch(layer.next_norms, *_given(turns, kv))
+                for layer, kv in zip(weights, kvs, strict=True)
+            ]
+            for kv in kvs:
+                kv.done = True
+            return Between(
+                *products.of_layers(x.attended, x.sum, [layer.products for layer in weights], launches)
+            )
+        return self._apart(weights, x, turns, kvs)
+
+    def _apart(self, weights: Sequence[Layer], x: Between, turns: mx.array, kvs: Sequence[Any]) -> Between:
+        """`layers`, where each kernel has its own launch."""
+        for layer, kv in zip(weights, kvs, strict=True):
+            total, *new = self.end(layer, x)
+            x = Between(total, self._attend(new, layer.next_norms, turns, kv))
+        return x
 
     def _attend(
         self, new: Sequence[mx.array], norms: tuple[mx.array, mx.array] | None, turns: mx.array, kv: Any
@@ -212,7 +228,8 @@ class FusedStep:
         shared   of so many rows: what they hold in segments, the tokens of that, what must stay meanwhile
         """
         its = (self.heads, self.attend.narrow) if isinstance(self.attend, FusedAttention) else None
-        products.compile_ahead([layer.products for layer in self._layers], its)
+        lengths = {group.stop - group.start for group in self._groups}
+        products.compile_ahead([layer.products for layer in self._layers], its, lengths)
         for rows in CHECKED_ROWS:
             for at in (0, -1):
                 before = shared(rows) if shared is not None else (None, mx.array(0), None)
@@ -220,36 +237,32 @@ class FusedStep:
                 if not far < CLOSE:  # NaN too
                     raise Unfusable(f"layer {at} differs by {far:.3g} in a step of {rows} rows")
             if self._joins and not self._joins_well(step_kv, rows, *before[:2]):
-                log.info("fused steps are of two kernels a layer: one has other bits")
+                log.info("fused steps have two launches a layer: several layers in one have other bits")
                 self._joins = False
 
     def _joins_well(self, step_kv: Any, rows: int, shared: Shared | None, bases: mx.array) -> bool:
-        """Whether `layer` gives what its parts do, for rows of unequal lengths."""
-        weights, length = self._layers[0], 1500
-        if len(self._layers) < 2:
-            return True
+        """Whether `layers` gives what its parts do, for rows of unequal lengths."""
+        weights, length = self._layers[self._groups[0]], 1500
         starts, ends = map(mx.array, _unequal_rows(rows, length))
+        offset = bases + ends - starts - 1
         shape = rows, self.heads.kv_heads, length, self.heads.width
         x, attended, *held = (
             mx.random.normal(size, key=mx.random.key(i)).astype(self.heads.dtype)
             for i, size in enumerate(
-                [*((rows, size) for size in weights.products.weights[0].shape), shape, shape]
+                [*((rows, size) for size in weights[0].products.weights[0].shape), shape, shape]
             )
         )
         mx.eval(held)
-        between, out = Between(x, attended), list[list[mx.array]]()
-        for joined in (False, True):
-            copies = [array + 0 for array in held]
-            mx.eval(copies)
-            kv = step_kv(*copies, starts, ends, bases + ends - starts - 1, shared=shared)
-            turns = self.turns(kv.offset)
-            if joined:
-                got = self.layer(weights, between, turns, kv)
-            else:
-                total, *new = self.end(weights, between)
-                got = Between(total, self._attend(new, weights.next_norms, turns, kv))
-            mx.eval(got, kv.keys, kv.values)
-            out.append([*got, kv.keys, kv.values])
+        out: list[list[mx.array]] = []
+        for compute in (self.layers, self._apart):
+            kvs = [
+                step_kv(*(array + i for array in held), starts, ends, offset, shared=shared)
+                for i in range(len(weights))
+            ]
+            mx.eval([(kv.keys, kv.values) for kv in kvs])
+            between = compute(weights, Between(x, attended), self.turns(kvs[0].offset), kvs)
+            mx.eval(between, [(kv.keys, kv.values) for kv in kvs])
+            out.append([*between, *(array for kv in kvs for array in (kv.keys, kv.values))])
         return all(mx.array_equal(a, b).item() for a, b in zip(*out, strict=True))
 
     def repeats(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -90,7 +90,7 @@ def of_layer(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.a
     """As `layer_products.run`, for any number of rows: in one launch, or in four with the same bits."""
     weights, biases, (norm, next_norm), eps = layer
     if x.size <= min(SET, most_rows(weights)) * x.shape[-1] and x.dtype == weights[0].dtype:
-        return layer_products.run(x, residual, layer)
+        return layer_products.run(x, residual, [layer])
     total, scaled, squares = products(x, weights[:1], residual=residual, scaled=norm, biases=biases[:1])
     (inner,) = products(scaled, weights[1:3], biases=biases[1:3], silu=True, squares=squares, eps=eps)
     total, scaled, squares = products(
@@ -99,22 +99,28 @@ def of_layer(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.a
     return [total, *products(scaled, weights[4:], biases=biases[4:], squares=squares, eps=eps)]
 
 
-def of_layer_and_attention(
-    x: mx.array, residual: mx.array, layer: LayerProducts, attention: Launch
+def of_layers(
+    x: mx.array, residual: mx.array, layers: Sequence[LayerProducts], attentions: Sequence[Launch]
 ) -> list[mx.array]:
-    """The residual behind the layer, and what `attention` gives of the next queries, keys and values: in one
-    launch, or in more with the same bits."""
-    rows = residual.shape[0]
-    at_once = rows <= min(SET, most_rows(layer.weights)) and x.dtype == layer.weights[0].dtype
-    if at_once and layer_products.takes(attention, rows):
-        return layer_products.run(x, residual, layer, attention)
-    total, *new = of_layer(x, residual, layer)
-    return [total, attention.run(new)]
+    """The residual behind the last of layers, and what the last attention gives of the queries, keys and
+    values behind it: in one launch, or in more with the same bits."""
+    rows, weights = residual.shape[0], layers[0].weights
+    at_once = rows <= min(SET, most_rows(weights)) and x.dtype == weights[0].dtype
+    if at_once and layer_products.takes(attentions[0], rows):
+        return layer_products.run(x, residual, layers, attentions)
+    for layer, attention in zip(layers, attentions, strict=True):
+        residual, *new = of_layer(x, residual, layer)
+        x = attention.run(new)
+    return [residual, x]
 
 
-def compile_ahead(layers: Sequence[LayerProducts], attention: tuple[Heads, Shape] | None = None) -> None:
-    """Compile the launches that `of_layer` uses for these layers, and those that end with `attention`, all at
-    the same time. NVRTC takes up to a second for one.
+def compile_ahead(
+    layers: Sequence[LayerProducts],
+    attention: tuple[Heads, Shape] | None = None,
+    at_once: Iterable[int] = (),
+) -> None:
+    """Compile the launches that `of_layer` uses for these layers, and those of `at_once` layers that end with
+    `attention`, all at the same time. NVRTC takes up to a second for one.
 
     Raises what NVRTC raises.
     """
@@ -123,7 +129,7 @@ def compile_ahead(layers: Sequence[LayerProducts], attention: tuple[Heads, Shape
     for kind, biases in {layer.kind for layer in layers} if most else ():
         jobs |= {(layer_products.code, eights, kind, biases) for eights in FORMS}
         if attention is not None and len(biases) > 5:  # None follows the head.
-            jobs.add((layer_products.code, min(FORMS), kind, biases, attention))
+            jobs |= {(layer_products.code, min(FORMS), kind, biases, attention, n) for n in at_once}
         if most > SET:
             back, on = (False, True, False, False, True), (False, False, False, True, False)
             jobs |= {(code, kind, largest, some, *back) for some in (biases[:1], biases[3:4])}

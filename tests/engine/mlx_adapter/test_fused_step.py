@@ -178,16 +178,18 @@ def test_a_launch_that_gives_what_its_parts_give_is_used(
     step = fuse(model)
     step.attend, joined = Joined(step.heads), list[int]()
 
-    def of_layer_and_attention(x: Any, residual: Any, layer: Any, launch: Any) -> list[mx.array]:
+    def of_layers(x: Any, residual: Any, layers: Any, launches: Any) -> list[mx.array]:
         joined.append(len(x))
-        total, *new = fused_step.products.of_layer(x, residual, layer)
-        return [total * fault, step.attend(new, *launch)]
+        for layer, launch in zip(layers, launches, strict=True):
+            residual, *new = fused_step.products.of_layer(x, residual, layer)
+            x = step.attend(new, *launch)
+        return [residual * fault, x]
 
-    monkeypatch.setattr(fused_step.products, "of_layer_and_attention", of_layer_and_attention)
+    monkeypatch.setattr(fused_step.products, "of_layers", of_layers)
     with caplog.at_level("INFO"):
         step.check(model, compiled_step.StepKV)
     assert joined == ([*fused_step.CHECKED_ROWS] if fault == 1 else [fused_step.CHECKED_ROWS[0]])
-    assert ("one has other bits" in caplog.text) == (fault != 1)
+    assert ("have other bits" in caplog.text) == (fault != 1)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -391,10 +393,10 @@ def test_a_source_for_each_kind_of_heads():
     assert all(source.count("{") == source.count("}") for _, source in sources)
 
 
-def test_a_shape_traces_one_layer(tmp_path, reference, fused, monkeypatch: pytest.MonkeyPatch):
+def test_a_shape_traces_some_layers_once(tmp_path, reference, fused, monkeypatch: pytest.MonkeyPatch):
     reference()
-    traced, own = [], FusedStep.layer
-    monkeypatch.setattr(FusedStep, "layer", lambda *given: traced.append(1) or own(*given))
+    traced, own = [], FusedStep.layers
+    monkeypatch.setattr(FusedStep, "layers", lambda *given: traced.append(1) or own(*given))
     loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "qwen3"))
     steps = Steps(loaded, batch_of(loaded, (5, 40, 17)), CompiledStep(loaded.model))
     traced.clear()

@@ -110,10 +110,13 @@ def check_names(given: dict[str, Any], named: dict[str, mx.array]) -> dict[str, 
     return dict(zip(numbers, given["scalars"], strict=True))
 
 
-def names_of(residual: mx.array, layer: LayerProducts) -> dict[str, mx.array]:
-    named = {"residual": residual, "norm0": layer.norms[0], "norm1": layer.norms[1]}
-    named |= {f"w{i}": weight for i, weight in enumerate(layer.weights)}
-    return named | {f"bias{i}": bias for i, bias in enumerate(layer.biases) if bias is not None}
+def names_of(residual: mx.array, layers: list[LayerProducts]) -> dict[str, mx.array]:
+    named = {"residual": residual}
+    for at, layer in enumerate(layers):
+        named |= {f"norm0_{at}": layer.norms[0], f"norm1_{at}": layer.norms[1]}
+        named |= {f"w{i}_{at}": weight for i, weight in enumerate(layer.weights)}
+        named |= {f"bias{i}_{at}": bias for i, bias in enumerate(layer.biases) if bias is not None}
+    return named
 
 
 @pytest.mark.parametrize("rows", [1, 9, 32])
@@ -121,10 +124,10 @@ def names_of(residual: mx.array, layer: LayerProducts) -> dict[str, mx.array]:
 def test_a_launch_gives_the_source_what_it_names(rows: int, nexts: tuple[int, ...], asked):
     biased = (1, 4) if len(nexts) > 1 else ()
     x, residual, layer = drawn(rows, WIDE), drawn(rows, HIDDEN), layer_of(nexts, biased)
-    out = layer_products.run(x, residual, layer)
+    out = layer_products.run(x, residual, [layer])
     assert [array.shape[1] for array in out] == [HIDDEN, *nexts]
     (given,) = asked
-    values = check_names(given, {"x": x, **names_of(residual, layer)})
+    values = check_names(given, {"x": x, **names_of(residual, [layer])})
     assert (values["rows"], values["wide"], values["hidden"], values["ffn"]) == (rows, WIDE, HIDDEN, FFN)
     form = FORMS[next(eights for eights in FORMS if rows <= 8 * eights)]
     blocks = [values[f"blocks{i}"] for i in range(4)]
@@ -144,38 +147,44 @@ def attention_of(rows: int, shared: int = 0, norm: bool = True) -> Launch:
 
 
 NEXTS = 1024, 256, 256
+INPUTS = "turns keys values starts ends firsts addresses table counts counters"
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("shared", [0, 1])
-def test_a_launch_ends_with_attention(shared: int, norm: bool, asked):
-    attention, x, residual = attention_of(1, shared, norm), drawn(1, 1024), drawn(1, HIDDEN)
-    layer = layer_of(NEXTS, wide=1024)
-    out = products.layer_products.run(x, residual, layer, attention)
+@pytest.mark.parametrize("count", [1, 3])
+def test_layers_end_with_attention(count: int, shared: int, norm: bool, asked):
+    attentions = [attention_of(1, shared, norm) for _ in range(count)]
+    x, residual = drawn(1, 1024), drawn(1, HIDDEN)
+    layers = [layer_of(NEXTS, (1,), wide=1024) for _ in range(count)]
+    out = layer_products.run(x, residual, layers, attentions)
     assert [array.shape[1] for array in out] == [HIDDEN, 1024], "the residual, and what attention gives"
     (given,) = asked
-    names = "turns keys values starts ends firsts addresses table counts counters"
-    words = [*(("q_norm", "k_norm") if norm else ()), *names.split()]
-    arrays = [*attention.norms, *attention.inputs]
-    its = {f"its_{name}": array for name, array in zip(words, arrays, strict=True)}
-    values = check_names(given, {"x": x, **its, **names_of(residual, layer)})
+    words = [*(("q_norm", "k_norm") if norm else ()), *INPUTS.split()]
+    its: dict[str, mx.array] = {}
+    for at, attention in enumerate(attentions):
+        arrays = zip(words, [*attention.norms, *attention.inputs], strict=True)
+        its |= {f"its_{name}{f'_{at}' * (name in layer_products.OWN)}": array for name, array in arrays}
+    values = check_names(given, {"x": x, **its, **names_of(residual, layers)})
     assert values["its_rows"] == values["rows"] == 1 and values["its_segments"] == (3 if shared else 0)
-    assert (values["across_blocks"], values["down_blocks"]) == attention.blocks == ((8 if shared else 2), 2)
+    of_attention = (8 if shared else 2), 2
+    assert (values["across_blocks"], values["down_blocks"]) == attentions[0].blocks == of_attention
     blocks = sum(values[f"blocks{i}"] for i in range(4)) + values["across_blocks"] * values["down_blocks"]
-    assert given["grid"] == (blocks * 32 * WARPS, 1, 1) and given["shared_memory"] <= MOST_SHARED
+    assert given["grid"] == (count * blocks * 32 * WARPS, 1, 1)
+    assert given["shared_memory"] <= MOST_SHARED
     parts = 16 + (6 if shared else 0)
     assert given["output_shapes"][-3:] == [(1, 1024), (1, 8, parts, 128), (1, 8, parts, 2)]
 
 
 @pytest.mark.parametrize(
-    ("rows", "shared", "launches"), [(1, 1, 1), (2, 2, 1), (8, 2, 1), (3, 3, 2), (8, 0, 1), (9, 0, 2)]
+    ("rows", "shared", "launches"), [(1, 1, 1), (2, 2, 1), (8, 2, 1), (3, 3, 4), (8, 0, 1), (9, 0, 4)]
 )
 def test_of_more_rows_or_queries_of_a_segment_attention_has_its_own_launch(
     rows: int, shared: int, launches: int, asked, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(products, "most_rows", lambda weights: SET)
-    given = drawn(rows, 1024), drawn(rows, HIDDEN), layer_of(NEXTS, wide=1024), attention_of(rows, shared)
-    total, attended = products.of_layer_and_attention(*given)
+    layers, attentions = [layer_of(NEXTS, wide=1024)] * 2, [attention_of(rows, shared)] * 2
+    total, attended = products.of_layers(drawn(rows, 1024), drawn(rows, HIDDEN), layers, attentions)
     assert len(asked) == launches and total.shape == (rows, HIDDEN) and attended.shape == (rows, 1024)
 
 
@@ -190,8 +199,8 @@ def test_all_launches_are_compiled_ahead(most: int, jobs: int, monkeypatch: pyte
     assert len(set(asked)) == len(asked) == jobs, "out and down are of one kind"
     asked.clear()
     launch = attention_of(1)
-    products.compile_ahead(layers, (launch.heads, launch.shape))
-    assert len(asked) == jobs + (most > 0), "none follows the head"
+    products.compile_ahead(layers, (launch.heads, launch.shape), {5, 2})
+    assert len(asked) == jobs + 2 * (most > 0), "none follows the head"
 
 
 def test_each_kind_has_its_own_source():
