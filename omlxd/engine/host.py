@@ -282,11 +282,14 @@ class EngineHost:
         return sequence
 
     def _prediction(self, text: str, context: int) -> list[int]:
-        """The tokens of a client's prediction. Raises InvalidRequest if the context has no room for them."""
+        """The tokens of a client's prediction that the model has.
+
+        Raises InvalidRequest if the context has no room for them.
+        """
         with contextlib.suppress(PromptTooLong):
             tokens = self.prompts.tokens.encode(text, most=context)
             if len(tokens) <= context:
-                return tokens
+                return [token for token in tokens if token < self.loaded.vocab_size]
         raise bad_field("prediction", f"it has more tokens than the model's context, {context}: shorten it")
 
     def _writes_kv(

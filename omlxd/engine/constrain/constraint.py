@@ -19,6 +19,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from copy import copy
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,10 +72,13 @@ class Constraint:
             self.mask = self._next_mask()
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that come next if the grammar leaves one text alone, in their usual spelling."""
+        """Tokens that come next if the grammar leaves one text alone, in their usual spelling, as far as the
+        model has them.
+        """
         if self._state is not _State.GRAMMAR or self.error is not None:
             return []
-        return self._matcher.deep_copy().compute_ff_tokens()  # Which may fail; a copy takes some 30 us.
+        tokens = self._matcher.deep_copy().compute_ff_tokens()  # Which may fail; a copy takes some 30 us.
+        return [*takewhile(lambda token: token < self._facts.vocab, tokens)]
 
     def masks_along(self, guesses: Sequence[int]) -> list[np.ndarray | None]:
         """Masks of the next token and of the one after each guess, as far as the guesses are allowed.

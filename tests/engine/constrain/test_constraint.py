@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import numpy as np
 import pytest
-from families import build_family
-from guesses import guess_by, half_right
+from families import VOCAB, build_family
+from guesses import check_always, guess_by, half_right
 from host import Host, chat, finished, raw, text_of
 from msgspec.structs import replace
 
@@ -378,6 +379,38 @@ def test_what_is_forced_is_guessed(host: Host, monkeypatch: pytest.MonkeyPatch):
         host.ask(raw(format=AnswerFormat("choice", choices=(text,)), temperature=0, max_tokens=99))
     ).usage
     assert usage.accepted > usage.completion_tokens // 2
+
+
+@pytest.mark.parametrize("whose", ["grammar", "prediction"])
+def test_a_token_that_the_model_does_not_have_is_not_guessed(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A tokenizer may know more tokens than a model, as Gemma 3's knows an image's; others' answers go on."""
+    folder = build_family("qwen3", tmp_path / "model")
+    file = folder / "tokenizer.json"
+    facts = json.loads(file.read_text())
+    names = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    facts["added_tokens"].append({"id": VOCAB, "content": "<extra>", "special": True, **names})
+    file.write_text(json.dumps(facts))
+    check_always(monkeypatch)
+    host = Host(folder)
+    try:
+        other, asked = raw("Other", temperature=0, max_tokens=60), raw(temperature=0, max_tokens=30)
+        want, text = text_of(host.ask(other)), text_of(host.ask(asked))
+        if whose == "grammar":
+            asked = replace(asked, format=AnswerFormat("lark", text='start: "ab" <extra> "cd"'))
+        else:
+            asked = replace(asked, format=AnswerFormat("regex", text="(?s:.*)"))
+            asked = replace(asked, prediction=text.replace(" ", "<extra> "))
+        id = host.send(other)
+        events = host.ask(asked)
+        assert text_of(host.events(id)) == want
+        if whose == "grammar":
+            assert isinstance(events[-1], Failed) and events[-1].code == "invalid_request"
+        else:
+            assert text_of(events) == text and finished(events).usage.predicted
+    finally:
+        host.close()
 
 
 def test_masks_along_guesses_are_those_of_taking_them(host: Host):
