@@ -200,14 +200,16 @@ class EngineHost:
             raise bad_field("prompt", f"at most {INSPECTED} tokens are inspected, and it has {len(tokens)}")
         if request.query is not None and not -len(tokens) <= request.query < len(tokens):
             raise bad_field("query", f"the prompt has {len(tokens)} tokens, and none at {request.query}")
+        labels = self.prompts.labels(rendered, request.labels, context)
         stops, biased = request.sampling.stop_token_ids, request.sampling.logit_bias
-        for param, ids in (("prompt", tokens), ("stop_token_ids", stops), ("logit_bias", biased)):
+        named = [("prompt", tokens), ("stop_token_ids", stops), ("logit_bias", biased)]
+        named += [(f"labels.{index}", label) for index, label in enumerate(labels)]
+        for param, ids in named:
             if bad := next((id for id in ids if not 0 <= id < self.loaded.vocab_size), None):
                 raise bad_field(param, f"token id {bad} is not in this model's vocabulary")
         wanted = request.sampling.max_tokens
         if wanted is None:
             wanted = request.sampling.usual_max_tokens
-        labels = self.prompts.labels(rendered, request.labels, context)
         prediction = self._prediction(request.prediction, context) if request.prediction else []
         constraint = None
         if labels:

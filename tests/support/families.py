@@ -7,6 +7,7 @@ prompt; the output rows of special tokens are zero, so that no greedy run ends b
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +70,15 @@ def build_family(
     save_model(folder, model)
     save_config(dict(config), config_path=folder / "config.json")
     return folder
+
+
+def add_foreign_token(folder: Path) -> None:
+    """Have the tokenizer know `<extra>`, a token that its model lacks, as Gemma 3's knows an image's."""
+    file = folder / "tokenizer.json"
+    facts = json.loads(file.read_text())
+    names = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    facts["added_tokens"].append({"id": VOCAB, "content": "<extra>", "special": True, **names})
+    file.write_text(json.dumps(facts))
 
 
 def _weight(

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cold_run import prompt
-from families import build_family
+from families import add_foreign_token, build_family
 from family_configs import CONFIGS
 from host import Host, chat, finished, raw
 from kv_fakes import check_pool
@@ -295,6 +295,17 @@ def test_control_tokens_and_empty_texts_are_no_answer(host: Host, label: str):
     with pytest.raises(InvalidRequest, match=r"no text that the model could answer|an empty text") as caught:
         host.ask(scoring_of(raw("Kettles"), "yes", label))
     assert caught.value.param == "labels.1"
+
+
+def test_a_token_that_the_model_does_not_have_has_no_score(tmp_path: Path):
+    add_foreign_token(folder := build_family("qwen3", tmp_path / "model"))
+    host = Host(folder)
+    try:
+        with pytest.raises(InvalidRequest, match="token id 1024 is not in this model's vocabulary") as caught:
+            host.ask(scoring_of(raw("Kettles"), "yes", "yes<extra>no"))
+        assert caught.value.param == "labels.1"
+    finally:
+        host.close()
 
 
 def test_where_the_template_begins_with_thinking(host: Host):
