@@ -140,7 +140,8 @@ class KVBridge:
             elif batch is not None or sequence.cache is not None:
                 rows = _OWN_CACHE if batch is None else batch
                 self._offer_blocks(sequence, rows, last=True)
-                self._hold_state(sequence, rows)
+                if sequence.kv_length < len(sequence.tokens):  # Else it goes, and would push one out before.
+                    self._hold_state(sequence, rows)
             self._record_end(sequence, table)
         except Exception:
             log.exception("%s: its end is not kept", sequence.name)

@@ -63,6 +63,15 @@ def test_a_turn_writes_one_checkpoint_apart_from_its_blocks_and_named_by_its_cha
             assert len(checkpoint_files(tmp_path)) == number
 
 
+def test_an_answer_that_ends_at_a_boundary_keeps_the_checkpoint_before_it(model: Path, tmp_path: Path):
+    """Nobody has looked at the logits behind its last token, whose state is no checkpoint."""
+    asked = prompt(2 * BLOCK + 10)
+    with Rig(model, tmp_path) as rig:
+        answer = rig.run(asked, 2 * BLOCK - 10).got
+    with Rig(model, tmp_path) as rig:
+        assert rig.run(asked + answer + prompt(30, seed=9), 2).cold == 3 * BLOCK
+
+
 def test_a_prompt_asked_twice_is_known_after_a_restart(uncached: Reference, model: Path, tmp_path: Path):
     tokens = prompt(150)
     with Rig(model, tmp_path) as rig:
