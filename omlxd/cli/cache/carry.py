@@ -39,12 +39,14 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
     with new_file(args.archive) as target, tarfile.open(fileobj=target, mode="w") as archive:
         for path in [f"{folder}/{FILE_NAME}" for folder in folders] + files:
             try:
-                archive.add(root / path, path, recursive=False)
+                with open(root / path, "rb") as file:
+                    member = archive.gettarinfo(arcname=path, fileobj=file)
+                    archive.addfile(member, file)
             except FileNotFoundError:
                 missing += not path.endswith(FILE_NAME)
                 continue
             if not path.endswith(FILE_NAME):
-                count, nbytes = count + 1, nbytes + (root / path).stat().st_size
+                count, nbytes = count + 1, nbytes + member.size
     print(f"{args.archive}: {counted(count, 'file')}, {human(nbytes)}")
     if missing and args.session:
         more = f"in RAM alone: {counted(missing, 'more file')}"

@@ -105,6 +105,22 @@ def test_an_export_is_its_owners_alone_and_says_what_has_no_file(tmp_path: Path,
     assert cache("export", tmp_path / "b.tar", *words[2:]) == 0
 
 
+def test_an_export_leaves_out_what_is_evicted_at_any_moment(tmp_path: Path, monkeypatch, capsys):
+    root, archive = tmp_path / "cache", tmp_path / "kv.tar"
+    Cache(root, tmp_path / "model")
+    blocks = list((root / NAMESPACE.hex()[:32]).rglob("*.safetensors"))
+    write = tarfile.TarFile.addfile
+
+    def evicted_behind(tar: tarfile.TarFile, member: tarfile.TarInfo, source: object = None) -> None:
+        write(tar, member, source)  # type: ignore[arg-type]
+        if member.name.endswith(".safetensors"):
+            (root / member.name).unlink()
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", evicted_behind)
+    assert cache("export", archive, "--model", "org/tiny", "--paged-ssd-cache-dir", root) == 0
+    assert f": {len(blocks)} files, " in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_session_that_was_sent_several_times_is_exported_whole(tmp_path: Path, capsys):
     asked = tmp_path / "asked.json"
