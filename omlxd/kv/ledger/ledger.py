@@ -367,7 +367,7 @@ class Ledger:
         """Remove these files, or (`remove` is false) forget bad files that the owner has removed already.
 
         An engine that counts on one takes it for a miss. `paths`: of block files and records, relative to the
-        cache dir. Returns (files, bytes, what went wrong).
+        cache dir; orphans' folders go with their last ones. Returns (files, bytes, what went wrong).
         """
         files = nbytes = 0
         troubles: list[str] = []
@@ -379,6 +379,9 @@ class Ledger:
                 nbytes += self._files.remove(path)
                 files += 1
                 self.evicted_log.note(path, "cleared" if remove else "damaged")
+        empty = {name for path in paths if not self._files.holds_any(name := path.partition("/")[0])}
+        for namespace in self._installed.orphans(empty) if is_here else ():
+            self._remove_folder(namespace)
         return files, nbytes, troubles
 
     def pin(self, paths: Set[str]) -> None:

@@ -281,6 +281,17 @@ def test_an_orphans_folder_goes_with_its_last_file_and_strangers_stay(house):
     house.store("a")
 
 
+def test_an_orphans_folder_goes_too_where_the_owner_removes_its_files(house):
+    for letter, model in (("a", "one"), ("b", "two")):
+        house.load(letter, model)
+        house.store(letter, 3)
+        house.ledger.engine_gone(0, 1, letter * 32)
+    shutil.rmtree(house.model("one"))
+    paths = [str(p.relative_to(house.cache)) for p in sorted(house.cache.rglob("*.safetensors"))]
+    assert house.ledger.forget(paths, remove=True)[0] == 6
+    assert [p.name[0] for p in house.cache.iterdir() if p.is_dir()] == ["b"]
+
+
 def test_a_dead_engines_temporary_files_go_and_a_living_ones_stay(house):
     house.load("a", "one")
     house.load("b", "two")
