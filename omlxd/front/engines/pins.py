@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ...cli.cache.pinned import FILE_NAME, PinnedChain, read_pins
-from ...common.files import write_atomic
+from ...common.files import SMALL, write_atomic
 from ...errors import InvalidRequest, NotFound
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,10 @@ class Pins:
             self.by_name = left
 
     def _replace(self, by_name: dict[str, PinnedChain]) -> None:
-        write_atomic(self._file, msgspec.json.encode(by_name), sync=True)
+        data = msgspec.json.encode(by_name)
+        if len(data) > SMALL:  # It could not be read again. Fewer pins are never refused.
+            raise InvalidRequest("The pins have too many files; unpin some of them first.", param="name")
+        write_atomic(self._file, data, sync=True)
         self.by_name = by_name
 
 

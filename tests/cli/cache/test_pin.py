@@ -49,9 +49,7 @@ def test_pinned_files_go_last_in_their_order_and_others_as_before():
 async def test_pins_survive_a_restart_and_take_half_of_the_cache_at_most(tmp_path: Path, caplog):
     cold = ColdLedger(tmp_path, 100_000)
     for number in range(20):
-        file = tmp_path / path(number)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(bytes(4096))
+        put(tmp_path, number)
     assert await cold.open()
     chain = PinnedChain("m", [path(1), path(0)], 1.0)
     pins = await cold.pin("mine", chain)
@@ -79,15 +77,19 @@ async def test_pins_survive_a_restart_and_take_half_of_the_cache_at_most(tmp_pat
     await small.close()
 
 
+async def pinned(cold: ColdLedger) -> list[tuple[str, int, int]]:
+    return [(pin.name, pin.files, pin.bytes) for pin in (await cold.pins()).pins]
+
+
+def put(root: Path, number: int) -> None:
+    file = root / path(number)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(bytes(4096))
+
+
 async def test_a_pin_goes_with_its_files(tmp_path: Path):
     for number in range(4):
-        file = tmp_path / path(number)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(bytes(4096))
-
-    async def pinned(cold: ColdLedger) -> list[tuple[str, int, int]]:
-        return [(pin.name, pin.files, pin.bytes) for pin in (await cold.pins()).pins]
-
+        put(tmp_path, number)
     cold = ColdLedger(tmp_path, 100_000)
     assert await cold.open()
     await cold.pin("one", PinnedChain("m", [path(1), path(0)], 1.0))
@@ -131,6 +133,18 @@ def test_names_are_bounded_and_foreign_paths_are_none_of_a_pin(tmp_path: Path):
     again = Pins(tmp_path)
     again.load()
     assert list(again.files()) == [path(3)] and list(again.by_name)[-1] == "0"
+
+
+def test_pins_that_could_not_be_read_again_are_refused(tmp_path: Path):
+    """Sessions that share a long beginning: each pin names all of its files."""
+    pins, files = Pins(tmp_path), [path(number) for number in range(50_000)]
+    kept = 0
+    with pytest.raises(InvalidRequest, match="unpin some of them first"):
+        for kept in range(6):
+            pins.put(str(kept), PinnedChain("m", files, 1.0))
+    again = Pins(tmp_path)
+    again.load()
+    assert len(again.by_name) == kept > 1
 
 
 @pytest.mark.slow
