@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -111,7 +112,8 @@ class ColdLedger:
         while True:
             try:
                 await self._call(self._ledger.lock)
-                await self._call(self._load_pins, self._ledger)
+                self._ledger.on_return = partial(self._load_pins, self._ledger)
+                await self._call(self._ledger.on_return)
                 return None
             except LedgerBusy as error:
                 if time.monotonic() > deadline or self._closing:

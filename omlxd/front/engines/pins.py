@@ -32,6 +32,7 @@ class Pins:
 
     def load(self) -> None:
         """Take up what is in the file. Raises nothing: one that can't be read holds no pins, and stays."""
+        self.by_name = {}
         try:
             self.by_name = read_pins(self._root)
         except (OSError, ValueError) as error:

@@ -128,6 +128,8 @@ class Ledger:
         self._lock_fd = -1
         self._has_stock = False
         self._away = False
+        self.on_return: Callable[[], None] = lambda: None
+        """Called once the folder is back and counted; it may be another."""
         self._leftovers_removed = 0
         self._gone: list[_Gone] = []
         """Engines that have ended and whose folders could not be read since."""
@@ -207,6 +209,7 @@ class Ledger:
                 log.debug("SSD cache: the folder %s is back and can't be read: %s", self.root, error)
                 return False
             self._away = False
+            self.on_return()
             log.warning("SSD cache on: the folder %s is back", self.root)
         return not self._away
 

@@ -18,6 +18,7 @@ from omlxd.front.engines.cold_ledger import ColdLedger
 from omlxd.front.engines.model_book import ModelBook
 from omlxd.front.engines.pins import MOST_NAMES, Pins
 from omlxd.kv.ledger.eviction_order import FileOrder
+from omlxd.kv.ledger.ledger import Ledger
 
 NS = "a" * 32
 
@@ -145,6 +146,25 @@ def test_pins_that_could_not_be_read_again_are_refused(tmp_path: Path):
     again = Pins(tmp_path)
     again.load()
     assert len(again.by_name) == kept > 1
+
+
+async def test_another_folder_in_the_place_of_the_one_that_was_opened_keeps_its_own_pins(tmp_path: Path):
+    for name, number in (("cache", 1), ("other", 2)):
+        cold = ColdLedger(tmp_path / name, 100_000)
+        assert await cold.open()
+        put(tmp_path / name, number)
+        assert await cold.pin(name, PinnedChain("m", [path(number)], 1.0))
+        await cold.close()
+    cold = ColdLedger(tmp_path / "cache", 100_000)
+    assert await cold.open() and await pinned(cold) == [("cache", 1, 4096)]
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    (tmp_path / "other").rename(tmp_path / "cache")
+    await cold.submit(Ledger.check_folder)
+    assert await pinned(cold) == [("other", 1, 4096)]
+    put(tmp_path / "cache", 3)
+    await cold.pin("more", PinnedChain("m", [path(3)], 1.0))
+    await cold.close()
+    assert sorted(json.loads((tmp_path / "cache" / FILE_NAME).read_text())) == ["more", "other"]
 
 
 @pytest.mark.slow
