@@ -116,7 +116,8 @@ def _digest(file: Path, memo: dict[str, str]) -> tuple[str, str]:
         while chunk := stream.read(_CHUNK):
             state.update(chunk)
         after = os.fstat(stream.fileno())
-    settled = time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED_S
+    now = time.time()  # Times may be ahead of it: another machine's, or the clock was put back.
+    settled = all(abs(now - changed) > _SETTLED_S for changed in (before.st_mtime, before.st_ctime))
     same = _identity(before) == _identity(after)
     return state.hexdigest(), prefix + _identity(before) if settled and same else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,17 @@ def test_a_file_is_read_once_and_again_when_it_changes(model: Path, tmp_path: Pa
     wait_until(rewritten_later)
     assert weight_fingerprints(model, memo)["model-1.safetensors"] != first["model-1.safetensors"]
     assert opened == ["model-1.safetensors"]
+
+
+def test_a_file_whose_time_is_ahead_of_the_clock_is_read_once_too(model: Path, tmp_path: Path, monkeypatch):
+    """It came from a machine whose clock is fast, or the clock was put back."""
+    monkeypatch.setattr(fingerprint, "_SETTLED_S", -1.0)
+    (memo := tmp_path / "memo").mkdir()
+    ahead = time.time() + 86400
+    os.utime(model / "model-1.safetensors", (ahead, ahead))
+    first = weight_fingerprints(model, memo)
+    monkeypatch.delattr(fingerprint.xxhash, "xxh3_128")
+    assert weight_fingerprints(model, memo) == first
 
 
 def test_a_hub_blob_has_its_names_digest_until_it_is_written_anew(model: Path, tmp_path: Path, monkeypatch):
