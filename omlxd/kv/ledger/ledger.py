@@ -248,6 +248,7 @@ class Ledger:
             self._away = True
             raise
         # What engines that are gone wrote is counted now.
+        self._writes.turn_the_page()
         self._reserved -= sum(gone.outstanding for gone in self._gone)
         self._gone.clear()
         self._judge()

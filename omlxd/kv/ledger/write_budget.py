@@ -84,6 +84,7 @@ class WriteBudget:
 
     def close(self) -> None:
         """Leave the exact sum."""
+        self.turn_the_page()
         if self._saved != self._spent:
             self._save(self._spent)
 

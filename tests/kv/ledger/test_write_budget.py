@@ -192,6 +192,29 @@ def test_what_an_engine_was_granted_and_did_not_write_comes_back(tmp_path, days)
     ledger.close()
 
 
+def test_what_was_out_at_midnight_counts_for_the_new_day_after_a_restart(tmp_path, days):
+    budget = opened(tmp_path, 0, days)
+    assert budget.spend(5 * MB)
+    budget.outstanding = lambda: 2 * MB
+    days.today = "2026-02-01"
+    assert budget.spent == 2 * MB
+    budget.close()
+    assert opened(tmp_path, 0, days).spent == 2 * MB
+
+
+def test_what_was_out_at_midnight_counts_where_its_engine_died_and_the_folder_comes_back(tmp_path, days):
+    ledger = Ledger(tmp_path / "cache", 10 * PAGE, WriteBudget(tmp_path / "cache", 0, None, days))
+    ledger.open()
+    assert ledger.reserve(4 * PAGE)
+    ledger.root.rename(tmp_path / "away")
+    ledger.engine_gone(4 * PAGE, 77, "a" * 32)
+    days.today = "2026-02-01"
+    (tmp_path / "away").rename(ledger.root)
+    assert ledger.check_folder()
+    assert (ledger.stats().reserved, ledger.stats().written_today_bytes) == (0, 4 * PAGE)
+    ledger.close()
+
+
 def test_a_lock_alone_leaves_the_sum_as_it_is(tmp_path, days):
     (tmp_path / WRITES_NAME).write_text('{"day": "2026-01-31", "bytes": 5}')
     ledger = Ledger(tmp_path, PAGE, WriteBudget(tmp_path, today=days))
