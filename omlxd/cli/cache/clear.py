@@ -172,7 +172,7 @@ def _leftovers(root: Path) -> list[Path]:
     """Temporary files; beside a daemon some of them are being written."""
     found = inventory.walk(root, list(inventory.namespaces(root)))
     temporary = [root / file.path for file in found if file.kind == "temporary"]
-    loose = [*root.glob("fingerprints.json.*.tmp"), root / ".probe"]
+    loose = [*root.glob("*.json.*.tmp"), root / ".probe"]
     return [path for path in temporary + loose if path.is_file() and not path.is_symlink()]
 
 

@@ -33,7 +33,8 @@ from omlxd.kv.files.paths import namespace_dir
 def test_scrub_removes_what_crashes_leave(cache: Cache, capsys: pytest.CaptureFixture[str]):
     flip(cache.path(0), HEADER)
     cache.path(1).with_name(cache.path(1).name + ".7-0.tmp").write_bytes(bytes(5000))
-    (cache.root / "fingerprints.json.77.tmp").write_text("{")
+    for name in ("fingerprints", "pins"):
+        (cache.root / f"{name}.json.77.tmp").write_text("{")
     (cache.root / "fingerprints.json").write_text("{}")
     empty = cache.root / ("ab" * 16)
     (empty / "cd").mkdir(parents=True)
@@ -43,7 +44,7 @@ def test_scrub_removes_what_crashes_leave(cache: Cache, capsys: pytest.CaptureFi
     told = capsys.readouterr().out
     assert "its payload fails its digest; removed" in told
     # The bad block's folder may hold others; the empty namespace is two folders.
-    assert "removed 2 leftovers, " in told and not empty.exists() and notes.exists()
+    assert "removed 3 leftovers, " in told and not empty.exists() and notes.exists()
     assert (cache.root / "fingerprints.json").exists() and not list(cache.root.rglob("*.tmp"))
     assert cache.run("scrub") == 0
     assert "checked 10 files" in (told := capsys.readouterr().out) and "removed 0 leftovers" in told
