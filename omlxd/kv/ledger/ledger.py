@@ -352,7 +352,8 @@ class Ledger:
             if self._files.nbytes_of(path) not in (None, nbytes):
                 with contextlib.suppress(OSError):
                     nbytes = disk_bytes((self.root / path).stat().st_size)
-            self._files.add(path, nbytes)
+            if not is_gone(self.root / path):  # Who cleared it was faster than its engine's word.
+                self._files.add(path, nbytes)
 
     def released(self, nbytes: int) -> None:
         """Granted bytes that will not be written."""

@@ -185,6 +185,14 @@ def test_a_disk_that_hangs_gathers_a_bounded_number_of_uses(tmp_path: Path):
     writer.close()
 
 
+def test_a_file_that_is_cleared_before_its_engine_speaks_of_it_counts_for_nothing(ledger: Ledger):
+    assert ledger.reserve(PAGE)
+    path, nbytes = put(ledger.root, name(1))
+    ledger.forget([path], remove=True)
+    ledger.stored([(path, nbytes)])
+    assert (ledger.stats().files, ledger.stats().bytes_used, ledger.stats().reserved) == (0, 0, 0)
+
+
 def test_an_old_record_goes_when_all_is_counted_and_not_with_an_engine(ledger):
     """So that what is on the account is there."""
     path, nbytes = put(ledger.root, name(1).replace(".safetensors", ".record"))

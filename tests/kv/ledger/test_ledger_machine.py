@@ -399,7 +399,8 @@ class LedgerMachine(RuleBasedStateMachine):
         def said() -> None:
             self.account.day.turn(self.today, self.account.reserved)
             known, there = self.account.files.get(path, nbytes), self.root / path
-            self.account.add(path, there.stat().st_size if known != nbytes and there.exists() else nbytes)
+            if there.exists():  # Or the owner has cleared it already.
+                self.account.add(path, nbytes if known == nbytes else there.stat().st_size)
             self.account.written += nbytes
             self.account.reserved -= nbytes
             engine.outstanding -= nbytes
