@@ -46,6 +46,9 @@ another, and more tokens than one of its sets has, where a pass may have these."
 PASS = 4
 """Tokens of a row in a check's pass."""
 
+JOINED = (1, 1), (3, 1), (2, 3)
+"""Rows, and tokens of each, of what is computed in one launch and in several, and compared."""
+
 
 class Unfusable(Exception):
     """The model is of another kind, or the kernels don't compute what it does."""
@@ -236,33 +239,42 @@ class FusedStep:
                 far = self._difference(model, step_kv, rows, at, *before[:2])
                 if not far < CLOSE:  # NaN too
                     raise Unfusable(f"layer {at} differs by {far:.3g} in a step of {rows} rows")
-            if self._joins and not self._joins_well(step_kv, rows, *before[:2]):
-                log.info("fused steps have two launches a layer: several layers in one have other bits")
-                self._joins = False
+        if self._joins and not all(self._joins_well(step_kv, *one, shared) for one in JOINED):
+            log.info("fused steps have two launches a layer: several layers in one have other bits")
+            self._joins = False
 
-    def _joins_well(self, step_kv: Any, rows: int, shared: Shared | None, bases: mx.array) -> bool:
-        """Whether `layers` gives what its parts do, for rows of unequal lengths."""
+    def _joins_well(
+        self,
+        step_kv: Any,
+        rows: int,
+        count: int,
+        shared: Callable[..., tuple[Shared, mx.array, Any]] | None,
+    ) -> bool:
+        """Whether `layers` gives what its parts do, for rows of unequal lengths, each with `count` tokens."""
         weights, length = self._layers[self._groups[0]], 1500
-        starts, ends = map(mx.array, _unequal_rows(rows, length))
-        offset = bases + ends - starts - 1
-        shape = rows, self.heads.kv_heads, length, self.heads.width
+        its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
+        starts, ends = _unequal_rows(rows, length)
+        begin = mx.array([start for start in starts for _ in range(count)])
+        end = mx.array([stop + i for stop in ends for i in range(count)])
+        offset, firsts = bases + end - begin - 1, mx.arange(rows + 1) * count if count > 1 else None
+        shape = rows, self.heads.kv_heads, length + count, self.heads.width
+        given = [*((rows * count, size) for size in weights[0].products.weights[0].shape), shape, shape]
         x, attended, *held = (
             mx.random.normal(size, key=mx.random.key(i)).astype(self.heads.dtype)
-            for i, size in enumerate(
-                [*((rows, size) for size in weights[0].products.weights[0].shape), shape, shape]
-            )
+            for i, size in enumerate(given)
         )
         mx.eval(held)
         out: list[list[mx.array]] = []
         for compute in (self.layers, self._apart):
             kvs = [
-                step_kv(*(array + i for array in held), starts, ends, offset, shared=shared)
+                step_kv(*(array + i for array in held), begin, end, offset, shared=its, firsts=firsts)
                 for i in range(len(weights))
             ]
             mx.eval([(kv.keys, kv.values) for kv in kvs])
-            between = compute(weights, Between(x, attended), self.turns(kvs[0].offset), kvs)
+            between = compute(weights, Between(x, attended), self.turns(offset), kvs)
             mx.eval(between, [(kv.keys, kv.values) for kv in kvs])
             out.append([*between, *(array for kv in kvs for array in (kv.keys, kv.values))])
+        del stay
         return all(mx.array_equal(a, b).item() for a, b in zip(*out, strict=True))
 
     def repeats(

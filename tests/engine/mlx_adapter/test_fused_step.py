@@ -188,7 +188,7 @@ def test_a_launch_that_gives_what_its_parts_give_is_used(
     monkeypatch.setattr(fused_step.products, "of_layers", of_layers)
     with caplog.at_level("INFO"):
         step.check(model, compiled_step.StepKV)
-    assert joined == ([*fused_step.CHECKED_ROWS] if fault == 1 else [fused_step.CHECKED_ROWS[0]])
+    assert joined == [rows * count for rows, count in fused_step.JOINED][: None if fault == 1 else 1]
     assert ("have other bits" in caplog.text) == (fault != 1)
 
 
