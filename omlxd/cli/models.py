@@ -249,20 +249,22 @@ def _list(args: argparse.Namespace) -> int:
         check_models(models)
         _say(args, LocalModels(models), lambda: as_local_table(models))
         return 0
+    settings = settings_of(args, *_FOLDER_OPTIONS)
     try:
-        result = find_daemon(args.url).fetch("/omlxd/models", InstalledStatuses)
+        result = find_daemon(args.url, settings).fetch("/omlxd/models", InstalledStatuses)
     except NoDaemon as error:
-        result = InstalledStatuses(installed(settings_of(args, *_FOLDER_OPTIONS)))
+        result = InstalledStatuses(installed(settings))
         _say_absence(args, error)
     _say(args, result, lambda: as_table(result.models))
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
+    settings = settings_of(args, *_FOLDER_OPTIONS)
     try:
-        result = find_daemon(args.url).fetch("/omlxd/models/" + quote(args.model), InstalledStatus)
+        result = find_daemon(args.url, settings).fetch("/omlxd/models/" + quote(args.model), InstalledStatus)
     except NoDaemon as error:
-        models = installed(settings_of(args, *_FOLDER_OPTIONS))
+        models = installed(settings)
         names = [model.id for model in models]
         matching = [m for m in models if args.model in (m.id, m.id.rpartition("/")[2])]
         if not matching:

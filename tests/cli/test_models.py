@@ -55,6 +55,8 @@ def test_every_verb_against_a_daemon(start, tmp_path: Path):  # noqa: F811
     shown = json.loads(said("show", "huge", "--json"))
     assert shown["id"] == "org/big" and shown["pinned"] and shown["aliases"] == ["huge"]
     assert "pinned" in said("show", "huge")
+    for verb in (("list",), ("show", "big")):  # It is found by its base folder, too.
+        assert "ready" in run(*verb, "--base-path", str(daemon.home))[1]
     assert said("pin", "big", "--off") == "org/big is no longer pinned\n"
     assert said("alias", "huge", "--off") == "huge means nothing now\n"
     assert said("unload", "org/big") == "org/big is unloaded\n"

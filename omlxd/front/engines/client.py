@@ -185,6 +185,9 @@ class EngineProcess:
     async def drain(self, seconds: float) -> None:
         """Admit nothing more, and let what runs end within `seconds`. What waits for a load fails."""
         self._closing = True
+        if self._requests and self.state == "ready":
+            requests = counted(len(self._requests), "request")
+            log.info("%s: up to %g s for %s to end", self.supervisor.model_id, seconds, requests)
         deadline = time.monotonic() + seconds
         while self._requests and self.state == "ready" and time.monotonic() < deadline:
             await asyncio.sleep(0.05)

@@ -202,7 +202,7 @@ def test_a_second_signal_ends_it_at_once(start):
         raw.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert raw.recv(100)
         daemon.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "stopping" in daemon.logged())
+        wait_until(lambda: "up to 10 s for 1 request to end" in daemon.logged())
         assert daemon.stop() == 1  # Not 0, which comes when the answer has had its time.
     assert gone(engine)
 
