@@ -14,7 +14,7 @@ cores: tokens are the long side of a tile, the query heads of a KV head the shor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -503,6 +503,9 @@ ARGUMENTS = [
 ]
 """Of `omlxd_attend`, behind the block's place, the shared memory and whom it awaits."""
 
+OWN = ("q_norm", "k_norm", "keys", "values", "addresses")
+"""Arguments that are a layer's own; the other arrays that it is given are the same for all layers."""
+
 
 def bits_of(x: float) -> str:
     """A name of the number, for that of a function."""
@@ -581,13 +584,17 @@ class Launch(NamedTuple):
 
     @property
     def own(self) -> list[mx.array]:
-        """Norms, keys, values and addresses: a layer's own."""
-        return [*self.norms, *self.inputs[1:3], self.inputs[6]]
+        """Those of `OWN`."""
+        return [*self.norms, *(array for name, array in self._named() if name in OWN)]
 
     @property
     def common(self) -> list[mx.array]:
         """`inputs` that are the same for all layers."""
-        return [self.inputs[0], *self.inputs[3:6], *self.inputs[7:]]
+        return [array for name, array in self._named() if name not in OWN]
+
+    def _named(self) -> Iterable[tuple[str, mx.array]]:
+        behind_norms = (argument.split()[-1] for argument in ARGUMENTS[5:])
+        return zip(behind_norms, self.inputs, strict=False)
 
     def run(self, new: Sequence[mx.array]) -> mx.array:
         """(rows, heads * width). `new`: q (rows, heads * width), k and v (rows, KV heads * width) as the

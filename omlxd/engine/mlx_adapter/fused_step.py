@@ -143,7 +143,7 @@ class FusedStep:
     def __call__(
         self, tokens: mx.array, layers: list[Any], compute: Callable[..., Between] | None = None
     ) -> mx.array:
-        """`compute`: what does the same as the method, in less time."""
+        """`compute`: what does the same as `layers`, in less time."""
         turns = self.turns(layers[0].offset)
         x = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0], turns, layers[0])
         for group in self._groups:
@@ -254,9 +254,8 @@ class FusedStep:
         weights, length = self._layers[self._groups[0]], 1500
         its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
         starts, ends = _unequal_rows(rows, length)
-        begin = mx.array([start for start in starts for _ in range(count)])
-        end = mx.array([stop + i for stop in ends for i in range(count)])
-        offset, firsts = bases + end - begin - 1, mx.arange(rows + 1) * count if count > 1 else None
+        begin, end, firsts = _places(starts, ends, range(count))
+        offset = bases + end - begin - 1
         shape = rows, self.heads.kv_heads, length + count, self.heads.width
         given = [*((rows * count, size) for size in weights[0].products.weights[0].shape), shape, shape]
         x, attended, *held = (
@@ -303,9 +302,7 @@ class FusedStep:
         def run(tokens: range, arrays: list[mx.array]) -> list[mx.array]:
             """The head's logits (rows, tokens, vocabulary), and keys and values."""
             count, own = len(tokens), x[:, tokens.start : tokens.stop].reshape(-1, x.shape[-1])
-            begin = mx.array([start for start in starts for _ in tokens])
-            end = mx.array([e + i for e in ends for i in tokens])
-            firsts = mx.arange(rows + 1) * count if count > 1 else None
+            begin, end, firsts = _places(starts, ends, tokens)
             its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
             kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its, firsts=firsts)
             weights = self._layers[-1]
@@ -375,6 +372,15 @@ def _unequal_rows(rows: int, length: int) -> tuple[list[int], list[int]]:
     """First columns of so many rows, and the columns behind their last ones."""
     places = [(0, length), (5, length - 7), (length - 1, length)] * -(-rows // 3)
     return [start for start, _ in places[:rows]], [end for _, end in places[:rows]]
+
+
+def _places(starts: list[int], ends: list[int], tokens: range) -> tuple[mx.array, mx.array, mx.array | None]:
+    """Start and end of each of `tokens` of rows that end at `ends`, and the first of each row, as
+    `FusedAttention` has them."""
+    count = len(tokens)
+    begin = mx.array([start for start in starts for _ in tokens])
+    end = mx.array([stop + i for stop in ends for i in tokens])
+    return begin, end, mx.arange(len(starts) + 1) * count if count > 1 else None
 
 
 def _apart(got: mx.array, want: mx.array) -> float:

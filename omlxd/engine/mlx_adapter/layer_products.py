@@ -57,7 +57,7 @@ import mlx.core as mx
 
 from . import cuda_driver, nvrtc
 from .attention_source import TYPES
-from .fused_attention import ARGUMENTS, Heads, Launch, Shape, device_source, shared_bytes
+from .fused_attention import ARGUMENTS, OWN, Heads, Launch, Shape, device_source, shared_bytes
 from .products_kernel import FORMS, SET, SQUARES, WARPS, call_of, kernel_source
 
 MOST_SHARED = 228 * 1024 // 2 - 1024
@@ -161,9 +161,6 @@ __device__ inline void omlxd_begin_again(int* counters) {
   for (int i = 0; i < LAYERS * COUNTED; i++) counters[PLACES * i] = 0;
 }
 """
-
-OWN = ("q_norm", "k_norm", "keys", "values", "addresses")
-"""Arguments of attention that are a layer's own; the others are the same for all."""
 
 
 def source_of(

@@ -173,8 +173,8 @@ def uninstall() -> None:
 
 def _linear(self: Any, x: mx.array) -> mx.array:
     weight = self["weight"]
-    if prompt_shapes.is_fixed() and x.dtype == weight.dtype:
-        return prompt_shapes.linear(self, x)
+    if x.dtype == weight.dtype and (least := prompt_shapes.least_rows(self)):
+        return prompt_shapes.linear(self, x, least)
     if x.size <= SET * x.shape[-1] and x.dtype == weight.dtype and most_rows([weight]):
         return products(x, [weight], biases=[self.get("bias")])[0]
     return _own_linear(self, x)

@@ -1,13 +1,14 @@
 """Passes before a prompt's last one on CUDA: a token's KV has the same bits wherever its pass begins.
 
-cuBLAS and cuDNN choose by shapes how they add. So what was restored, and with it how many tokens were left to
-compute, changed the bits of their KV. Products of few rows are padded to as many rows as have the bits of a
-whole chunk's, and attention takes the shapes of `shape_of`. Each is checked when it is first met, and goes on
-as it was where the check fails. Quantised weights, experts, windows, sinks and adapters go on as they were.
+cuBLAS and cuDNN choose the order of their sums by shapes. So the bits of KV depended on the number of tokens
+in a pass, and with it on where a cached prefix ended. Here a product of few rows is padded to the number of
+rows from which all have the bits of a whole chunk, and attention has the shapes of `shape_of`. Each kind is
+checked when it is first met. Where the check fails, and for quantised weights, experts, windows, sinks and
+adapters, nothing changes. The last pass needs none of this: the prompt alone decides how many tokens it has.
 
 On an H100 products of 192 to 2,048 rows have the same bits, with weights of an 8B shape, of a 3B one and of
-SmolLM2; those of 64 have others for some. Attention has the same for 64 to 2,048 new tokens, and a token's do
-not depend on those behind it. The last pass has its tokens by the prompt alone, so its bits have no need.
+SmolLM2; those of 64 have others for some. Attention of 64 to 2,048 new tokens has the same bits, and those of
+a token do not depend on the tokens behind it.
 """
 
 from __future__ import annotations
@@ -65,16 +66,17 @@ def fixed_shapes(on: bool) -> Iterator[None]:
         _fixed = before
 
 
-def is_fixed() -> bool:
-    return _fixed
-
-
 # ----------------------------------------------------------------- products
 
 
-def linear(module: Any, x: mx.array) -> mx.array:
-    """`nn.Linear.__call__`, of as many rows as the check found."""
-    rows, least = x.size // x.shape[-1], _least.get(_key(module), 0)
+def least_rows(module: Any) -> int:
+    """Rows that a product with `module` must have now; 0: any number."""
+    return _least.get(_key(module), 0) if _fixed else 0
+
+
+def linear(module: Any, x: mx.array, least: int) -> mx.array:
+    """`nn.Linear.__call__`, of at least so many rows."""
+    rows = x.size // x.shape[-1]
     if rows >= least:
         return _own_linear(module, x)
     padded = mx.pad(x.reshape(rows, -1), [(0, least - rows), (0, 0)])

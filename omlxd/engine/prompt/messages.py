@@ -70,7 +70,9 @@ def template_messages(
     if conversation.continue_final and (
         messages[-1].get("tool_calls") or _call_names(conversation.messages[-1])
     ):
-        raise bad_field("messages", "an answer that begins behind a call can't be continued; give its result")
+        raise bad_field(
+            "messages", "an answer begun behind a call can't be continued; give the call's result"
+        )
     if traits.content_parts:
         messages = [as_parts(message) for message in messages]
     return messages, tools if tools and traits.tools else None

@@ -72,10 +72,10 @@ def test_what_is_left_as_it_was(on_cuda, monkeypatch: pytest.MonkeyPatch):
         attention.attend(queries, keys, mx.ones((1, 2, 120, 8)), None, 0.25, "causal")
         assert not calls
         attention.attend(queries, keys, keys, None, 0.25, "causal")
-    assert calls == [(1, 4, 256, 16)] and not prompt_shapes.is_fixed()
+    assert calls == [(1, 4, 256, 16)] and not prompt_shapes._fixed
     monkeypatch.setattr(prompt_shapes, "backend", lambda: "metal")
     with fixed_shapes(True):
-        assert not prompt_shapes.is_fixed()
+        assert not prompt_shapes._fixed
 
 
 class Products:
@@ -106,7 +106,7 @@ def test_products_have_as_many_rows_as_have_the_bits_of_a_chunk(
     assert ("other bits" in caplog.text) == (not found)
     x = mx.random.normal((1, 40, 8)).astype(mx.bfloat16)
     for rows, computed in ((40, max(found, 40)), (1, max(found, 1))):
-        got = prompt_shapes.linear(layer, x[:, :rows])
+        got = prompt_shapes.linear(layer, x[:, :rows], found)
         assert own.rows[-1] == computed
         if least <= PREFILL_CHUNK and found:
             assert mx.array_equal(got, own_linear(layer, x[:, :rows]))
@@ -117,7 +117,10 @@ def test_the_head_is_not_checked(on_cuda, monkeypatch: pytest.MonkeyPatch):
     layers = nn.Linear(8, 16), nn.Linear(8, 17)
     prompt_shapes.check_products(layers)
     assert len(prompt_shapes._least) == 1
-    assert prompt_shapes.linear(layers[1], mx.ones((3, 8))).shape == (3, 17)
+    assert prompt_shapes.linear(layers[1], mx.ones((3, 8)), 0).shape == (3, 17)
+    assert not prompt_shapes.least_rows(layers[0])
+    with fixed_shapes(True):
+        assert prompt_shapes.least_rows(layers[0]) and not prompt_shapes.least_rows(layers[1])
 
 
 def test_passes_before_the_last_have_them_and_a_model_answers_as_without(
@@ -130,7 +133,7 @@ def test_passes_before_the_last_have_them_and_a_model_answers_as_without(
 
     def noted(model: Any, sequence: Any, start: int, stop: int) -> mx.array:
         def call(*given: Any, **more: Any) -> mx.array:
-            passes.append((stop, prompt_shapes.is_fixed()))
+            passes.append((stop, prompt_shapes._fixed))
             return model(*given, **more)
 
         return own(call, sequence, start, stop)
