@@ -134,10 +134,13 @@ def test_a_name_of_the_list_is_what_the_daemon_serves(start, tmp_path: Path):  #
 @pytest.mark.parametrize(
     ("id", "source", "named"), [("a", "folder", "/x/a"), ("o/a", "hub", "o/a"), ("a:b", "folder", "a:b")]
 )
-def test_a_model_of_no_model_dir_is_named_so_that_it_loads(id: str, source: str, named: str, monkeypatch):
+def test_a_model_of_no_model_dir_is_named_so_that_it_loads(
+    id: str, source: str, named: str, tmp_path: Path, monkeypatch
+):
     shown = InstalledStatus(id=id, state="ready", source=source, folder="/x/a")
     monkeypatch.setattr(client.Daemon, "fetch", lambda *_: shown)
-    assert as_listed(id, load_settings({}, {})) == (named, None)
+    settings = load_settings({"base_path": str(tmp_path)}, {})  # No daemon of the user's own is asked.
+    assert as_listed(id, settings) == (named, None)
 
 
 def test_a_file_that_is_no_gguf_is_called_so(tmp_path: Path):
