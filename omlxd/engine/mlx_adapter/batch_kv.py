@@ -74,7 +74,7 @@ def _columns(ends: tuple[int, ...], count: int) -> mx.array:
     return mx.array(columns[:, None, :, None])
 
 
-def _side_by_side(lengths: Sequence[int], end: int, capacity: int, *arrays: mx.array) -> mx.array:
+def side_by_side(lengths: Sequence[int], end: int, capacity: int, *arrays: mx.array) -> mx.array:
     """The rows of `arrays`, (rows, heads, columns, dim) each, one behind the other. Their first `lengths`
     columns end at column `end` of `capacity`; the others are zeros."""
     _, heads, _, width = arrays[0].shape
@@ -193,7 +193,7 @@ class EvenBatchKVCache(BatchKVCache):
             return
         end = max(self._idx, other._idx)
         capacity = _batch_capacity(end + max(1, min(end // 4, MOST_ROOM)))
-        moved = partial(_side_by_side, (self._idx, other._idx), end, capacity)
+        moved = partial(side_by_side, (self._idx, other._idx), end, capacity)
         for name in ("keys", "values"):
             setattr(self, name, tree_map(moved, getattr(self, name), getattr(other, name)))
             setattr(other, name, None)

@@ -263,11 +263,17 @@ def quantised(cache: Cache, how: Quantisation) -> Cache:
     return [map_leaves(replaced, layer) for layer in cache]
 
 
-def segmented(cache: Cache) -> Cache:
-    """`cache`, empty and of `KVCache`s alone, as one that can hold segments; empty if it has others."""
+def segmented(cache: Cache, *, own_tails: bool = False) -> Cache:
+    """`cache`, empty and of `KVCache`s alone, as one that can hold segments; empty if it has others.
+
+    own_tails  rows of its batches keep tails of their own
+    """
     if any(type(leaf) is not KVCache for leaf in cache):
         return []
-    return [SegmentedKVCache(name) for name, _ in leaves(cache)]
+    made = [SegmentedKVCache(name) for name, _ in leaves(cache)]
+    for leaf in made:
+        leaf.own_tails = own_tails
+    return made
 
 
 def is_batchable(cache: Cache) -> bool:
@@ -519,7 +525,8 @@ def _extend(batch: Cache, other: Cache, as_batch: Callable[[Any], Any]) -> None:
 
 def _copier(batch: Cache) -> Callable[[Any], None]:
     """What to call with each layer of `batch` that has a lazy copy: of a large batch it is made at once."""
-    joint = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, OwnRowsKVCache)]
+    held = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, OwnRowsKVCache)]
+    joint = [leaf for leaf in held if not getattr(leaf, "tails", ())]
     if sum(array.nbytes for array in state_arrays(joint)) < LARGE:
         return lambda layer: None
 
@@ -552,8 +559,10 @@ def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.a
             for tensor, array in _named(name, _pair(own)).items():
                 found[tensor] = _span(tensor, array, 0, getattr(own, "segments", ()), start, stop)
         elif (kind := _BATCHED.get(type(leaf))) is not None and kind.per_token:
-            for tensor, array in _named(name, kind.state_of(leaf)).items():
-                of_row, held = array[row : row + 1], _row_segments(leaf, row)
+            tails = getattr(leaf, "tails", ())
+            arrays = kind.state_of(tails[row] if tails else leaf)
+            for tensor, array in _named(name, arrays).items():
+                of_row, held = array if tails else array[row : row + 1], _row_segments(leaf, row)
                 found[tensor] = _span(tensor, of_row, leaf.starts[row], held, start, stop)
     return found
 

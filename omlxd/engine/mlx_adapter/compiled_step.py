@@ -35,11 +35,11 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from . import attention, attention_packed, cuda_driver, segment_attention, segments
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import COPIED, Cache, arrays_of
-from .fused_attention import ARCHITECTURES, MOST_NEW
+from .fused_attention import ARCHITECTURES, MOST_NEW, Tails
 from .fused_step import Between, FusedStep, Layer, Unfusable
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
-from .segments import SegmentedBatchKVCache, SegmentedKVCache
+from .segments import SegmentedBatchKVCache, SegmentedKVCache, Tail
 
 log = logging.getLogger(__name__)
 
@@ -102,14 +102,22 @@ def _next(layer: Any, count: int = 1) -> Next | None:
     bases = getattr(layer, "bases", [0] * _shape(layer)[0])
     ends = [layer.offset - bases[0]] if alone else layer.ends
     starts = [0] if alone else layer.starts
-    if max(ends) + count > ring:
+    rooms = [tail.capacity for tail in _tails(layer)] or [ring] * len(ends)
+    if any(end + count > room for end, room in zip(ends, rooms, strict=True)):
         return None
     lengths = [base + end + 1 - start for base, start, end in zip(bases, starts, ends, strict=True)]
     return Next(layer, starts, [end + 1 for end in ends], lengths)
 
 
+def _tails(layer: Any) -> Sequence[Tail]:
+    """Of a batch whose rows have tails of their own; else none."""
+    return getattr(layer, "tails", ())
+
+
 def _shape(layer: Any, name: str = "keys") -> tuple[int, ...]:
-    """Of the array of keys (or values), or of the first where they are packed."""
+    """Of the array of keys (or values), or of the first where they are packed; (rows, …) of rows' tails."""
+    if tails := _tails(layer):
+        return len(tails), *getattr(tails[0], name).shape[1:]
     held = getattr(layer, name)
     return tuple((held[0] if isinstance(held, list) else held).shape)
 
@@ -118,8 +126,9 @@ class StepKV:
     """Stands for a layer's cache while a step is traced. `offset`, `starts`, `ends`: (rows,); of a fused pass
     of several tokens they and `firsts` as `FusedStep` and `FusedAttention` have them.
 
-    `keys` and `values` hold the new token once attention was computed. `window`: 0 where all tokens are kept.
-    `shared`: what rows hold in segments before them. `how`: keys and values are packed so.
+    `keys` and `values` hold the new token once attention was computed, or `keys` tells where each row's lie.
+    `window`: 0 where all tokens are kept. `shared`: what rows hold in segments before them. `how`: keys and
+    values are packed so.
     """
 
     def __init__(
@@ -139,6 +148,11 @@ class StepKV:
         self.starts, self.ends, self.offset, self._window = starts, ends, offset, window
         self._fresh: tuple[mx.array, mx.array] | None = None
         self.done = False
+
+    @property
+    def held(self) -> tuple[Any, Any] | Tails:
+        """As `FusedAttention` takes it."""
+        return self.keys if isinstance(self.keys, Tails) else (self.keys, self.values)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self._fresh is not None:
@@ -224,6 +238,18 @@ def steps_share(model: Any) -> bool:
     return segment_attention.in_use()
 
 
+def keeps_own_tails(model: Any) -> bool:
+    """Whether rows of a batch may keep tails of their own: fused steps read them by address."""
+    fused = vars(model).get("omlxd_fused") or None
+    try:
+        if fused is not None:
+            example = partial(segment_attention.example, fused.heads)
+            return fused.reads_tails(StepKV) and fused.reads_tails(StepKV, example)
+    except Exception as error:
+        log.warning("rows of a batch are copied as others join and leave: %s", error)
+    return False
+
+
 def _make_room(cache: Cache, count: int) -> None:
     """Make the KV's arrays contiguous, with room for `count` tokens of each row.
 
@@ -231,6 +257,9 @@ def _make_room(cache: Cache, count: int) -> None:
     """
     waiting: list[mx.array] = []
     for layer in cache:
+        if _tails(layer):
+            layer.make_room(count)
+            continue
         layer.update_and_fetch(*(_blank(layer, held, count) for held in (layer.keys, layer.values)))
         layer.unread = None  # What a layer with segments gave out.
         if isinstance(layer, EvenBatchKVCache):
@@ -283,13 +312,13 @@ class CompiledStep:
         if self._off or any(type(layer) not in TRACED for layer in cache):
             return None
         first = cache[0]
-        shared = getattr(first, "shared", None)
-        if shared is not None and (first.keys is None or not segment_attention.in_use()):
+        tails, shared = _tails(first), getattr(first, "shared", None)
+        if shared is not None and ((first.keys is None and not tails) or not segment_attention.in_use()):
             return None
         counts = counts or [tokens.shape[1]] * len(tokens)
-        count, fused = max(counts), self._fuses(tokens, first.keys)
+        count, fused = max(counts), self._fuses(tokens, tails[0].keys if tails else first.keys)
         several = fused and 1 < count <= MOST_NEW and tokens.size <= self.most_tokens(cache)
-        if not (steps or fused) or not (count == 1 or several):
+        if not (fused or (steps and not tails)) or not (count == 1 or several):
             return None
         if fused and (not steps or _next(first, count) is None):
             _make_room(cache, count)
@@ -298,7 +327,10 @@ class CompiledStep:
         if not all(places.values()):
             return None
         size = tokens.size
+        keys: list[Any] = segments.tails_of(cache, count) if tails else [layer.keys for layer in cache]
         shape: tuple[Any, ...] = size, *(_shape(at.layer) for at in places.values() if at is not None)
+        if tails:
+            shape = size, len(tails), keys[0].most
         self._how = next((layer.how for layer in cache if hasattr(layer, "how")), None)
         held: list[Any] = []
         if shared is not None:
@@ -307,7 +339,7 @@ class CompiledStep:
             shape += shared.table.shape[0], *shared[3:]
         if shape not in self._functions and not fused and steps < AFTER:
             return None
-        keys, values = [layer.keys for layer in cache], [layer.values for layer in cache]
+        values = [layer.values for layer in cache]
         try:
             function = self._function(shape, cache, windows, fused)
             arrays = [at.arrays(counts, size) for at in places.values() if at is not None]
@@ -320,7 +352,8 @@ class CompiledStep:
         lengths = {window: at.lengths for window, at in places.items() if at is not None}
         offset = mx.array(next(iter(lengths.values()))) + (count - 1)
         for layer, own_keys, own_values, window in zip(cache, keys, values, windows, strict=True):
-            layer.keys, layer.values = own_keys, own_values
+            if not tails:
+                layer.keys, layer.values = own_keys, own_values
             if isinstance(layer, RotatingKVCache):
                 layer._idx = layer._idx % window + 1
                 layer.offset += 1
@@ -367,18 +400,23 @@ class CompiledStep:
         weights: Sequence[Layer],
         x: Between,
         turns: mx.array,
-        held: Sequence[tuple[Any, Any]],
+        held: Sequence[tuple[Any, Any] | Tails],
         places: tuple[mx.array, mx.array, mx.array],
         shared: Sequence[Shared | None],
         firsts: mx.array | None,
-    ) -> tuple[Between, list[tuple[Any, Any]]]:
-        """Layers of a fused step: what comes out of them; keys and values of those behind each."""
+    ) -> tuple[Between, list[tuple[Any, ...]]]:
+        """Layers of a fused step: what comes out of them; keys and values of those behind each, but for rows'
+        tails."""
         assert self._fused is not None
         kvs = [
-            StepKV(*its, *places, 0, own, self._how if isinstance(its[0], list) else None, firsts)
+            StepKV(
+                *((its, None) if isinstance(its, Tails) else its),
+                *(*places, 0, own, self._how if isinstance(its[0], list) else None, firsts),
+            )
             for its, own in zip(held, shared, strict=True)
         ]
-        return self._fused.layers(weights, x, turns, kvs), [(kv.keys, kv.values) for kv in kvs]
+        x = self._fused.layers(weights, x, turns, kvs)
+        return x, [() if isinstance(kv.held, Tails) else kv.held for kv in kvs]
 
     def _trace(
         self,
@@ -423,9 +461,11 @@ def _call_layers(
     function: Callable[..., Any], weights: Sequence[Layer], x: Between, turns: mx.array, kvs: Sequence[StepKV]
 ) -> Between:
     """As `FusedStep.layers`, by `_trace_layers`."""
-    held, first = [(kv.keys, kv.values) for kv in kvs], kvs[0]
+    held, first = [kv.held for kv in kvs], kvs[0]
     places = first.starts, first.ends, first.offset
     x, held = function(weights, x, turns, held, places, [kv.shared for kv in kvs], first.firsts)
-    for kv, (kv.keys, kv.values) in zip(kvs, held, strict=True):
+    for kv, now in zip(kvs, held, strict=True):
+        if now:
+            kv.keys, kv.values = now
         kv.done = True
     return x

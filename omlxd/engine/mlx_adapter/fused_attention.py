@@ -348,9 +348,13 @@ _BODY = """
   const bool newest = to == end;
   const int kept = min(to, max(from, end - 1 - token)), tiles = (to - from + TILE - 1) / TILE;
   const int vectors_here = H + 2 + 2 * (min(to, end - 1) - kept);
-  const long head = ((long)held_row * KV_HEADS + kv_head) * capacity;
-  uint4* K = const_cast<uint4*>(reinterpret_cast<const uint4*>(keys)) + head * CHUNKS;
-  uint4* V = const_cast<uint4*>(reinterpret_cast<const uint4*>(values)) + head * CHUNKS;
+  // Without a `capacity` each row has arrays of its own.
+  const unsigned long long* tail = tails + (capacity ? 0 : 3 * held_row);
+  const long head = capacity ? ((long)held_row * KV_HEADS + kv_head) * capacity : kv_head * (long)tail[2];
+  auto of_head = [&](const T* all, int i) {
+    return reinterpret_cast<uint4*>(capacity ? (unsigned long long)all : tail[i]) + head * CHUNKS;
+  };
+  uint4 *K = of_head(keys, 0), *V = of_head(values, 1);
   uint4* ring = rings + warp * STAGES * STAGE;
   const unsigned ring_at = omlxd_shared(ring);
   auto fetch = [&](int tile, int stage) {
@@ -494,7 +498,7 @@ _BODY = """
 
 ARGUMENTS = [
     *(f"const T* {name}" for name in ("q", "k", "v", "q_norm", "k_norm")),
-    *("const float* turns", "const T* keys", "const T* values"),
+    *("const float* turns", "const T* keys", "const T* values", "const unsigned long long* tails"),
     *(f"const int* {name}" for name in ("starts", "ends", "firsts")),
     *("const unsigned long long* addresses", "const int* table", "const int* counts", "const int* counters"),
     *("T* out", "float* sums", "float* weights"),
@@ -503,7 +507,7 @@ ARGUMENTS = [
 ]
 """Of `omlxd_attend`, behind the block's place, the shared memory and whom it awaits."""
 
-OWN = ("q_norm", "k_norm", "keys", "values", "addresses")
+OWN = ("q_norm", "k_norm", "keys", "values", "tails", "addresses")
 """Arguments that are a layer's own; the other arrays that it is given are the same for all layers."""
 
 
@@ -564,6 +568,18 @@ def source_of(heads: Heads, shape: Shape) -> tuple[str, str]:
 def _compiled(heads: Heads, shape: Shape) -> tuple[str, bytes]:
     function, source = source_of(heads, shape)
     return function, nvrtc.machine_code(source)
+
+
+class Tails(NamedTuple):
+    """A layer's KV of a batch whose rows have arrays of their own, behind what they hold in segments.
+
+    table  (rows, 3) in uint64: addresses of keys and of values, (1, KV heads, capacity, width) each, and that
+           capacity
+    most   columns at whose end, or before, each row ends
+    """
+
+    table: mx.array
+    most: int
 
 
 class Launch(NamedTuple):
@@ -646,7 +662,7 @@ class FusedAttention:
         self,
         norms: tuple[mx.array, mx.array] | None,
         turns: mx.array,
-        held: tuple[mx.array, mx.array],
+        held: tuple[mx.array, mx.array] | Tails,
         starts: mx.array,
         ends: mx.array,
         firsts: mx.array | None = None,
@@ -656,20 +672,25 @@ class FusedAttention:
 
         norms  weights of the queries' and the keys' norm, (width,)
         turns  (rows, width) in float32: cosine and sine of each pair's turn, at its two dimensions
-        held   (rows held, KV heads, capacity, width), in one piece, each for up to `MOST_NEW` of the rows;
-               column `ends[row] - 1` is written in place
+        held   (rows held, KV heads, capacity, width), in one piece, or arrays of each row, for up to
+               `MOST_NEW` of the rows; column `ends[row] - 1` is written in place
         starts, ends  (rows,): columns of a row; each token of one ends a column behind the token before
         firsts        (rows held + 1,): the first row of each that is held, and what follows the last, behind
                       which rows are nobody's; None: each has one
         shared        what rows have in segments, of a multiple of 16 tokens, before `held`
         """
-        heads, shape = self.heads, self._shape
+        heads, shape, width = self.heads, self._shape, self.heads.width
         group = heads.heads // heads.kv_heads
-        rows, (rows_held, _, capacity, width) = turns.shape[0], held[0].shape
+        rows, rows_held = turns.shape[0], held[0].shape[0]
+        if isinstance(held, Tails):
+            kv, capacity, longest = [held.table] * 3, 0, held.most
+        else:
+            kv, capacity = [*held, held[0]], held[0].shape[2]
+            longest = capacity
         if shared is None or shared.widest * group <= 8:
             shape = self.narrow
         tokens = 1 if firsts is None else min(MOST_NEW, rows - rows_held + 1)
-        places = min(shape.most, -(-capacity // shape.least)) * tokens
+        places = min(shape.most, -(-longest // shape.least)) * tokens
         if self._counters is None:
             self._counters = mx.zeros((MOST_ROWS * heads.heads,), mx.int32)
             mx.eval(self._counters)
@@ -686,7 +707,7 @@ class FusedAttention:
             norms=norms or (),
             inputs=[
                 turns,
-                *held,
+                *kv,
                 starts,
                 ends,
                 ends if firsts is None else firsts,

@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
-from . import products
-from .fused_attention import FusedAttention, Heads, fits
+from . import products, segment_attention
+from .fused_attention import FusedAttention, Heads, Tails, fits
 from .layer_products import AT_ONCE, LayerProducts
 from .segment_attention import Shared
 
@@ -251,6 +251,31 @@ class FusedStep:
         shared: Callable[..., tuple[Shared, mx.array, Any]] | None,
     ) -> bool:
         """Whether `layers` gives what its parts do, for rows of unequal lengths, each with `count` tokens."""
+        return _are_equal(
+            *(self._group_by(compute, step_kv, rows, count, shared) for compute in (self.layers, self._apart))
+        )
+
+    def reads_tails(
+        self, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None = None
+    ) -> bool:
+        """Whether rows with arrays of their own, told by address, have the bits of rows in one array."""
+        given = ((self.layers, step_kv, *one, shared) for one in (*JOINED, (CHECKED_ROWS[1], 1)))
+        return bool(self._groups) and all(
+            _are_equal(self._group_by(*each), self._group_by(*each, own=True)) for each in given
+        )
+
+    def _group_by(
+        self,
+        compute: Callable[..., Between],
+        step_kv: Any,
+        rows: int,
+        count: int,
+        shared: Callable[..., tuple[Shared, mx.array, Any]] | None,
+        *,
+        own: bool = False,
+    ) -> list[mx.array]:
+        """What comes out of the first group of layers and of attention behind it, for rows of unequal lengths
+        with `count` tokens each; and their keys and values. `own`: each row has arrays of its own."""
         weights, length = self._layers[self._groups[0]], 1500
         its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
         starts, ends = _unequal_rows(rows, length)
@@ -258,23 +283,29 @@ class FusedStep:
         offset = bases + end - begin - 1
         shape = rows, self.heads.kv_heads, length + count, self.heads.width
         given = [*((rows * count, size) for size in weights[0].products.weights[0].shape), shape, shape]
-        x, attended, *held = (
+        x, attended, *drawn = (
             mx.random.normal(size, key=mx.random.key(i)).astype(self.heads.dtype)
             for i, size in enumerate(given)
         )
-        mx.eval(held)
-        out: list[list[mx.array]] = []
-        for compute in (self.layers, self._apart):
-            kvs = [
-                step_kv(*(array + i for array in held), begin, end, offset, shared=its, firsts=firsts)
-                for i in range(len(weights))
-            ]
-            mx.eval([(kv.keys, kv.values) for kv in kvs])
-            between = compute(weights, Between(x, attended), self.turns(offset), kvs)
-            mx.eval(between, [(kv.keys, kv.values) for kv in kvs])
-            out.append([*between, *(array for kv in kvs for array in (kv.keys, kv.values))])
+        arrays = [[array + i for array in drawn] for i in range(len(weights))]
+        if own:
+            arrays = [[array[row : row + 1] + 0 for row in range(rows) for array in pair] for pair in arrays]
+        mx.eval(arrays)
+        kvs = [
+            step_kv(
+                *((_tails_of(pair), None) if own else pair), begin, end, offset, shared=its, firsts=firsts
+            )
+            for pair in arrays
+        ]
+        between = compute(weights, Between(x, attended), self.turns(offset), kvs)
+        mx.eval(between)
+        if own:
+            after = [mx.concatenate(pair[i::2]) for pair in arrays for i in (0, 1)]
+        else:
+            after = [array for kv in kvs for array in (kv.keys, kv.values)]
+        mx.eval(after)
         del stay
-        return all(mx.array_equal(a, b).item() for a, b in zip(*out, strict=True))
+        return [*between, *after]
 
     def repeats(
         self, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None = None
@@ -318,8 +349,7 @@ class FusedStep:
             each.append(logits)
         copies = [array + 0 for array in held]
         mx.eval(copies)
-        pairs = zip([mx.concatenate(each, axis=1), *arrays], run(range(n), copies), strict=True)
-        return all(bool(mx.array_equal(a, b).item()) for a, b in pairs)
+        return _are_equal([mx.concatenate(each, axis=1), *arrays], run(range(n), copies))
 
     def _difference(
         self,
@@ -365,7 +395,17 @@ class FusedStep:
 
 def _given(turns: mx.array, kv: Any) -> tuple[Any, ...]:
     """Of what `FusedAttention` takes: all but the new tokens and norms."""
-    return turns, (kv.keys, kv.values), kv.starts, kv.ends, kv.firsts, kv.shared
+    return turns, kv.held, kv.starts, kv.ends, kv.firsts, kv.shared
+
+
+def _are_equal(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
+    return all(mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True))
+
+
+def _tails_of(arrays: Sequence[mx.array]) -> Tails:
+    """Of keys and values of each row, evaluated, which must stay."""
+    addresses, capacity = segment_attention.addresses_of(arrays).reshape(-1, 2), arrays[0].shape[2]
+    return Tails(mx.concatenate([addresses, mx.full((len(addresses), 1), capacity, mx.uint64)], 1), capacity)
 
 
 def _unequal_rows(rows: int, length: int) -> tuple[list[int], list[int]]:

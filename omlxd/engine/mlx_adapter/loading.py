@@ -43,7 +43,7 @@ from .cache_kinds import (
     states_of,
     trim,
 )
-from .compiled_step import AFTER, CompiledStep, steps_share
+from .compiled_step import AFTER, CompiledStep, keeps_own_tails, steps_share
 from .device import backend
 from .fused_step import may_fuse
 from .mapped import MappedWeights
@@ -340,7 +340,9 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     share = attention.installed() and steps_share(model)
     if by_kernel and not (share and vars(model).get("omlxd_fused")):
         return LiveSegments()
-    model.make_cache = lambda: segmented(fresh())
+    own_tails = share and keeps_own_tails(model)
+    object.__setattr__(model, "omlxd_own_rows", own_tails)
+    model.make_cache = lambda: segmented(fresh(), own_tails=own_tails)
     if not share and not use_own_rows(model):
         model.make_cache = fresh
         return LiveSegments()
@@ -371,7 +373,7 @@ def use_own_rows(model: Any) -> bool:
 
 
 def has_own_rows(model: Any) -> bool:
-    """Whether `use_own_rows` did so."""
+    """Whether rows of its batches keep arrays of their own."""
     return bool(vars(model).get("omlxd_own_rows"))
 
 

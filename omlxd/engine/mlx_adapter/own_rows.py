@@ -4,8 +4,8 @@ In place of one array with all rows, padded to the longest, which is copied when
 outgrows it (batch_kv.py). Attention goes row by row, as it does where that pays (row_attention.py); rows that
 begin with the same segments read those once, together (segments.py).
 
-`loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. CUDA's
-kernels read one array, so their batches are no such ones.
+`loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. On CUDA
+fused steps read rows' own arrays by address (segments.py), and all others read one array.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, compiled_step, fused_step, loading
-from omlxd.engine.mlx_adapter.fused_attention import MOST_NEW, FusedAttention, Heads, Shape, source_of
+from omlxd.engine.mlx_adapter.fused_attention import MOST_NEW, FusedAttention, Heads, Shape, Tails, source_of
 from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
 from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET
 from omlxd.engine.mlx_adapter.segment_attention import Shared
@@ -35,7 +35,7 @@ class Attend:
     """What fused_attention.py's kernel computes. Counts its calls."""
 
     def __init__(self, heads: Heads):
-        self.heads, self.calls = heads, 0
+        self.heads, self.calls, self.by_address = heads, 0, 0
 
     def __call__(
         self,
@@ -47,9 +47,22 @@ class Attend:
         ends: mx.array,
         firsts: mx.array | None = None,
         shared: Shared | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Of nobody's rows it gives NaN, as the kernel may."""
+    ) -> Any:
+        """Of nobody's rows it gives NaN, as the kernel may. Writes in place what it gets by address."""
         self.calls += 1
+        if isinstance(held, Tails):
+            self.by_address += 1
+            own = [
+                [SegmentReference.arrays[number] for number in of]
+                for of in np.array(held.table)[:, :2].T.tolist()
+            ]
+            most = max(array.shape[2] for array in own[0])
+            joint = [mx.concatenate([_with_room(array, most) for array in arrays]) for arrays in own]
+            out, *now = self(new, norms, turns, joint, starts, ends, firsts, shared)
+            for arrays, array in zip(own, now, strict=True):
+                for row, tail in enumerate(arrays):
+                    tail[:] = array[row : row + 1, :, : tail.shape[2]]
+            return out
         rows, size = held[0].shape[0], turns.shape[0]
         places = mx.arange(rows + 1) if firsts is None else firsts
         counts = places[1:] - places[:-1]
@@ -93,6 +106,10 @@ class Attend:
         return out
 
 
+def _with_room(array: mx.array, capacity: int) -> mx.array:
+    return mx.pad(array, [(0, 0), (0, 0), (0, capacity - array.shape[2]), (0, 0)])
+
+
 def _of_rows(shared: Shared, rows: mx.array) -> Shared:
     """Of these rows alone."""
     pairs = shared.table[:, 1:].reshape(shared.table.shape[0], -1, 2)
@@ -111,6 +128,7 @@ def fuse(model: Any) -> FusedStep:
     step.attend = Attend(step.heads)
     assert step.most_rows == 0, "no kernel of products runs here"
     step.most_rows = SET
+    object.__setattr__(model, "omlxd_fused", step)  # As the load keeps it.
     return step
 
 
@@ -160,6 +178,8 @@ class Joined(FusedAttention):
 
     def __call__(self, new: Any, *given: Any) -> mx.array:
         norms, turns, held, *places = given
+        if isinstance(held, Tails):
+            return self._own(new, norms, turns, held, *places)
         out, *now = self._own(new, norms, turns, held, *places)
         for array, ours in zip(held, now, strict=True):
             array[:] = ours

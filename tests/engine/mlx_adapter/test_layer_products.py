@@ -147,7 +147,7 @@ def attention_of(rows: int, shared: int = 0, norm: bool = True) -> Launch:
 
 
 NEXTS = 1024, 256, 256
-INPUTS = "turns keys values starts ends firsts addresses table counts counters"
+INPUTS = "turns keys values tails starts ends firsts addresses table counts counters"
 
 
 @pytest.mark.parametrize("norm", [False, True])

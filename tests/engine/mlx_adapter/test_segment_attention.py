@@ -6,6 +6,7 @@ import copy
 import gc
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -28,14 +29,14 @@ from omlxd.engine.mlx_adapter import (
     segment_kernel,
     segments,
 )
-from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads
+from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads, Tails
 from omlxd.engine.mlx_adapter.segment_attention import places_of
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 
 from .conftest import Reference, SegmentReference
 from .test_compiled_step import STEPS, Steps
-from .test_fused_step import fuse, fuse_passes
+from .test_fused_step import Attend, fuse, fuse_passes
 
 BLOCK, SEGMENT = 16, 32
 PREFIX = 3 * SEGMENT
@@ -180,6 +181,77 @@ def test_rows_join_and_leave_between_compiled_steps(folder: Path, want, referenc
     again = row(loaded, 7, PREFIX + 2)
     mlx_adapter.extend(cache, again)
     assert cache[0].shared is not None and cache[0].bases == [0, PREFIX]
+
+
+def test_rows_keep_their_own_tails(folder: Path, want, reference, monkeypatch):
+    """As others join and leave, one grows alone, and a pass that wants them in one array has them so."""
+    monkeypatch.setattr(compiled_step, "fused_step", fuse)
+    waits: list[int] = []
+    monkeypatch.setattr(segments.cuda_driver, "wait", lambda: waits.append(1))
+    expected = want(*LENGTHS)
+    reference()
+    loaded = load(folder, SEGMENT)
+    single = row(loaded, 0, LENGTHS[0])
+    cache = mlx_adapter.merge([single])
+    mlx_adapter.extend(cache, row(loaded, 1, LENGTHS[1]))
+    steps = Steps(loaded, cache, CompiledStep(loaded.model))
+    assert steps.compiled is not None and steps.compiled._fused is not None
+    attend, layers = cast(Attend, steps.compiled._fused.attend), len(loaded.model.layers)
+    first, second = cache[0].tails
+    for _ in range(2):
+        logits = steps.compiled(mx.array([[10 + 7 * steps.at], [11 + 7 * steps.at]]), cache, steps.at)
+        assert logits is not None
+        np.testing.assert_allclose(np.array(logits[:, -1]), expected[steps.at][:2], atol=2e-4)
+        steps.at += 1
+    assert attend.by_address >= 2 * layers and cache[0].keys is None
+    held, addresses = first.keys, list(first.address)
+    for _ in range(second.capacity - cache[0].ends[1] + 1):  # Until the second must grow.
+        steps.compiled(mx.array([[1], [1]]), cache, 9)
+    assert cache[0].tails == [first, second] and second.capacity > addresses[2] and second.is_known
+    assert first.keys is held and first.address == addresses, "nobody copied it"
+    mlx_adapter.trim(cache, [cache[0].ends[0] - (LENGTHS[0] - PREFIX) - 2] * 2)
+    for seed in (2, 3):
+        mlx_adapter.extend(cache, row(loaded, seed, LENGTHS[seed]))
+    assert cache[0].tails[:2] == [first, second]
+    tokens = mx.array([[10 + 7 * 2 + row] for row in range(2)])
+    pair = mlx_adapter.row_tensors(cache, 1, 0, LENGTHS[1] + 2)
+    assert {array.shape[2] for array in pair.values()} == {LENGTHS[1] + 2}
+    mlx_adapter.keep_rows(cache, [0, 1])
+    assert cache[0].tails == [first, second]
+    gc.collect()
+    waits.clear()  # For segments that went.
+    loaded.model(tokens, cache=cache)  # Of another kind: joins them.
+    assert not cache[0].tails and cache[0].keys is not None
+    assert len(waits) == 2 * (layers - 1), "nobody frees what a kernel may read"
+    del first, second, held
+    assert len(waits) == 2 * layers
+    mlx_adapter.trim(cache, [1, 1])
+    logits = steps.compiled(tokens, cache, 0)
+    assert logits is not None and cache[0].keys is not None
+    np.testing.assert_allclose(np.array(logits[:, -1]), expected[2][:2], atol=2e-4)
+    mlx_adapter.extend(cache, row(loaded, 2, LENGTHS[2]))
+    mlx_adapter.keep_rows(cache, [1, 2])
+    assert not cache[0].tails, "they stay so"
+    logits = steps.compiled(mx.array([[11 + 7 * 3], [12]]), cache, 0)
+    assert logits is not None
+    np.testing.assert_allclose(np.array(logits[0, -1]), expected[3][1], atol=2e-4)
+
+
+def test_rows_whose_tails_the_kernel_does_not_read_are_copied(folder: Path, reference, monkeypatch, caplog):
+    class Wrong(Attend):
+        def __call__(self, *given):
+            out = super().__call__(*given)
+            return out * 1.01 if isinstance(given[3], Tails) else out
+
+    def fuse_wrongly(model):
+        step = fuse(model)
+        step.attend = Wrong(step.heads)
+        return step
+
+    monkeypatch.setattr(compiled_step, "fused_step", fuse_wrongly)
+    reference()
+    cache = batch(load(folder, SEGMENT), LENGTHS)
+    assert cache[0].keys is not None and not cache[0].tails
 
 
 def test_guesses_and_ends_of_prompts_are_read_by_it_too(folder: Path, reference):
@@ -377,12 +449,13 @@ def test_a_fused_launch_reads_tails_and_segments(monkeypatch):
     q, k, turns = mx.zeros((3, 1024)), mx.zeros((3, 256)), mx.zeros((3, 128))
     tails, places = mx.zeros((3, 2, 1280, 128)), (mx.zeros((3,), mx.int32), mx.full((3,), 9, mx.int32))
     for shared in (None, segment_attention._shared_of(held, [[0, 1, 2], [0], []])):
-        watched.launches.clear()
-        out = attend((q, k, k), None, turns, (tails, tails), *places, None, shared)
-        (launch,) = watched.launches
-        assert out.shape == q.shape and launch[0].startswith("omlxd_fused_attention") and launch[1] == 15
-        # Three segments of two parts each, and two parts of each tail, in blocks of 4 warps.
-        assert launch[2] == (128 * ((3 * 2 if shared else 0) + 3 * 2), 2, 1)
+        for own in ((tails, tails), Tails(mx.zeros((3, 3), mx.uint64), 1280)):
+            watched.launches.clear()
+            out = attend((q, k, k), None, turns, own, *places, None, shared)
+            (launch,) = watched.launches
+            assert out.shape == q.shape and launch[0].startswith("omlxd_fused_attention") and launch[1] == 16
+            # Three segments of two parts each, and two parts of each tail, in blocks of 4 warps.
+            assert launch[2] == (128 * ((3 * 2 if shared else 0) + 3 * 2), 2, 1)
 
 
 def test_a_source_for_each_kind_of_heads():
