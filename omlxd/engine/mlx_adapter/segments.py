@@ -181,7 +181,7 @@ class Tail:
     `address` is what `Tails` has of it; empty until a kernel is told.
     """
 
-    __slots__ = ("address", "keys", "values")
+    __slots__ = ("__weakref__", "address", "keys", "values")
 
     def __init__(self, keys: mx.array, values: mx.array):
         self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
@@ -199,6 +199,8 @@ class Tail:
 
     def grow(self, end: int, more: int) -> None:
         """Make room for `more` tokens behind column `end`. Copies this tail, and no other."""
+        if self.address:
+            _written.pop(self.address[0], None)
         capacity = round_up(end + max(more, min(end // 4, MOST_ROOM)))
         self.keys, self.values = (
             side_by_side([end], end, capacity, array) for array in (self.keys, self.values)
@@ -332,15 +334,27 @@ def tails_of(cache: Sequence[SegmentedBatchKVCache], count: int) -> list[Tails]:
     """Of each layer of a batch whose rows have tails of their own, for a pass of `count` tokens a row."""
     if any(leaf.table is None for leaf in cache):
         unknown = [tail for leaf in cache for tail in leaf.tails if not tail.is_known]
-        if unknown:
+        while unknown:
             arrays = [array for tail in unknown for array in (tail.keys, tail.values)]
             found = cast(list[list[int]], segment_attention.addresses_of(arrays).reshape(-1, 2).tolist())
+            shared: list[Tail] = []
             for tail, address in zip(unknown, found, strict=True):
                 tail.address = [*address, tail.capacity]
+                if _written.get(address[0], tail) is not tail:  # Of requests with one prompt: n > 1.
+                    tail.keys, tail.values = tail.keys + 0, tail.values + 0
+                    shared.append(tail)
+                else:
+                    _written[address[0]] = tail
+            unknown = shared
         for leaf in cache:
             leaf.table = mx.array([tail.address for tail in leaf.tails], mx.uint64)
     most = -(-(max(cache[0].ends) + count) // TAIL_STEP) * TAIL_STEP
     return [Tails(cast(mx.array, leaf.table), most) for leaf in cache]
+
+
+_written: weakref.WeakValueDictionary[int, Tail] = weakref.WeakValueDictionary()
+"""Whose keys the kernel writes to, by their address. MLX knows of no writing: copies of a cache share arrays.
+"""
 
 
 def _shared(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:

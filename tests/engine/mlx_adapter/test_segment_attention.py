@@ -237,6 +237,31 @@ def test_rows_keep_their_own_tails(folder: Path, want, reference, monkeypatch):
     np.testing.assert_allclose(np.array(logits[0, -1]), expected[3][1], atol=2e-4)
 
 
+def test_rows_that_begin_as_copies_write_to_arrays_of_their_own(folder: Path, reference, monkeypatch):
+    """MLX's copies share an array until one is written to, and it knows nothing of the kernel's writing."""
+    monkeypatch.setattr(compiled_step, "fused_step", fuse)
+    reference()
+    loaded = load(folder, SEGMENT)
+    own, asked = segment_attention.addresses_of, list[int]()
+    single = row(loaded, 0, LENGTHS[0])
+    copied = mlx_adapter.copied(single)
+    cache = mlx_adapter.merge([single])
+    mlx_adapter.extend(cache, copied)
+
+    def equal_at_first(arrays: list[mx.array]) -> mx.array:
+        """Both rows' of a layer, one behind the other: at first at the same places."""
+        numbers = own(arrays)
+        asked.append(len(arrays))
+        return numbers if asked[1:] else mx.repeat(numbers.reshape(-1, 2, 2)[:, :1], 2, axis=1).reshape(-1)
+
+    monkeypatch.setattr(segment_attention, "addresses_of", equal_at_first)
+    tables = segments.tails_of(cache, 1)
+    assert asked == [4 * len(cache), 2 * len(cache)], "those of the second row are copied"
+    for table in tables:
+        first, second = np.array(table.table)[:, 0].tolist()
+        assert first != second
+
+
 def test_rows_whose_tails_the_kernel_does_not_read_are_copied(folder: Path, reference, monkeypatch, caplog):
     class Wrong(Attend):
         def __call__(self, *given):
