@@ -39,6 +39,7 @@ from .cache_kinds import (
     layout_of,
     merge,
     new_cache,
+    open_tails,
     put_back,
     put_states,
     recurrent_states,
@@ -55,6 +56,7 @@ from .cache_kinds import (
 from .compiled_step import CompiledStep
 from .cuda_driver import give_spare_back
 from .device import backend, compute_dtype, storage_dtype, versions
+from .fused_attention import MOST_NEW
 from .inspection import attention_from, write_keys
 from .loading import (
     LayerHook,

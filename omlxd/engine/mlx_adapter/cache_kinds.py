@@ -338,6 +338,13 @@ def filled_cache(
     return cache
 
 
+def open_tails(cache: Cache) -> None:
+    """Make arrays for the next tokens of one sequence, where all that it has are in segments."""
+    for leaf in cache:
+        if isinstance(leaf, SegmentedKVCache):
+            leaf.open_tail()
+
+
 def after_prefill(cache: Cache, length: int) -> None:
     """Grow geometrically from here on, not by the size of the first allocation."""
     for _, leaf, _ in _of_kind(cache, per_token=True):

@@ -139,6 +139,14 @@ class SegmentedKVCache(KVCache):
         tail = cast(Pair, (self.keys, self.values))
         return tail[0][..., :length, :], tail[1][..., :length, :]
 
+    def open_tail(self) -> None:
+        """Make the tail's arrays, of `step` tokens, if all tokens are in segments."""
+        if self.keys is None and self.segments:
+            self.keys, self.values = (
+                mx.zeros((*array.shape[:2], self.step, array.shape[3]), array.dtype)
+                for array in self.segments[-1].pair(self.layer)
+            )
+
     def whole(self) -> Pair:
         """K and V of all tokens, joined; lazy."""
         pairs = [*(segment.pair(self.layer) for segment in self.segments), self.keys_and_values()]

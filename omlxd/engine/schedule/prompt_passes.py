@@ -4,7 +4,8 @@ Between the layers of a pass that may take long, or beside which others decode, 
 whose step is due get it, a request that was cancelled or whose time is up ends the pass, and a layer counts
 as progress.
 
-Requests with one and the same prompt, as the choices of n > 1, compute its end once.
+Requests with one and the same prompt, as the choices of n > 1, compute its end once. Where decode steps are
+fused (CUDA), ends are computed as answers are (end_steps.py).
 
 Passes end on block boundaries, and the last one begins at the last boundary before the prompt's
 end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
@@ -29,6 +30,7 @@ from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel, PromptCacheFile
 from ..sequence import Sequence, State
 from .draft_model import clock
+from .end_steps import EndSteps
 from .prefill import TOGETHER
 from .sampling import sample_one
 from .scoring import score, tokens_to_score
@@ -65,7 +67,9 @@ class PromptPasses:
         self.last_alone = mlx_adapter.backend() == "cpu"
         states = loaded.states
         plain = loaded.batchable and states is not None and not states.tensors
-        self._merges = plain and mlx_adapter.backend() != "cuda"  # See `TOGETHER`.
+        example = mlx_adapter.new_cache(loaded.model, 1)
+        self._step_tokens = scheduler.compiled.most_tokens(example) if plain else 0
+        self._merges = plain and (self._step_tokens > 0 or mlx_adapter.backend() != "cuda")  # See `TOGETHER`.
         self.computing: Seq[Sequence] = ()
         self.layer_s = self._looked_at = 0.0
 
@@ -83,7 +87,8 @@ class PromptPasses:
                 return True
         together = [self._budget.pick_sequence(sequences)]
         if self._merges and not self._same_prompt(together[0]):
-            together = self._budget.ends_together(together[0], sequences)
+            fit = [sequence for sequence in sequences if not self._step_tokens or self._takes_steps(sequence)]
+            together = self._budget.ends_together(together[0], fit) if together[0] in fit else together
         with self._over_if_broken(together):
             if len(together) > 1:
                 self._compute_ends(together)
@@ -148,6 +153,9 @@ class PromptPasses:
             return  # Somebody has computed it meanwhile, and it lies on disk.
         self._prepare(sequence)
         length, start = sequence.prompt_length, sequence.kv_length
+        if start and start >= sequence.last_boundary(self._block) and self._takes_steps(sequence):
+            self._finish_ends([sequence])
+            return
         stop = self._budget.next_stop(sequence)
         if sequence.images is not None:
             # A CPU may take minutes.
@@ -190,16 +198,20 @@ class PromptPasses:
         self.first_token(sequence, last)
         for other, cache, hidden in held:  # As if each had computed it: the pass counts for all.
             with self._over_if_broken([other]):
-                if (bridge := self._scheduler.bridge_of(other)) is None:
-                    other.cache, other.kv_length = cache, other.prompt_length
-                else:
-                    bridge.take_copy(other, cache)
+                self._take_copy(other, cache)
                 other.hidden = hidden
                 other.prefill_s += sequence.prefill_s - before_s
-                cached = other.restored_hot + other.restored_cold
-                self._scheduler.count_prompt(other, other.prompt_length - cached)
-                self._tell_begin(other, cached)
                 self.first_token(other, last)
+
+    def _take_copy(self, other: Sequence, cache: mlx_adapter.Cache) -> None:
+        """Go on behind a copy of what another sequence with the same prompt has computed."""
+        if (bridge := self._scheduler.bridge_of(other)) is None:
+            other.cache, other.kv_length = cache, other.prompt_length
+        else:
+            bridge.take_copy(other, cache)
+        cached = other.restored_hot + other.restored_cold
+        self._scheduler.count_prompt(other, other.prompt_length - cached)
+        self._tell_begin(other, cached)
 
     def _same_prompt(self, sequence: Sequence) -> list[Sequence]:
         """Other sequences that wait for a pass over the same prompt; none where the model keeps state at a
@@ -281,15 +293,47 @@ class PromptPasses:
                 sequence.end_pass()
             self.compute(sequences[0])  # Blocks have gone meanwhile.
             return
+        self._finish_ends(sequences)
+
+    def _takes_steps(self, sequence: Sequence) -> bool:
+        """Whether its prompt's end is computed as its answer is: on CUDA, by fused steps.
+
+        Then its bits are those that it has beside others. An end that fills a block has a pass of its own:
+        what is stored of a prompt has been computed as prompt.
+        """
+        more = sequence.adapter, sequence.images, sequence.labels, sequence.keys_file, sequence.write_kv
+        plain = not any(more) and not mlx_adapter.keeps_hidden()
+        return plain and self._step_tokens > 0 and sequence.prompt_length % self._block > 0
+
+    def _finish_ends(self, sequences: Seq[Sequence]) -> None:
+        """Compute ends of prompts but for the last tokens. Their batch's next step draws the first tokens."""
+        first, before_s, steps = sequences[0], sequences[0].prefill_s, None
+        others = self._same_prompt(first) if len(sequences) == 1 else []
         tokens = [sequence.remaining_prefill for sequence in sequences]
+        if self._step_tokens:
+            steps = EndSteps(self._scheduler.compiled, self._step_tokens, self._between_passes)
         with self._looking_up(sequences, self._is_long(sum(tokens))):
-            cache = compute_ends(self._loaded.model, sequences)
-        batch = self._scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
-        with self._scheduler.dropped_if_joined(batch, sequences[0]):
-            batch.add_prompts(sequences, cache)
+            cache = compute_ends(self._loaded.model, sequences, steps)
         self._scheduler.steps += 1
         for sequence, computed in zip(sequences, tokens, strict=True):
             self._scheduler.count_prompt(sequence, computed)
+        copies = [mlx_adapter.copied(cache) for _ in others]
+        self._add_prompts(sequences, cache if len(sequences) > 1 else mlx_adapter.merge([cache]))
+        first.end_pass()
+        for other, copy in zip(others, copies, strict=True):  # As if each had computed it.
+            with self._over_if_broken([other]):
+                self._take_copy(other, copy)
+                other.prefill_s += first.prefill_s - before_s
+                self._add_prompts([other], mlx_adapter.merge([other.take_cache()]))
+
+    def _add_prompts(self, sequences: Seq[Sequence], cache: mlx_adapter.Cache) -> None:
+        """Let them decode, from the last tokens of their prompts on."""
+        for sequence in sequences:
+            sequence.kv_length = sequence.prompt_length - 1
+        batch = self._scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
+        with self._scheduler.dropped_if_joined(batch, sequences[0]):
+            batch.add_prompts(sequences, cache)
+        for sequence in sequences:
             sequence.state = State.DECODING
         self._scheduler.leave(batch, [sequence for sequence in sequences if sequence.cancelled])
 
@@ -342,6 +386,10 @@ class PromptPasses:
         finally:
             hook.call, self.computing = None, ()
 
+    def _between_passes(self) -> None:
+        if (look_up := self._loaded.hook.call) is not None:
+            look_up()
+
     def between_layers(self) -> None:
         hook = self._loaded.hook
         self.layer_s = time.perf_counter() - self._looked_at
@@ -384,18 +432,23 @@ def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
         return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache, **inputs)
 
 
-def compute_ends(model: Any, sequences: Seq[Sequence]) -> mlx_adapter.Cache:
-    """Compute the ends of several prompts in one pass, but for their last tokens, into a batch cache.
+def compute_ends(model: Any, sequences: Seq[Sequence], steps: EndSteps | None = None) -> mlx_adapter.Cache:
+    """Compute the ends of several prompts, but for their last tokens, into a batch cache: in one pass, or by
+    `steps`. Of one sequence it is that one's cache.
 
     Only where layers keep per-token KV alone, and some of each sequence.
     """
-    cache = mlx_adapter.merge([sequence.take_cache() for sequence in sequences])
+    caches = [sequence.take_cache() for sequence in sequences]
+    if steps is not None:
+        for cache in caches:
+            mlx_adapter.open_tails(cache)
+    cache = mlx_adapter.merge(caches) if len(caches) > 1 else caches[0]
     ends = [sequence.tokens[sequence.kv_length : sequence.prompt_length - 1] for sequence in sequences]
+    if steps is not None:
+        ends = steps.compute(cache, ends)
     if width := max(map(len, ends)):
         with mlx_adapter.row_adapters([sequence.adapter for sequence in sequences]):
             model(mx.array([[*end, *[0] * (width - len(end))] for end in ends]), cache=cache)
         mlx_adapter.trim(cache, [width - len(end) for end in ends])
         mx.eval(mlx_adapter.state_arrays(cache))
-    for sequence in sequences:
-        sequence.kv_length = sequence.prompt_length - 1
     return cache

@@ -61,7 +61,7 @@ class Scheduler:
         self._changes = Inbox()
         self._slots = slots
         self._block = block_size
-        self._compiled = CompiledStep(loaded.model)
+        self.compiled = CompiledStep(loaded.model)
         self._inbox = Inbox()
         self.waiting = RequestQueue()
         self.running: list[Sequence] = []  # They hold a slot each.
@@ -263,7 +263,7 @@ class Scheduler:
         if best is None:
             states = self._loaded.states
             grid = self._block if states is not None and states.tensors else 0
-            best = DecodeBatch(self._loaded.model, self.speculation, grid, self._compiled)
+            best = DecodeBatch(self._loaded.model, self.speculation, grid, self.compiled)
             self._batches.append(best)
         return best
 

@@ -31,7 +31,7 @@ from omlxd.engine.mlx_adapter import (
 )
 from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads, Tails
 from omlxd.engine.mlx_adapter.segment_attention import places_of
-from omlxd.engine.schedule import decode_batch
+from omlxd.engine.schedule import decode_batch, end_steps
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 
 from .conftest import Reference, SegmentReference
@@ -235,6 +235,44 @@ def test_rows_keep_their_own_tails(folder: Path, want, reference, monkeypatch):
     logits = steps.compiled(mx.array([[11 + 7 * 3], [12]]), cache, 0)
     assert logits is not None
     np.testing.assert_allclose(np.array(logits[0, -1]), expected[3][1], atol=2e-4)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_ends_of_prompts_are_computed_as_answers_are(at_once: bool, folder: Path, reference, monkeypatch):
+    """Several in one pass, of one prompt once; also where all before the end is in segments."""
+    monkeypatch.setattr(compiled_step, "fused_step", partial(fuse_passes, most=32))
+    lengths = (2 * 256 + 9, 2 * 256 + 64 + 40, 2 * 256 + 64 + 40, 64 + 1, 3 * 64, 30)
+    prompts = [prompt(length - length % 64) + prompt(length % 64, seed=length) for length in lengths]
+    with ColdRun(folder) as cold:
+        expected = [cold.once(tokens, 12)[0] for tokens in prompts]
+    reference()
+    passes: list[list[int]] = []
+    own = end_steps.EndSteps._tokens
+    monkeypatch.setattr(
+        end_steps.EndSteps, "_tokens", lambda *given: passes.append([*given[2]]) or own(*given)
+    )
+    with Rig(folder, segment=256) as rig:
+        for tokens in prompts if at_once else ():
+            rig.run(tokens, 1)
+        passes.clear()
+        asked = prompts if at_once else prompts[:1] + prompts[1:2] * 2 + prompts[3:]
+        if at_once:
+            outputs = rig.on_engine(lambda: [rig.start(tokens, 12) for tokens in asked])
+        else:
+            outputs = [rig.run(tokens, 12) for tokens in asked]
+        assert [output.tokens() for output in outputs] == expected
+        assert sum(map(sum, passes)) >= 8 + 39 and all(sum(counts) <= 32 for counts in passes)
+        assert max(map(max, passes)) == 16
+        assert (max(map(len, passes)) > 1) == at_once
+        rig.settle()
+
+
+def test_tokens_of_a_pass_are_shared_out():
+    assert end_steps.pass_counts([63], 32) == [16]
+    assert end_steps.pass_counts([63, 0, 2, 40], 32) == [15, 1, 1, 15]
+    assert end_steps.pass_counts([3, 0, 2, 4], 32) == [3, 1, 2, 4]
+    assert end_steps.pass_counts([1, 0], 32) == [1, 1]
+    assert end_steps.pass_counts([9] * 32, 32) == [1] * 32
 
 
 def test_rows_that_begin_as_copies_write_to_arrays_of_their_own(folder: Path, reference, monkeypatch):

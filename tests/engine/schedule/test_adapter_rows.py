@@ -98,7 +98,7 @@ def test_a_compiled_step_inside_an_adapters_prefill_is_the_bases(base: Path, tmp
         folder = str(make_adapter(base, tmp_path / "a", 1))
         adapter = rig.on_engine(lambda: rig.loaded.adapters.add(folder))
         alone = rig.run(PROMPT, n=60).got
-        rig.scheduler._compiled = Traced(rig.loaded.model)  # type: ignore[assignment]
+        rig.scheduler.compiled = Traced(rig.loaded.model)  # type: ignore[assignment]
         rig.scheduler.step_due = lambda: rig.scheduler.decodes
         row = rig.start(PROMPT, n=60)
         assert row.first.wait(60)

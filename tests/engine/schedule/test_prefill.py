@@ -207,10 +207,10 @@ def test_one_of_several_prompts_that_is_cancelled_meanwhile_leaves_the_others(tm
         compute = prompt_passes.compute_ends
         started: list[Output] = []
 
-        def cancelled(model: Any, sequences: Any) -> Any:
+        def cancelled(model: Any, sequences: Any, steps: Any) -> Any:
             rig.scheduler.cancel(started[1].sequence)
             rig.scheduler.look_up()
-            return compute(model, sequences)
+            return compute(model, sequences, steps)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prompt_passes, "compute_ends", cancelled)
@@ -227,7 +227,7 @@ def test_a_pass_over_several_ends_that_fails_fails_those(tmp_path: Path):
     with Rig(folder) as rig:
         alone = [rig.run(tokens, 20).got for tokens in prompts]
 
-        def broken(model: Any, sequences: Any) -> Any:
+        def broken(model: Any, sequences: Any, steps: Any) -> Any:
             raise RuntimeError("no memory")
 
         with pytest.MonkeyPatch.context() as patch:

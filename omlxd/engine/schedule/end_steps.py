@@ -1,0 +1,62 @@
+"""Ends of prompts computed as answers are: by passes whose bits are those of decode steps (fused_step.py).
+
+A row's bits are then its own in any company, so the ends of several prompts share passes, and none waits for
+another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import mlx.core as mx
+
+from .. import mlx_adapter
+from ..mlx_adapter import CompiledStep
+from .speculation import flat_size
+
+
+class EndSteps:
+    """most     tokens of a pass
+    between  is called between passes
+    """
+
+    def __init__(self, compiled: CompiledStep, most: int, between: Callable[[], None]):
+        self._compiled, self._most, self._between = compiled, most, between
+
+    def compute(self, cache: mlx_adapter.Cache, ends: Seq[list[int]]) -> list[list[int]]:
+        """Compute each row's tokens into `cache`. Returns those that are left where there is no such pass."""
+        left, passes = list(ends), 0
+        while any(left):
+            counts = pass_counts([len(own) for own in left], self._most)
+            given = [own[:count] for own, count in zip(left, counts, strict=True)]
+            logits = self._compiled(self._tokens(given, counts), cache, passes, counts)
+            if logits is None:
+                break
+            mx.eval(logits)
+            passes, longest = passes + 1, max(counts)
+            mlx_adapter.trim(cache, [longest - len(own) for own in given])
+            left = [own[len(now) :] for own, now in zip(left, given, strict=True)]
+            self._between()
+        return left
+
+    def _tokens(self, given: Seq[list[int]], counts: Seq[int]) -> mx.array:
+        """One row's behind the other's. A row without any has one of no meaning."""
+        rows = len(counts)
+        tokens = [token for own, count in zip(given, counts, strict=True) for token in own or [0] * count]
+        if len(tokens) == rows:
+            return mx.array(tokens)[:, None]
+        size = rows + flat_size(len(tokens) - rows, self._most - rows)
+        return mx.array(tokens + [0] * (size - len(tokens)))
+
+
+def pass_counts(left: Seq[int], most: int) -> list[int]:
+    """Tokens of each row in a pass of `most` at most, where so many are `left`: one at least, and the more
+    the longer a row is."""
+    counts, limits = [1] * len(left), [min(tokens, mlx_adapter.MOST_NEW) for tokens in left]
+    for _ in range(most - len(left)):
+        row = max(range(len(left)), key=lambda row: limits[row] - counts[row])
+        if counts[row] >= limits[row]:
+            break
+        counts[row] += 1
+    return counts
