@@ -38,7 +38,7 @@ from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import BlockKey
 from omlxd.kv.files.fs import read_all
 from omlxd.kv.ledger.ledger import Ledger
-from tools.bench.gpu_rig import Bench, Watch, row, timed
+from tools.bench.gpu_rig import Bench, first_logits, row, timed
 from tools.bench.ledger_lease import LedgerLease
 from tools.bench.shapes import SHAPES
 
@@ -474,13 +474,11 @@ class GPUBench(Bench):
                     if run == "cold hit":
                         assert bridge.store.flusher and bridge.store.flusher.writer.flush(60)
                         bridge = self._bridge(block, cold, ledger)
-                    watch = Watch(self.model, tokens)
-                    self.loaded.model = bridge._model = bridge.reads.model = watch
                     others = [self.prompt(300 * i, seed=i) for i in range(1, 8)] if "beside" in run else []
                     again = run == "computed again"
-                    sequence = self._run(tokens, 0 if again else block, 64, bridge, others)
-                    self.loaded.model = self.model
-                    got, first = sequence.tokens[length:], watch.first
+                    with first_logits() as drawn_by:
+                        sequence = self._run(tokens, 0 if again else block, 64, bridge, others)
+                    got, first = sequence.tokens[length:], drawn_by[id(sequence.sampler)][1]
                     computed = computed or (got, first)
                     apart = cast(float, mx.abs(first - computed[1]).max().item())
                     hot, colds = sequence.restored_hot, sequence.restored_cold
