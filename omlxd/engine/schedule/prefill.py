@@ -55,8 +55,8 @@ of 5; processor seconds (load 14). One after another, those that have begun deco
 Beside a decoder whose step takes 0.10, three of 20 tokens make its longest gap 0.20 to 0.23; one after
 another 0.22 to 0.50.
 
-Not on CUDA: of four turns behind 16,000 to 20,500 tokens (8B shape, H100, tools/bench/streams.py) three had
-their first tokens after 0.55 s together, and one by one an end takes 0.03 s: their KV is copied first.
+On CUDA only where ends are computed as steps are (end_steps.py): rows of another pass are copied into one
+array first.
 """
 
 

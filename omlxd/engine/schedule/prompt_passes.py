@@ -30,7 +30,7 @@ from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel, PromptCacheFile
 from ..sequence import Sequence, State
 from .draft_model import clock
-from .end_steps import EndSteps
+from .end_steps import LONGEST, EndSteps
 from .prefill import TOGETHER
 from .sampling import sample_one
 from .scoring import score, tokens_to_score
@@ -302,8 +302,8 @@ class PromptPasses:
         what is stored of a prompt has been computed as prompt.
         """
         more = sequence.adapter, sequence.images, sequence.labels, sequence.keys_file, sequence.write_kv
-        plain = not any(more) and not mlx_adapter.keeps_hidden()
-        return plain and self._step_tokens > 0 and sequence.prompt_length % self._block > 0
+        plain = self._step_tokens > 0 and not any(more) and not mlx_adapter.keeps_hidden()
+        return plain and 0 < sequence.prompt_length % self._block <= LONGEST + 1
 
     def _finish_ends(self, sequences: Seq[Sequence]) -> None:
         """Compute ends of prompts but for the last tokens. Their batch's next step draws the first tokens."""
@@ -311,7 +311,7 @@ class PromptPasses:
         others = self._same_prompt(first) if len(sequences) == 1 else []
         tokens = [sequence.remaining_prefill for sequence in sequences]
         if self._step_tokens:
-            steps = EndSteps(self._scheduler.compiled, self._step_tokens, self._between_passes)
+            steps = EndSteps(self._scheduler.compiled, self._step_tokens, self._loaded.hook)
         with self._looking_up(sequences, self._is_long(sum(tokens))):
             cache = compute_ends(self._loaded.model, sequences, steps)
         self._scheduler.steps += 1
@@ -385,10 +385,6 @@ class PromptPasses:
             yield
         finally:
             hook.call, self.computing = None, ()
-
-    def _between_passes(self) -> None:
-        if (look_up := self._loaded.hook.call) is not None:
-            look_up()
 
     def between_layers(self) -> None:
         hook = self._loaded.hook
