@@ -28,6 +28,8 @@ from omlxd.wire import Budget
 from tests.engine.schedule.test_spoiled_answers import MARK, Spoiled, marked
 
 SEGMENT = 256
+SEGMENTS = [pytest.param(SEGMENT, id="full"), pytest.param(mlx_adapter.SEGMENT, id="short")]
+"""Of the second length no prompt here fills one: all that is shared is a short segment, of 768 tokens."""
 PREFIX = 3 * SEGMENT + 100
 """Tokens that requests share: three segments and a part."""
 N = 24
@@ -53,7 +55,7 @@ def uncached(model: Path):
 
 
 def sharing(model: Path, root: Path | None = None, **options: Any) -> Rig:
-    return Rig(model, root, segment=SEGMENT, **options)
+    return Rig(model, root, **{"segment": SEGMENT} | options)
 
 
 PROMPTS = [prompt(PREFIX) + prompt(30 + 25 * i, seed=i + 1) for i in range(4)]
@@ -102,9 +104,10 @@ def held_bytes(caches: Iterable[Any]) -> tuple[int, int]:
 # --------------------------------------------------------------------------- exactness
 
 
-def test_a_hit_has_the_bits_of_a_cold_run(model: Path, uncached: Reference, tmp_path: Path):
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_a_hit_has_the_bits_of_a_cold_run(model: Path, uncached: Reference, tmp_path: Path, segment: int):
     tokens = prompt(900)
-    with sharing(model, tmp_path, record=True) as rig:
+    with sharing(model, tmp_path, record=True, segment=segment) as rig:
         assert_same(rig, tokens, uncached, hot=0, cold=0)
         assert_same(rig, tokens, uncached, hot=896, cold=0)
         assert_same(rig, tokens[:600] + prompt(57, seed=9), uncached, hot=576, cold=0)
@@ -112,19 +115,20 @@ def test_a_hit_has_the_bits_of_a_cold_run(model: Path, uncached: Reference, tmp_
             output = rig.run(tokens[:length], 3)
             assert output.got == uncached(tokens[:length], 3)[0]
         assert_nothing_is_left(rig)
-    with sharing(model, tmp_path, record=True) as rig:
+    with sharing(model, tmp_path, record=True, segment=segment) as rig:
         assert_same(rig, tokens, uncached, hot=0, cold=896)
         assert_same(rig, tokens, uncached, hot=896, cold=0)
-    with sharing(model, tmp_path, record=True, hot=0) as rig:
+    with sharing(model, tmp_path, record=True, hot=0, segment=segment) as rig:
         assert_same(rig, tokens[:700] + prompt(99, seed=9), uncached, hot=0, cold=640)
         assert_same(rig, tokens, uncached, hot=0, cold=896)
         assert_nothing_is_left(rig)
 
 
 @pytest.mark.slow
-def test_turns_that_append_have_the_bits_of_a_cold_run(model: Path, uncached: Reference):
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_turns_that_append_have_the_bits_of_a_cold_run(model: Path, uncached: Reference, segment: int):
     """KV of answers too, which is computed a token at a time."""
-    with sharing(model, record=True) as rig:
+    with sharing(model, record=True, segment=segment) as rig:
         tokens = prompt(2 * SEGMENT - 20)
         for turn in range(3):
             assert rig.run(tokens, 70).got == uncached(tokens, 70)[0]
@@ -134,9 +138,10 @@ def test_turns_that_append_have_the_bits_of_a_cold_run(model: Path, uncached: Re
 
 
 @pytest.mark.slow
-def test_a_rows_logits_do_not_depend_on_who_shares(model: Path):
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_a_rows_logits_do_not_depend_on_who_shares(model: Path, segment: int):
     """The same bits alone and in batches of any others, also of rows without a segment."""
-    with sharing(model) as rig:
+    with sharing(model, segment=segment) as rig:
 
         def compare() -> None:
             loaded = rig.loaded
@@ -146,10 +151,10 @@ def test_a_rows_logits_do_not_depend_on_who_shares(model: Path):
                 cache = mlx_adapter.new_cache(loaded.model, length + N)
                 tokens = [*PROMPTS[0][:length]]
                 for start in range(0, length, BLOCK):
-                    loaded.segments.cut(cache, names, BLOCK, length + N, last=False)
+                    loaded.segments.cut(cache, names, BLOCK, length, length + N, last=False)
                     loaded.model(mx.array([tokens[start : start + BLOCK]]), cache=cache)
                     mx.eval(mlx_adapter.state_arrays(cache))
-                loaded.segments.cut(cache, names, BLOCK, length + N, last=True)
+                loaded.segments.cut(cache, names, BLOCK, length, length + N, last=True)
                 return cache
 
             lengths = (PREFIX, 100, 2 * SEGMENT + 7, PREFIX)
@@ -171,22 +176,23 @@ def test_a_rows_logits_do_not_depend_on_who_shares(model: Path):
 
 
 @pytest.mark.slow  # Of the fast ones test_segment_attention.py's requests share by the scheduler too.
+@pytest.mark.parametrize("segment", SEGMENTS)
 @pytest.mark.parametrize(
     ("origin", "speculate"),
     [(origin, speculate) for speculate in (True, False) for origin in ("cold", "ram", "ssd")],
 )
 def test_four_requests_hold_their_prefix_once(
-    model: Path, uncached: Reference, tmp_path: Path, origin: str, speculate: bool, monkeypatch
+    model: Path, uncached: Reference, tmp_path: Path, origin: str, speculate: bool, segment: int, monkeypatch
 ):
     """Together, from nothing, from RAM, from SSD with no RAM tier at all."""
     want = [uncached.once(tokens, LONG)[0] for tokens in PROMPTS]
     hot = 0 if origin == "ssd" else 1 << 30
     if origin == "ssd":
-        with sharing(model, tmp_path) as rig:
+        with sharing(model, tmp_path, segment=segment) as rig:
             rig.run(PROMPTS[0], 2)
     if speculate:
         guess_by(monkeypatch, half_right([p + w for p, w in zip(PROMPTS, want, strict=True)], 1))
-    with sharing(model, tmp_path, hot=hot, speculate=speculate) as rig:
+    with sharing(model, tmp_path, hot=hot, speculate=speculate, segment=segment) as rig:
         if origin == "ram":
             rig.run(PROMPTS[0], 2)
             assert_nothing_is_left(rig)
@@ -201,7 +207,7 @@ def test_four_requests_hold_their_prefix_once(
         seen = [held[rows] for output in watching for held in [output.bytes] for rows in held if rows == 4]
         assert seen, "four rows decoded at once"
         for shared, tails in seen:
-            assert shared == prefix, "one copy of three segments"
+            assert shared == prefix, "one copy of three full segments, or of a short one"
             assert tails <= 4 * layout.nbytes(2 * SEGMENT)
         if origin == "ssd":
             # The part behind the segments is read by each, since there is no RAM tier.
@@ -210,9 +216,12 @@ def test_four_requests_hold_their_prefix_once(
 
 
 @pytest.mark.slow
-def test_those_who_join_later_share_and_those_who_leave_take_nothing_away(model: Path, uncached: Reference):
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_those_who_join_later_share_and_those_who_leave_take_nothing_away(
+    model: Path, uncached: Reference, segment: int
+):
     want = [uncached.once(tokens, 3 * N)[0] for tokens in PROMPTS]
-    with sharing(model) as rig:
+    with sharing(model, segment=segment) as rig:
         first = rig.start(PROMPTS[0], 3 * N)
         first.first.wait(60)
         short = rig.start(PROMPTS[1], 3)
@@ -226,20 +235,26 @@ def test_those_who_join_later_share_and_those_who_leave_take_nothing_away(model:
         assert_nothing_is_left(rig)
 
 
-@pytest.mark.slow
-def test_answers_of_a_prompt_share_it(model: Path, uncached: Reference):
-    """n > 1: the same prompt, whole; and without any reuse."""
-    want = uncached.once(PROMPTS[0], N)[0]
-    for reuse in (True, False):
-        with sharing(model, reuse=reuse) as rig:
-            running = [rig.start(PROMPTS[0], N) for _ in range(3)]
-            assert [output.tokens() for output in running] == [want] * 3
-            assert_nothing_is_left(rig)
+@pytest.mark.parametrize("reuse", [True, False])
+def test_answers_of_a_prompt_share_it(model: Path, uncached: Reference, reuse: bool):
+    """n > 1: the same prompt, all of it but less than a short segment and what each has its own room for."""
+    tokens = prompt(995)
+    want = uncached.once(tokens, N)[0]
+    with sharing(model, reuse=reuse, segment=mlx_adapter.SEGMENT) as rig:
+        watching = [Watching(rig) for _ in range(8)]
+        running = rig.on_engine(lambda: [rig.start(tokens, N, output=output) for output in watching])
+        assert [output.tokens() for output in running] == [want] * 8
+        layout = rig.loaded.layout
+        assert layout is not None
+        seen = {held[8] for output in watching for held in [output.bytes] if 8 in held}
+        assert seen == {(layout.nbytes(768), 8 * layout.nbytes(256))}
+        assert_nothing_is_left(rig)
 
 
-def test_a_spoiled_prompt_leaves_no_segment_to_others(model: Path):
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_a_spoiled_prompt_leaves_no_segment_to_others(model: Path, segment: int):
     tokens = prompt(2 * SEGMENT + 90, seed=5)
-    with sharing(model) as rig:
+    with sharing(model, segment=segment) as rig:
         good = rig.run(tokens, 5).got
         whole = rig.loaded.model
         rig.loaded.model = Spoiled(whole, marked)
@@ -275,7 +290,7 @@ def test_what_a_restore_held_is_free_without_the_collector(model: Path, tmp_path
 def test_memory_for_a_prefix_that_somebody_holds_is_asked_for_once(model: Path, uncached: Reference):
     """Room for two prompts: with segments four run side by side, without never more than two."""
     most: dict[int, int] = {}
-    for segment in (0, SEGMENT):
+    for segment in (0, SEGMENT, mlx_adapter.SEGMENT):
         with Rig(model, segment=segment) as rig:
             layout = rig.loaded.layout
             assert layout is not None
@@ -295,7 +310,7 @@ def test_memory_for_a_prefix_that_somebody_holds_is_asked_for_once(model: Path, 
             assert [o.tokens() for o in running] == [uncached.once(t, LONG)[0] for t in PROMPTS]
             most[segment] = max(rows for output in watching for rows in output.bytes)
     assert most[0] <= 2
-    assert most[SEGMENT] == 4
+    assert most[SEGMENT] == most[mlx_adapter.SEGMENT] == 4
 
 
 # --------------------------------------------------------------------------- which models
@@ -327,7 +342,7 @@ def test_the_inspector_sees_the_same_behind_segments(model: Path):
         loaded = mlx_adapter.load(model, segment=segment)
         cache = mlx_adapter.new_cache(loaded.model, len(tokens))
         loaded.model(mx.array([tokens]), cache=cache)
-        loaded.segments.cut(cache, [], BLOCK, len(tokens), last=True)
+        loaded.segments.cut(cache, [], BLOCK, len(tokens), len(tokens), last=True)
         assert bool(getattr(cache[0], "segments", [])) == bool(segment)
         attention = mlx_adapter.attention_from(loaded.model, cache, tokens[-1], len(tokens) - 1)
         assert attention is not None

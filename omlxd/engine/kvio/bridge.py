@@ -376,17 +376,19 @@ class KVBridge:
         """
         assert sequence.cache is not None
         segments, start, most = self.segments, sequence.kv_length, len(payloads)
-        capacity = sequence.capacity
+        length, capacity = sequence.prompt_length, sequence.capacity
         if segments.tokens:
-            segments.cut(sequence.cache, sequence.hashes, self._block, capacity, last=False)
-            most = min(most, (segments.tokens - start % segments.tokens) // self._block)
-            if start % segments.tokens == 0 and most * self._block == segments.tokens:
-                names = segments.names(sequence.hashes, self._block)
-                if live := segments.find(names[start // segments.tokens :][:1]):
-                    mlx_adapter.add_segment(sequence.cache, live[0], segments.tokens)
-                    sequence.kv_length += segments.tokens
+            segments.cut(sequence.cache, sequence.hashes, self._block, length, capacity, last=False)
+            names = segments.names(sequence.hashes, self._block, length)
+            stop = start + most * self._block
+            name, end = next(((n, end) for n, end in names.items() if start < end <= stop), (b"", stop))
+            most = (end - start) // self._block
+            if start == sequence.cache[0].base:
+                if live := segments.find([name]):
+                    mlx_adapter.add_segment(sequence.cache, live[0])
+                    sequence.kv_length = end
                     return most
-                capacity = start + segments.tokens
+                capacity = end if name else capacity
         append_blocks(self._layout, sequence.cache, payloads[:most], start, self._block, capacity)
         sequence.kv_length += most * self._block
         return most

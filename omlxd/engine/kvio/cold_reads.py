@@ -139,7 +139,8 @@ class ColdReads:
 
     def _is_slow(self, sequence: Sequence, names: set[BlockHash]) -> bool:
         """Whether reading them alone would be."""
-        if not self.rates.read or self.segments.find(self.segments.names(sequence.hashes, self._block)):
+        segments = self.segments.names(sequence.hashes, self._block, sequence.prompt_length)
+        if not self.rates.read or self.segments.find(segments):
             return False  # What is live is not read.
         states, blocks, hot = self.states, len(names), 0
         nbytes = blocks * self.rates.block_bytes

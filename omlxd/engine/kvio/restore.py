@@ -66,14 +66,18 @@ class DirectArrival:
 
     def make_cache(self, model: Any, live: Seq[Segment], sequence: Request, blocks: int) -> Cache:
         """A cache of `live`, and of the first `blocks` blocks behind; the arrival is over."""
-        segments, size, full = [*live], self._segments.tokens, blocks // self._each
-        names = self._segments.names(sequence.hashes, self._block)
+        segments, full, base = [*live], blocks // self._each, sum(segment.tokens for segment in live)
+        names = [*self._segments.names(sequence.hashes, self._block, sequence.prompt_length)]
         for index in range(full):
             made = Segment(self._buffers[index].take_arrays())
             segments.append(self._segments.hold(made, names[len(segments)]))
         tail = self._buffers[full].take_arrays() if blocks % self._each else {}
-        tokens = len(live) * size + blocks * self._block
-        return mlx_adapter.filled_cache(model, tail, tokens, segments, len(segments) * size)
+        tokens = base + blocks * self._block
+        base += full * self._segments.tokens
+        cache = mlx_adapter.filled_cache(model, tail, tokens, segments, base)
+        length, capacity = sequence.prompt_length, sequence.capacity
+        self._segments.cut(cache, sequence.hashes, self._block, length, capacity, last=False)
+        return cache
 
     def payloads(self) -> Seq[MLXPayload | None]:
         """What the hot tier may keep of the blocks. Before `make_cache`."""
@@ -96,7 +100,8 @@ class StagedArrival:
 
     def make_cache(self, model: Any, live: Seq[Segment], sequence: Request, blocks: int) -> Cache:
         segments, size = self._segments, self._segments.tokens
-        capacity, at = sequence.capacity, len(live) * size
+        length, capacity = sequence.prompt_length, sequence.capacity
+        at = sum(segment.tokens for segment in live)
         cache = mlx_adapter.filled_cache(model, {}, at, live, at)
         payloads = [payload for payload in self._payloads[:blocks] if payload is not None]
         self._payloads = []
@@ -106,7 +111,7 @@ class StagedArrival:
             room = at + size if size and len(run) == each else capacity
             append_blocks(self._layout, cache, run, at, self._block, room)
             at += len(run) * self._block
-            segments.cut(cache, sequence.hashes, self._block, capacity, last=False)
+            segments.cut(cache, sequence.hashes, self._block, length, capacity, last=False)
         return cache
 
     def payloads(self) -> Seq[MLXPayload | None]:
@@ -133,9 +138,9 @@ class Restore:
         self._state_cold = False
         # What others hold already is not read: blocks are those behind.
         self._segments = reads.segments
-        names = self._segments.names(sequence.hashes[: len(sequence.table.blocks)], self._block)
-        self._live = self._segments.find(names)
-        self._first = len(self._live) * self._segments.tokens // self._block
+        hashes = sequence.hashes[: len(sequence.table.blocks)]
+        self._live = self._segments.find(self._segments.names(hashes, self._block, sequence.prompt_length))
+        self._first = sum(segment.tokens for segment in self._live) // self._block
         self._blocks = sequence.table.blocks[self._first :]
         self._cold = [block.payload is None for block in self._blocks]
         self._keys = [sequence.key(self._first + i, self._block) for i in range(len(self._blocks))]

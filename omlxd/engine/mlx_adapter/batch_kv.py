@@ -44,9 +44,9 @@ SHORT = 1024
 """Tokens up to which a batch on CUDA stays with MLX's own kernel."""
 
 
-def round_up(tokens: int) -> int:
+def round_up(tokens: int, step: int = GROW_STEP) -> int:
     """A capacity, in tokens."""
-    return -(-tokens // GROW_STEP) * GROW_STEP
+    return -(-tokens // step) * step
 
 
 def next_step(length: int) -> int:

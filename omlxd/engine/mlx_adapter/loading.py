@@ -329,7 +329,8 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
 
     Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut. `by_kernel`: nor where
     steps that read them are not fused. Where segments are shared and no kernel of ours reads them, rows of a
-    batch keep arrays of their own.
+    batch keep arrays of their own. Kernels take segments of equal length, so where there are any no short one
+    is cut.
     """
     fresh = _make_cache(model)
     if not tokens or not segmented(fresh()):
@@ -346,7 +347,7 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     if not share and not use_own_rows(model):
         model.make_cache = fresh
         return LiveSegments()
-    return LiveSegments(tokens)
+    return LiveSegments(tokens, 0 if attention.installed() else segments.SHORT_SEGMENT)
 
 
 def use_own_rows(model: Any) -> bool:

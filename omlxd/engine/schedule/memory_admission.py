@@ -192,15 +192,11 @@ class MemoryAdmission:
         if not live.tokens or layout is None or self.store is None:
             return 0
         block, most = self.store.block_size, 0
-        mine = live.names(sequence.hashes, block)
+        mine = live.names(sequence.hashes, block, sequence.prompt_length)
         for other in others:
-            length = min(sequence.prompt_length, other.prompt_length) - 1
-            theirs = live.names(other.hashes[: length // block], block)
-            same = 0
-            while same < min(len(mine), len(theirs)) and mine[same] == theirs[same]:
-                same += 1
-            most = max(most, same)
-        return layout.nbytes(most * live.tokens) if most else 0
+            theirs = live.names(other.hashes, block, other.prompt_length)
+            most = max([most, *(mine[name] for name in mine.keys() & theirs.keys())])
+        return layout.nbytes(most) if most else 0
 
     def _kv(self, sequence: Sequence) -> int:
         tokens = mlx_adapter.round_up(sequence.capacity)

@@ -131,8 +131,9 @@ class PromptPasses:
         self._tell_begin(sequence, sequence.kv_length)
         if sequence.kv_length >= sequence.last_boundary(self._block):
             # Whatever was restored and whoever shares: bits follow the cuts.
+            length, capacity = sequence.prompt_length, sequence.capacity
             self._loaded.segments.cut(
-                sequence.cache, sequence.hashes, self._block, sequence.capacity, last=True
+                sequence.cache, sequence.hashes, self._block, length, capacity, last=True
             )
 
     def _tell_begin(self, sequence: Sequence, restored: int) -> None:

@@ -121,7 +121,7 @@ def is_right(rig: Rig, output: Output, reference: Reference) -> None:
 
 
 @pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("segment", [0, 256])
+@pytest.mark.parametrize("segment", [0, 256, 2048])
 def test_both_ends_meet_with_the_bits_of_a_run_without_reuse(
     segment: int, cache: Path, model: Path, reference: Reference
 ):
@@ -325,7 +325,7 @@ def test_any_rates_any_damage_any_cancel(
     number = data.draw(st.integers(0, 2**32))
     rng = random.Random(number)
     disk = SlowDisk(rng.choice([0.0, 0.002, 0.01, 0.03]))
-    with Rig(model, cache, record=True, fs=disk, segment=rng.choice([0, 256])) as rig:
+    with Rig(model, cache, record=True, fs=disk, segment=rng.choice([0, 256, 2048])) as rig:
         if rng.random() < 0.5:
             rig.run(TOKENS[: rng.randrange(64, 1200)], 1)
         tell(rig, rng.choice([0, 0.01, 0.1, 1.0]), rng.choice([0.001, 0.02, 0.1]))

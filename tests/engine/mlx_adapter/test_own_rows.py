@@ -129,7 +129,7 @@ def test_what_rows_share_is_read_once_for_all_of_them(new: int):
     for seed, (own, length) in enumerate(zip(held, lengths, strict=True)):
         rows.append(row := SegmentedKVCache("l"))
         for index in own:
-            row.add_segment(segments[index], 32)
+            row.add_segment(segments[index])
         row.update_and_fetch(*(normal(50 + 2 * seed + kv, (1, 2, length, 16)) for kv in (0, 1)))
         row.unread = None
     cache = OwnRowsKVCache(rows)

@@ -53,7 +53,7 @@ def row(loaded: mlx_adapter.LoadedModel, seed: int, length: int) -> mlx_adapter.
     cache = mlx_adapter.new_cache(loaded.model, length + STEPS)
     boundary = (length - 1) // BLOCK * BLOCK
     mx.eval(loaded.model(mx.array([tokens[:boundary]]), cache=cache))
-    loaded.segments.cut(cache, names, BLOCK, length + 2, last=True)
+    loaded.segments.cut(cache, names, BLOCK, length, length + 2, last=True)
     mx.eval(loaded.model(mx.array([tokens[boundary:]]), cache=cache))
     mlx_adapter.after_prefill(cache, length)
     return cache
