@@ -145,7 +145,7 @@ def parse(
         tools.add(tool, f"tools.{index}")
     messages = _before(request, history) + _messages(request, tools)
     if not messages:
-        raise bad_field("input", "at least one item is required")
+        raise bad_field("input", "at least one item of a known type is required")
     choice, allowed = tool_choice(request.tool_choice, {tool.name for tool in tools.listed}, tools.called_by)
     if compacts:
         # The tools stay in the prompt, whose cached prefix holds.

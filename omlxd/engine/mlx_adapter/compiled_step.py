@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 FUNCTIONS = 128
 """Compiled functions that are kept. One of 30 layers takes 9 MB of RAM."""
 
+FUSED_FUNCTIONS = 512
+"""Of fused steps, each of 5 layers: 16 rows that end one by one, with guesses, have some hundred shapes."""
+
 AFTER = 4
 """Steps of a batch before its shape is compiled, which takes as long as some steps.
 
@@ -390,7 +393,7 @@ class CompiledStep:
                 function = partial(self._trace, windows, mx.compile(self._trace_layers))
             else:
                 function = mx.compile(partial(self._trace, windows, None))
-            if len(self._functions) >= FUNCTIONS:
+            if len(self._functions) >= (FUSED_FUNCTIONS if fused else FUNCTIONS):
                 self._functions.popitem(last=False)
         self._functions[shape] = function
         return function

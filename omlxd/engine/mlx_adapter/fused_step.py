@@ -46,7 +46,7 @@ another, and more tokens than one of its sets has, where a pass may have these."
 PASS = 4
 """Tokens of a row in a check's pass."""
 
-JOINED = (1, 1), (3, 1), (2, 3)
+JOINED = (1, 1), (3, 1), (2, 3), (4, 4), (9, 1), (2, 15)
 """Rows, and tokens of each, of what is computed in one launch and in several, and compared."""
 
 

@@ -106,7 +106,7 @@ def of_layers(
     values behind it: in one launch, or in more with the same bits."""
     rows, weights = residual.shape[0], layers[0].weights
     at_once = rows <= min(SET, most_rows(weights)) and x.dtype == weights[0].dtype
-    if at_once and layer_products.takes(attentions[0], rows):
+    if at_once and layer_products.takes(attentions[0]):
         return layer_products.run(x, residual, layers, attentions)
     for layer, attention in zip(layers, attentions, strict=True):
         residual, *new = of_layer(x, residual, layer)
@@ -129,7 +129,8 @@ def compile_ahead(
     for kind, biases in {layer.kind for layer in layers} if most else ():
         jobs |= {(layer_products.code, eights, kind, biases) for eights in FORMS}
         if attention is not None and len(biases) > 5:  # None follows the head.
-            jobs |= {(layer_products.code, min(FORMS), kind, biases, attention, n) for n in at_once}
+            forms = [(eights, n) for eights in FORMS for n in at_once]
+            jobs |= {(layer_products.code, eights, kind, biases, attention, n) for eights, n in forms}
         if most > SET:
             back, on = (False, True, False, False, True), (False, False, False, True, False)
             jobs |= {(code, kind, largest, some, *back) for some in (biases[:1], biases[3:4])}

@@ -177,7 +177,8 @@ def test_layers_end_with_attention(count: int, shared: int, norm: bool, asked):
 
 
 @pytest.mark.parametrize(
-    ("rows", "shared", "launches"), [(1, 1, 1), (2, 2, 1), (8, 2, 1), (3, 3, 4), (8, 0, 1), (9, 0, 4)]
+    ("rows", "shared", "launches"),
+    [(1, 1, 1), (2, 2, 1), (8, 2, 1), (3, 3, 4), (8, 0, 1), (9, 0, 1), (32, 0, 1)],
 )
 def test_of_more_rows_or_queries_of_a_segment_attention_has_its_own_launch(
     rows: int, shared: int, launches: int, asked, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +201,7 @@ def test_all_launches_are_compiled_ahead(most: int, jobs: int, monkeypatch: pyte
     asked.clear()
     launch = attention_of(1)
     products.compile_ahead(layers, (launch.heads, launch.shape), {5, 2})
-    assert len(asked) == jobs + 2 * (most > 0), "none follows the head"
+    assert len(asked) == jobs + 2 * len(FORMS) * (most > 0), "none follows the head"
 
 
 def test_each_kind_has_its_own_source():
