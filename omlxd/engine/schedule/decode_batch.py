@@ -68,6 +68,7 @@ class DecodeBatch:
         self._waited = False
         self._behind = False  # The last turn started no step ahead.
         self._spared = 0.0  # Seconds of a turn that its guesses are not charged.
+        self._waits_s = 0.0  # For the device, in the newest plain step.
 
     # ----------------------------------------------------------------- joining and leaving
 
@@ -136,8 +137,10 @@ class DecodeBatch:
     def _may_speculate(self) -> bool:
         if self._speculation is None or not mlx_adapter.can_take_back(self._cache, len(self.rows)):
             return False
-        if self._flat and len(self.rows) > MOST_FLAT_ROWS and self._speculation.draft_model is None:
-            return False
+        if self._speculation.draft_model is None:
+            rows = len(self.rows)
+            if (self._flat and rows > MOST_FLAT_ROWS) or not self._speculation.has_time(rows):
+                return False
         params = [row.sampler.params for row in self.rows]
         return not self._speculation.repeatable or all(p.greedy or p.seed is not None for p in params)
 
@@ -176,7 +179,7 @@ class DecodeBatch:
         After a pass with guesses a row has several tokens, in their order.
         """
         if not self._speculates:
-            return self._step()
+            return self._plain_step()
         assert self._speculation is not None
         began, waited, self._waited = clock(), self._waited, False
         read: list[Draw] = []
@@ -192,7 +195,7 @@ class DecodeBatch:
                 return read  # The row has ended.
         self._spared = 0.0
         plan = self._plan(rooms)
-        drawn = self._check(plan) if plan else self._step()
+        drawn = self._check(plan) if plan else self._plain_step()
         seconds = clock() - began - self._spared
         if plan or read or (self._behind and not drawn):
             won = self._speculation.settle(len(self.rows), len(read) + len(drawn), seconds)
@@ -201,7 +204,20 @@ class DecodeBatch:
         elif drawn and not waited:
             self._speculation.record_step(len(self.rows), seconds)
         self._behind = bool(plan)
+        if self._drafts is None and not self._speculation.has_time(len(self.rows)):
+            self._speculates, self._speculators = (
+                False,
+                {},
+            )  # Until the rows change: these miss tokens from here.
         return read + drawn
+
+    def _plain_step(self) -> list[Draw]:
+        """`_step`, and note whether the host has time left."""
+        self._waits_s = 0.0
+        draws = self._step()
+        if draws and self._speculation is not None:
+            self._speculation.record_wait(len(self.rows), self._waits_s, guessing=self._speculates)
+        return draws
 
     def _plan(self, rooms: Mapping[Sequence, int]) -> list[tuple[list[int], list[Any]]]:
         """(guesses, masks along them) of each row for the next pass; empty where a plain step is faster.
@@ -416,7 +432,9 @@ class DecodeBatch:
         """Wait for the tokens of the step before; what guesses and grammars know is then up to them."""
         if inputs is None or not any(unread):
             return []
+        began = clock()
         tokens = cast(list[int], inputs.tolist())
+        self._waits_s = clock() - began
         samplers, logprobs = self._logprobs  # Rows may have left since, or joined.
         likely = dict(zip(map(id, samplers), likelihoods(samplers, logprobs), strict=True))
         draws: list[Draw] = []

@@ -126,6 +126,43 @@ def wait_for_tokens(output: Output, count: int) -> None:
     wait_until(lambda: len(output.got) >= count or output.reason)
 
 
+def test_many_rows_have_guesses_only_where_the_host_has_time():
+    shared = Speculation()
+    assert shared.has_time(16), "until it is known"
+    shared.record_wait(16, 0.0, guessing=True)
+    assert not shared.has_time(16) and not shared.has_time(5) and shared.has_time(4)
+    shared.record_wait(4, 1.0, guessing=True)
+    assert not shared.has_time(16), "steps of few rows tell nothing of many"
+    for _ in range(20):
+        shared.record_wait(16, 16 * 15e-6, guessing=False)
+    assert not shared.has_time(16), "less than looking for guesses takes"
+    for _ in range(20):
+        shared.record_wait(8, 8 * 40e-6, guessing=False)
+    assert shared.has_time(16)
+    for _ in range(20):
+        shared.record_wait(8, 8 * 20e-6, guessing=True)
+    assert shared.has_time(16), "it still waits"
+
+
+def test_a_batch_whose_host_has_no_time_goes_on_plainly_until_its_rows_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = build_family("qwen3", tmp_path / "qwen3")
+    prompts = [prompt(30 + 9 * index, seed=index) for index in range(7)]
+    with Rig(folder) as rig:
+        alone = [rig.run(tokens, 30 + 20 * index).got for index, tokens in enumerate(prompts)]
+    wholes = [tokens + got for tokens, got in zip(prompts, alone, strict=True)]
+    guess_by(monkeypatch, half_right(wholes, 3))
+    answers, asked = iter([True, True, False] * 10_000), list[int]()
+    monkeypatch.setattr(Speculation, "has_time", lambda self, rows: asked.append(rows) or next(answers))
+    with Rig(folder, speculate=True) as rig:
+        running = [rig.start(tokens, 30 + 20 * index) for index, tokens in enumerate(prompts)]
+        assert [output.tokens() for output in running] == alone
+        shared = rig.scheduler.speculation
+        assert shared is not None and shared.counts[None].accepted > 0 and max(asked) > 4
+        rig.settle()
+
+
 @pytest.mark.parametrize(
     ("family", "kv_bits", "seeds"),
     [
