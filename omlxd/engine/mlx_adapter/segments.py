@@ -66,6 +66,8 @@ prompts that end otherwise are cut at the same place.
 | 256         | 224        | 177                      |
 | 512         | 307        | 260                      |
 
+Since room behind a cut one is by blocks: 153 where the prompt was computed, 224 as before behind a hit.
+
 Median step with OpenBLAS, not cut and cut by 256, two runs on two CPUs beside other work, ms: one row of 500
 tokens 76 and 82, 77 and 81; of 1,000 82 and 80, 82 and 82; of 5,000 125 and 123, 126 and 127; eight rows of
 1,000 179 and 178, 170 and 161.

@@ -315,7 +315,7 @@ class Speculation:
 
     def has_time(self, rows: int) -> bool:
         """Whether the host can look for guesses of so many rows while the device computes."""
-        return rows <= HOST_ROWS or self.spare_s > 1.25 * HOST_S
+        return rows <= HOST_ROWS or self.spare_s > 2 * HOST_S
 
     def settle(self, rows: int, tokens: int, seconds: float) -> float:
         """A turn that was none of plain decoding gave `tokens` in all. Returns the steps that this wins.

@@ -134,13 +134,13 @@ def test_many_rows_have_guesses_only_where_the_host_has_time():
     shared.record_wait(4, 1.0, guessing=True)
     assert not shared.has_time(16), "steps of few rows tell nothing of many"
     for _ in range(20):
-        shared.record_wait(16, 16 * 15e-6, guessing=False)
-    assert not shared.has_time(16), "less than looking for guesses takes"
+        shared.record_wait(16, 16 * 35e-6, guessing=False)
+    assert not shared.has_time(16), "too little time beside looking for guesses"
     for _ in range(20):
-        shared.record_wait(8, 8 * 40e-6, guessing=False)
+        shared.record_wait(8, 8 * 50e-6, guessing=False)
     assert shared.has_time(16)
     for _ in range(20):
-        shared.record_wait(8, 8 * 20e-6, guessing=True)
+        shared.record_wait(8, 8 * 25e-6, guessing=True)
     assert shared.has_time(16), "it still waits"
 
 
