@@ -40,10 +40,16 @@ async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress(caplog: p
 @pytest.mark.slow
 def test_a_daemon_shows_where_it_stands_by_a_signal(tmp_path: Path):
     with Daemon(tmp_path) as daemon:
-        for pid in (daemon.process.pid, daemon.engine_pid()):
-            os.kill(pid, SIGNAL)
-        for place in ("schedule/scheduler.py", "tasks:\n", "in EngineLink._send_all"):
+
+        def engine_shows_its_loop() -> bool:
+            os.kill(daemon.engine_pid(), SIGNAL)  # Again where the thread has only just been started.
+            time.sleep(0.2)
+            return "schedule/scheduler.py" in daemon.logged()
+
+        os.kill(daemon.process.pid, SIGNAL)
+        for place in ("tasks:\n", "in EngineLink._send_all"):
             wait_until(lambda place=place: place in daemon.logged(), why=daemon.logged)
+        wait_until(engine_shows_its_loop, why=daemon.logged)
         assert daemon.state() == "ready"
 
 
