@@ -270,10 +270,7 @@ def segmented(cache: Cache, *, own_tails: bool = False) -> Cache:
     """
     if any(type(leaf) is not KVCache for leaf in cache):
         return []
-    made = [SegmentedKVCache(name) for name, _ in leaves(cache)]
-    for leaf in made:
-        leaf.own_tails = own_tails
-    return made
+    return [SegmentedKVCache(name, own_tails=own_tails) for name, _ in leaves(cache)]
 
 
 def is_batchable(cache: Cache) -> bool:

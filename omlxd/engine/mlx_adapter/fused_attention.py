@@ -575,7 +575,7 @@ class Tails(NamedTuple):
 
     table  (rows, 3) in uint64: addresses of keys and of values, (1, KV heads, capacity, width) each, and that
            capacity
-    most   columns at whose end, or before, each row ends
+    most   columns; no row is longer
     """
 
     table: mx.array

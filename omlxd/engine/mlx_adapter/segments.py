@@ -49,7 +49,7 @@ SEGMENT = 2048
 """Tokens. With 4,096, four rows of the bench took as long and held 283 MB more."""
 
 TAIL_STEP = 1024
-"""Tokens. As tails get longer, a step is compiled anew so often, for so many more blocks of threads."""
+"""Tokens. A step is compiled anew for each multiple of these that the longest tail passes."""
 
 SHORT_SEGMENT = 256
 """Tokens. Behind its full segments a prompt has a short one, of a multiple of these.
@@ -66,7 +66,8 @@ prompts that end otherwise are cut at the same place.
 | 256         | 224        | 177                      |
 | 512         | 307        | 260                      |
 
-Since room behind a cut one is by blocks: 153 where the prompt was computed, 224 as before behind a hit.
+With 256, tails have got room by blocks since: the one prompt takes 153 where it is computed, and still 224
+behind a hit.
 
 Median step with OpenBLAS, not cut and cut by 256, two runs on two CPUs beside other work, ms: one row of 500
 tokens 76 and 82, 77 and 81; of 1,000 82 and 80, 82 and 82; of 5,000 125 and 123, 126 and 127; eight rows of
@@ -126,11 +127,11 @@ class SegmentedKVCache(KVCache):
     unread     what `update_and_fetch` gave, until `attend` gets it
     """
 
-    def __init__(self, layer: str = ""):
+    def __init__(self, layer: str = "", *, own_tails: bool = False):
         super().__init__()
         self.layer = layer
         self.joint = True
-        self.own_tails = False
+        self.own_tails = own_tails
         self.segments: list[Segment] = []
         self.base = 0
         self.unread: Pair | None = None
@@ -215,7 +216,7 @@ class SegmentedKVCache(KVCache):
 class Tail:
     """A layer's KV of one row, behind its segments: two arrays, (1, heads, capacity, dim) each.
 
-    `address` is what `Tails` has of it; empty until a kernel is told.
+    `address`: its row in the table of `Tails`; empty until a kernel needs it.
     """
 
     __slots__ = ("__weakref__", "address", "keys", "values")
@@ -289,19 +290,19 @@ class SegmentedBatchKVCache(EvenBatchKVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[SegmentedKVCache]) -> SegmentedBatchKVCache:
-        tails: list[KVCache] = []
-        for cache in caches:
-            tails.append(tail := KVCache())
-            tail.keys, tail.values, tail.offset = cache.keys, cache.values, cache.offset - cache.base
-        own = all(cache.own_tails and cache.keys is not None for cache in caches)
-        merged = None if own else super().merge(tails)
-        batch = merged if isinstance(merged, cls) else cls([0] * len(caches))  # Where nobody has a tail.
+        batch, lengths = cls([0] * len(caches)), [cache.offset - cache.base for cache in caches]
+        if all(cache.own_tails and cache.keys is not None for cache in caches):
+            own = [Tail(cast(Any, cache.keys), cast(Any, cache.values)) for cache in caches]
+            batch._set_tails(own, [0] * len(caches), lengths, mx.array(lengths))
+        else:
+            tails: list[KVCache] = []
+            for cache, length in zip(caches, lengths, strict=True):
+                tails.append(tail := KVCache())
+                tail.keys, tail.values, tail.offset = cache.keys, cache.values, length
+            merged = super().merge(tails)
+            batch = merged if isinstance(merged, cls) else batch  # Where nobody has a tail.
         batch.layer = caches[0].layer
         batch.segments = [list(cache.segments) for cache in caches]
-        if own:
-            batch.tails = [Tail(cast(Any, tail.keys), cast(Any, tail.values)) for tail in tails]
-            batch._set_ends([tail.offset for tail in tails])
-            batch.offset = mx.array([tail.offset for tail in tails])
         if any(batch.segments):
             batch.offset = batch.offset + mx.array([cache.base for cache in caches])
         return batch
@@ -385,13 +386,13 @@ def tails_of(cache: Sequence[SegmentedBatchKVCache], count: int) -> list[Tails]:
             unknown = shared
         for leaf in cache:
             leaf.table = mx.array([tail.address for tail in leaf.tails], mx.uint64)
-    most = -(-(max(cache[0].ends) + count) // TAIL_STEP) * TAIL_STEP
+    most = round_up(max(cache[0].ends) + count, TAIL_STEP)
     return [Tails(cast(mx.array, leaf.table), most) for leaf in cache]
 
 
 _written: weakref.WeakValueDictionary[int, Tail] = weakref.WeakValueDictionary()
-"""Whose keys the kernel writes to, by their address. MLX knows of no writing: copies of a cache share arrays.
-"""
+"""Tails by the address of their keys. The kernel writes there, which MLX does not see: it lets copies of a
+cache share arrays."""
 
 
 def _shared(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:

@@ -27,7 +27,7 @@ from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import DRAFT, MOST_FLAT_ROWS, OWN_SHARE, WIDTHS, RowSpeculator, Speculation, flat_size
+from .speculation import DRAFT, MOST_FLAT_ROWS, OWN_SHARE, WIDTHS, RowSpeculator, Speculation, filled_up
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -205,10 +205,8 @@ class DecodeBatch:
             self._speculation.record_step(len(self.rows), seconds)
         self._behind = bool(plan)
         if self._drafts is None and not self._speculation.has_time(len(self.rows)):
-            self._speculates, self._speculators = (
-                False,
-                {},
-            )  # Until the rows change: these miss tokens from here.
+            self._speculates = False  # Until the rows change.
+            self._speculators = {}  # They would miss tokens.
         return read + drawn
 
     def _plain_step(self) -> list[Draw]:
@@ -403,7 +401,7 @@ class DecodeBatch:
         newest = (int(self._speculators[row].tokens[-1]) for row in self.rows)
         tokens = [token for first, own in zip(newest, guesses, strict=True) for token in (first, *own)]
         rows = len(guesses)
-        tokens += [0] * (rows + flat_size(len(tokens) - rows, self._flat - rows) - len(tokens))
+        tokens = filled_up(tokens, rows, self._flat)
         logits = self._compiled(mx.array(tokens), self._cache, self._steps, counts)
         self._steps += logits is not None
         if logits is None:

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from .. import mlx_adapter
 from ..mlx_adapter import CompiledStep, LayerHook
-from .speculation import flat_size
+from .speculation import filled_up
 
 LONGEST = 32
 """Tokens of an end, without the last, that passes of steps compute, `MOST_NEW` of a row at most in each. A
@@ -63,8 +63,7 @@ class EndSteps:
         tokens = [token for own, count in zip(given, counts, strict=True) for token in own or [0] * count]
         if len(tokens) == rows:
             return mx.array(tokens)[:, None]
-        size = rows + flat_size(len(tokens) - rows, self._most - rows)
-        return mx.array(tokens + [0] * (size - len(tokens)))
+        return mx.array(filled_up(tokens, rows, self._most))
 
 
 def pass_counts(left: Seq[int], most: int) -> list[int]:

@@ -403,6 +403,12 @@ def flat_size(guesses: int, most: int) -> int:
     return next((size for size in SIZES if guesses <= size < most), most)
 
 
+def filled_up(tokens: list[int], rows: int, most: int) -> list[int]:
+    """`tokens` of so many rows and, behind them, tokens of no meaning: as many as a flat pass has, `most` at
+    most."""
+    return tokens + [0] * (rows + flat_size(len(tokens) - rows, most - rows) - len(tokens))
+
+
 def expected_tokens(rate: float, guesses: int) -> float:
     """Tokens that a pass gives a row, where each guess holds with `rate` (below 1) if those before it do."""
     return (1 - rate ** (guesses + 1)) / (1 - rate)
