@@ -26,7 +26,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -35,7 +34,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from . import attention, attention_packed, cuda_driver, segment_attention, segments
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import COPIED, Cache, arrays_of
-from .fused_attention import ARCHITECTURES, MOST_NEW, Tails
+from .fused_attention import ARCHITECTURES, MOST_NEW, Tails, owners_of
 from .fused_step import Between, FusedStep, Layer, Unfusable
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
@@ -127,7 +126,7 @@ def _shape(layer: Any, name: str = "keys") -> tuple[int, ...]:
 
 class StepKV:
     """Stands for a layer's cache while a step is traced. `offset`, `starts`, `ends`: (rows,); of a fused pass
-    of several tokens they and `firsts` as `FusedStep` and `FusedAttention` have them.
+    of several tokens they and `owners` as `FusedStep` and `FusedAttention` have them.
 
     `keys` and `values` hold the new token once attention was computed, or `keys` tells where each row's lie.
     `window`: 0 where all tokens are kept. `shared`: what rows hold in segments before them. `how`: keys and
@@ -144,10 +143,10 @@ class StepKV:
         window: int = 0,
         shared: Shared | None = None,
         how: Quantisation | None = None,
-        firsts: mx.array | None = None,
+        owners: mx.array | None = None,
     ):
         self.keys, self.values, self.shared, self.how = keys, values, shared, how
-        self.firsts = firsts
+        self.owners = owners
         self.starts, self.ends, self.offset, self._window = starts, ends, offset, window
         self._fresh: tuple[mx.array, mx.array] | None = None
         self.done = False
@@ -346,8 +345,8 @@ class CompiledStep:
         try:
             function = self._function(shape, cache, windows, fused)
             arrays = [at.arrays(counts, size) for at in places.values() if at is not None]
-            firsts = [mx.array([0, *accumulate(counts)], mx.int32)] if count > 1 else []
-            logits, keys, values = function(tokens, keys, values, arrays, held, firsts)
+            owners = [owners_of(counts, size)] if count > 1 else []
+            logits, keys, values = function(tokens, keys, values, arrays, held, owners)
         except Exception as error:
             log.info("decode steps are not compiled: %s", error)
             self._off = True
@@ -406,7 +405,7 @@ class CompiledStep:
         held: Sequence[tuple[Any, Any] | Tails],
         places: tuple[mx.array, mx.array, mx.array],
         shared: Sequence[Shared | None],
-        firsts: mx.array | None,
+        owners: mx.array | None,
     ) -> tuple[Between, list[tuple[Any, ...]]]:
         """Layers of a fused step: what comes out of them; keys and values of those behind each, but for rows'
         tails."""
@@ -414,7 +413,7 @@ class CompiledStep:
         kvs = [
             StepKV(
                 *((its, None) if isinstance(its, Tails) else its),
-                *(*places, 0, own, self._how if isinstance(its[0], list) else None, firsts),
+                *(*places, 0, own, self._how if isinstance(its[0], list) else None, owners),
             )
             for its, own in zip(held, shared, strict=True)
         ]
@@ -430,12 +429,12 @@ class CompiledStep:
         values: list[Any],
         places: list[tuple[mx.array, mx.array, mx.array]],
         held: list[Any],
-        firsts: list[mx.array],
+        owners: list[mx.array],
     ) -> tuple[mx.array, list[Any], list[Any]]:
         """`windows`: of each layer. `some`: `_trace_layers`, compiled, of a fused step. `places`: as
         `Next.arrays`, of each window in the order of the layers. `held`: what all layers have of `Shared`,
         and each layer's addresses; empty where no row has segments.
-        `firsts`: empty where each row has one token."""
+        `owners`: empty where each row has one token."""
         at = dict(zip(dict.fromkeys(windows), places, strict=True))
         shared = [Shared(addresses, *held[:5]) for addresses in held[5:]]
         of_layers = zip(keys, values, windows, shared or [None] * len(keys), strict=True)
@@ -447,7 +446,7 @@ class CompiledStep:
                 window,
                 its,
                 self._how if isinstance(own_keys, list) else None,
-                *firsts,
+                *owners,
             )
             for own_keys, own_values, window, its in of_layers
         ]
@@ -466,7 +465,7 @@ def _call_layers(
     """As `FusedStep.layers`, by `_trace_layers`."""
     held, first = [kv.held for kv in kvs], kvs[0]
     places = first.starts, first.ends, first.offset
-    x, held = function(weights, x, turns, held, places, [kv.shared for kv in kvs], first.firsts)
+    x, held = function(weights, x, turns, held, places, [kv.shared for kv in kvs], first.owners)
     for kv, now in zip(kvs, held, strict=True):
         if now:
             kv.keys, kv.values = now

@@ -235,9 +235,9 @@ __device__ inline void omlxd_put_together(
 """
 
 _BODY = """
-  // grid (parts of segments x tiles of columns, then parts of a tail x new tokens of each row that is held;
-  // KV heads x PARTS). Row `row` is token `token` of row `held_row`, whose tokens follow each other: blocks
-  // that read the same KV run at the same time.
+  // grid (parts of segments x tiles of columns, then parts of tails x rows; KV heads x PARTS). Row `row` is
+  // new token `token` of row `held_row`, whose tokens follow each other: blocks that read the same KV run at
+  // the same time.
   constexpr int CHUNKS = D / 8, TILE = 16, STAGE = 2 * TILE * CHUNKS, EACH = D / 64;
   T* queries = reinterpret_cast<T*>(rings + RING);
   T* fresh = queries + 8 * MOST_TILES * D;  // Key, value: the own, those of earlier new tokens.
@@ -271,11 +271,10 @@ _BODY = """
                        counter, most, sums, weights, out);
     return;
   }
-  const int held_row = (block_x - of_segments) / places, place = (block_x - of_segments) % places;
-  const int token = place % tokens, own_part = place / tokens;
-  const int first = tokens > 1 ? firsts[held_row] : held_row;
-  if (tokens > 1 && token >= firsts[held_row + 1] - first) return;
-  const int row = first + token, kv_head = block_y / PARTS;
+  const int row = (block_x - of_segments) % rows, own_part = (block_x - of_segments) / rows;
+  const int owner = several ? owners[row] : row * MOST_NEW, kv_head = block_y / PARTS;
+  if (owner < 0) return;
+  const int held_row = owner / MOST_NEW, token = owner % MOST_NEW;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
   const int begin = starts[row], end = ends[row];
   // A warp prepares a vector: one of H queries, the new key, the new value, those of earlier new tokens. All
@@ -499,10 +498,10 @@ _BODY = """
 ARGUMENTS = [
     *(f"const T* {name}" for name in ("q", "k", "v", "q_norm", "k_norm")),
     *("const float* turns", "const T* keys", "const T* values", "const unsigned long long* tails"),
-    *(f"const int* {name}" for name in ("starts", "ends", "firsts")),
+    *(f"const int* {name}" for name in ("starts", "ends", "owners")),
     *("const unsigned long long* addresses", "const int* table", "const int* counts", "const int* counters"),
     *("T* out", "float* sums", "float* weights"),
-    *(f"const int {name}" for name in ("capacity", "tokens", "places", "rows")),
+    *(f"const int {name}" for name in ("capacity", "several", "rows")),
     *(f"const int {name}" for name in ("segments", "length", "across", "most")),
 ]
 """Of `omlxd_attend`, behind the block's place, the shared memory and whom it awaits."""
@@ -580,6 +579,13 @@ class Tails(NamedTuple):
 
     table: mx.array
     most: int
+
+
+def owners_of(counts: Sequence[int], size: int) -> mx.array:
+    """(size,) in int32: for each new token of rows, of which each has as many as `counts` says, one row's behind
+    the other's, `MOST_NEW` times the row plus the token's place among its own; -1: nobody's."""
+    owners = [row * MOST_NEW + token for row, count in enumerate(counts) for token in range(count)]
+    return mx.array(owners + [-1] * (size - len(owners)), mx.int32)
 
 
 class Launch(NamedTuple):
@@ -665,7 +671,7 @@ class FusedAttention:
         held: tuple[mx.array, mx.array] | Tails,
         starts: mx.array,
         ends: mx.array,
-        firsts: mx.array | None = None,
+        owners: mx.array | None = None,
         shared: Shared | None = None,
     ) -> Launch:
         """Several new tokens of a row that is held are rows, one behind the other.
@@ -675,13 +681,12 @@ class FusedAttention:
         held   (rows held, KV heads, capacity, width), in one piece, or arrays of each row, for up to
                `MOST_NEW` of the rows; column `ends[row] - 1` is written in place
         starts, ends  (rows,): columns of a row; each token of one ends a column behind the token before
-        firsts        (rows held + 1,): the first row of each that is held, and what follows the last, behind
-                      which rows are nobody's; None: each has one
+        owners        (rows,): `owners_of` the rows; None: each is held by itself
         shared        what rows have in segments, of a multiple of 16 tokens, before `held`
         """
         heads, shape, width = self.heads, self._shape, self.heads.width
         group = heads.heads // heads.kv_heads
-        rows, rows_held = turns.shape[0], held[0].shape[0]
+        rows = turns.shape[0]
         if isinstance(held, Tails):
             kv, capacity, longest = [held.table] * 3, 0, held.most
         else:
@@ -689,8 +694,7 @@ class FusedAttention:
             longest = capacity
         if shared is None or shared.widest * group <= 8:
             shape = self.narrow
-        tokens = 1 if firsts is None else min(MOST_NEW, rows - rows_held + 1)
-        places = min(shape.most, -(-longest // shape.least)) * tokens
+        places = min(shape.most, -(-longest // shape.least)) * rows
         if self._counters is None:
             self._counters = mx.zeros((MOST_ROWS * heads.heads,), mx.int32)
             mx.eval(self._counters)
@@ -710,13 +714,13 @@ class FusedAttention:
                 *kv,
                 starts,
                 ends,
-                ends if firsts is None else firsts,
+                ends if owners is None else owners,
                 *its,
                 self._counters,
             ],
-            scalars=[capacity, tokens, places, rows, segments, length, across, most],
+            scalars=[capacity, int(owners is not None), rows, segments, length, across, most],
             blocks=(
-                segments * -(-length // shape.span) * across + places * rows_held,
+                segments * -(-length // shape.span) * across + places,
                 heads.heads // most_heads(group),
             ),
             outputs=[

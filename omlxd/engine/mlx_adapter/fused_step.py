@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
 from . import products, segment_attention
-from .fused_attention import FusedAttention, Heads, Tails, fits
+from .fused_attention import FusedAttention, Heads, Tails, fits, owners_of
 from .layer_products import AT_ONCE, LayerProducts
 from .segment_attention import Shared
 
@@ -46,7 +46,7 @@ another, and more tokens than one of its sets has, where a pass may have these."
 PASS = 4
 """Tokens of a row in a check's pass."""
 
-JOINED = (1, 1), (3, 1), (2, 3), (4, 4), (9, 1), (2, 15)
+JOINED = (1, 1), (3, 1), (2, 3), (4, 4), (9, 1), (2, 15), (16, 4)
 """Rows, and tokens of each, of what is computed in one launch and in several, and compared."""
 
 
@@ -96,7 +96,7 @@ class FusedStep:
 
     Several tokens of a row have the bits of as many steps of one: each is a row of the products and of
     attention, where it ends. So `offset`, `starts` and `ends` of the layers are of each token, and their
-    `firsts` tells whose it is. There are at most `most_rows` tokens, and fused_attention.MOST_NEW of a row.
+    `owners` tells whose it is. There are at most `most_rows` tokens, and fused_attention.MOST_NEW of a row.
 
     attend     in place of the kernel. It may return (result, keys, values) instead of writing into what is
                held
@@ -279,7 +279,7 @@ class FusedStep:
         weights, length = self._layers[self._groups[0]], 1500
         its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
         starts, ends = _unequal_rows(rows, length)
-        begin, end, firsts = _places(starts, ends, range(count))
+        begin, end, owners = _places(starts, ends, range(count))
         offset = bases + end - begin - 1
         shape = rows, self.heads.kv_heads, length + count, self.heads.width
         given = [*((rows * count, size) for size in weights[0].products.weights[0].shape), shape, shape]
@@ -293,7 +293,7 @@ class FusedStep:
         mx.eval(arrays)
         kvs = [
             step_kv(
-                *((_tails_of(pair), None) if own else pair), begin, end, offset, shared=its, firsts=firsts
+                *((_tails_of(pair), None) if own else pair), begin, end, offset, shared=its, owners=owners
             )
             for pair in arrays
         ]
@@ -333,9 +333,9 @@ class FusedStep:
         def run(tokens: range, arrays: list[mx.array]) -> list[mx.array]:
             """The head's logits (rows, tokens, vocabulary), and keys and values."""
             count, own = len(tokens), x[:, tokens.start : tokens.stop].reshape(-1, x.shape[-1])
-            begin, end, firsts = _places(starts, ends, tokens)
+            begin, end, owners = _places(starts, ends, tokens)
             its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
-            kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its, firsts=firsts)
+            kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its, owners=owners)
             weights = self._layers[-1]
             logits = self.end(weights, self.begin(own, weights, self.turns(kv.offset), kv))[1]
             out = [logits.reshape(rows, count, -1), kv.keys, kv.values]
@@ -395,7 +395,7 @@ class FusedStep:
 
 def _given(turns: mx.array, kv: Any) -> tuple[Any, ...]:
     """Of what `FusedAttention` takes: all but the new tokens and norms."""
-    return turns, kv.held, kv.starts, kv.ends, kv.firsts, kv.shared
+    return turns, kv.held, kv.starts, kv.ends, kv.owners, kv.shared
 
 
 def _are_equal(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
@@ -415,12 +415,11 @@ def _unequal_rows(rows: int, length: int) -> tuple[list[int], list[int]]:
 
 
 def _places(starts: list[int], ends: list[int], tokens: range) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Start and end of each of `tokens` of rows that end at `ends`, and the first of each row, as
-    `FusedAttention` has them."""
+    """Start, end and owner of each of `tokens` of rows that end at `ends`, as `FusedAttention` has them."""
     count = len(tokens)
     begin = mx.array([start for start in starts for _ in tokens])
     end = mx.array([stop + i for stop in ends for i in tokens])
-    return begin, end, mx.arange(len(starts) + 1) * count if count > 1 else None
+    return begin, end, owners_of([count] * len(starts), count * len(starts)) if count > 1 else None
 
 
 def _apart(got: mx.array, want: mx.array) -> float:

@@ -61,7 +61,7 @@ import mlx.core as mx
 from . import cuda_driver, nvrtc
 from .attention_source import TYPES
 from .fused_attention import ARGUMENTS, OWN, Heads, Launch, Shape, device_source, shared_bytes
-from .products_kernel import FORMS, SET, SQUARES, WARPS, call_of, kernel_source
+from .products_kernel import FORMS, MOST_ROWS, SET, SQUARES, WARPS, call_of, form_of, kernel_source
 
 MOST_SHARED = 228 * 1024 // 2 - 1024
 """Bytes of shared memory of a block, where two share an H100's multiprocessor. CUDA takes 1,024 of each."""
@@ -104,49 +104,52 @@ _BODY = """
   p.rows = rows;
   p.parts = (hidden + 15) / 16;
   p.eps = __int_as_float(eps);
-  const int of_attention = ACROSS, each = blocks0 + blocks1 + blocks2 + blocks3 + of_attention;
+  const int sets = (rows + SET - 1) / SET, of_attention = ACROSS;
+  const int each = (blocks0 + blocks1 + blocks2 + blocks3) * sets + of_attention;
   const int layer = LAYERS > 1 ? blockIdx.x / each : 0;
   int block = blockIdx.x - layer * each;
   int* done = const_cast<int*>(counters) + layer * COUNTED * PLACES;
   CHOOSE
-  if (block < blocks0) {
+  if (block < blocks0 * sets) {
     p.x = layer ? ATTENDED : x; p.k = wide; p.w[0] = w0; p.n[0] = hidden; p.bias[0] = bias0; p.y[0] = sum0;
     p.residual = layer ? sum1 : residual; p.scaled = norm0; p.next = scaled0; p.next_squares = squares0;
-    FIRST(p, block, blocks0, 0, layer ? done - PLACES : done, layer ? of_attention : 0);
-    omlxd_count(done, blocks0);
+    FIRST(p, block / sets, blocks0, block % sets * SET, layer ? done - PLACES : done,
+          layer ? of_attention : 0);
+    omlxd_count(done, blocks0 * sets);
     return;
   }
-  block -= blocks0;
-  if (block < blocks1) {
+  block -= blocks0 * sets;
+  if (block < blocks1 * sets) {
     p.x = scaled0; p.k = hidden; p.w[0] = w1; p.w[1] = w2; p.n[0] = p.n[1] = ffn; p.bias[0] = bias1;
     p.bias[1] = bias2; p.y[0] = inner; p.squares = squares0;
-    GATE_UP(p, block, blocks1, 0, done, blocks0);
-    omlxd_count(done + PLACES, blocks1);
+    GATE_UP(p, block / sets, blocks1, block % sets * SET, done, blocks0 * sets);
+    omlxd_count(done + PLACES, blocks1 * sets);
     return;
   }
-  block -= blocks1;
-  if (block < blocks2) {
+  block -= blocks1 * sets;
+  if (block < blocks2 * sets) {
     p.x = inner; p.k = ffn; p.w[0] = w3; p.n[0] = hidden; p.bias[0] = bias3; p.y[0] = sum1;
     p.residual = sum0; p.scaled = norm1; p.next = scaled1; p.next_squares = squares1;
-    DOWN(p, block, blocks2, 0, done + PLACES, blocks1);
-    omlxd_count(done + 2 * PLACES, blocks2);
+    DOWN(p, block / sets, blocks2, block % sets * SET, done + PLACES, blocks1 * sets);
+    omlxd_count(done + 2 * PLACES, blocks2 * sets);
     return;
   }
-  block -= blocks2;
-  if (block < blocks3) {
+  block -= blocks2 * sets;
+  if (block < blocks3 * sets) {
     p.x = scaled1; p.k = hidden; p.squares = squares1;
     OF_NEXTS
-    NEXTS(p, block, blocks3, 0, done + 2 * PLACES, blocks2);
+    NEXTS(p, block / sets, blocks3, block % sets * SET, done + 2 * PLACES, blocks2 * sets);
     LAST
     return;
   }
   ATTENTION
 """
 
-_ATTENTION = """block -= blocks3;
+_ATTENTION = """block -= blocks3 * sets;
   if (threadIdx.x >= 32 * WARPS) return;
   extern __shared__ uint4 its_rings[];
-  omlxd_attend(block % across_blocks, block / across_blocks, its_rings, done + 3 * PLACES, blocks3, GIVEN);
+  omlxd_attend(block % across_blocks, block / across_blocks, its_rings, done + 3 * PLACES, blocks3 * sets,
+               GIVEN);
   if (omlxd_count(done + 4 * PLACES, of_attention) && layer == LAYERS - 1)
     omlxd_begin_again(const_cast<int*>(counters));
 """
@@ -212,9 +215,9 @@ def source_of(
             f"p.w[{i}] = w{i + 4}; p.n[{i}] = n{i}; p.bias[{i}] = bias{i + 4}; p.y[{i}] = y{i};"
             for i in nexts
         ),
-        "LAST": "if (omlxd_count(done + 3 * PLACES, blocks3)) omlxd_begin_again(const_cast<int*>(counters));"
+        "LAST": "if (omlxd_count(done + 3 * PLACES, blocks3 * sets)) omlxd_begin_again(const_cast<int*>(counters));"
         if attention is None
-        else "omlxd_count(done + 3 * PLACES, blocks3);",
+        else "omlxd_count(done + 3 * PLACES, blocks3 * sets);",
         "ATTENTION": "" if attention is None else _ATTENTION,
         "ATTENDED": "x" if attention is None else "its_out",
         "GIVEN": ", ".join(made.get(name, f"its_{name}") for _, name in its),
@@ -222,6 +225,7 @@ def source_of(
         "COUNTED": "4" if attention is None else "5",
         "LAYERS": str(layers),
         "PLACES": str(PLACES),
+        "SET": str(SET),
     }
     body = "".join(f"  const T* bias{i} = nullptr;\n" for i in weights if not biases[i]) + _BODY
     function = f"omlxd_layer_products_{kind}_{eights}_{''.join(str(int(has)) for has in biases)}"
@@ -276,11 +280,11 @@ def _launch(
     layers: int,
 ) -> Callable[..., list[mx.array]]:
     """`attention`: without its inputs."""
-    eights = next(eights for eights in FORMS if rows <= 8 * eights)
+    eights, sets = form_of(rows)
     form = FORMS[eights]
     tiles = [-(-hidden // form.tile), -(-2 * ffn // form.tile), -(-hidden // form.tile)]
     tiles.append(sum(-(-length // form.tile) for length in nexts))
-    blocks = [min(count, form.blocks * cuda_driver.multiprocessors()) for count in tiles]
+    blocks = [min(count, -(-form.blocks * cuda_driver.multiprocessors() // sets)) for count in tiles]
     threads, shared = 32 * WARPS * form.groups, form.shared(eights)
     (bits,) = struct.unpack("i", struct.pack("f", eps))  # MLX refuses every float here.
     scalars = [rows, wide, hidden, ffn, bits, *nexts, *blocks]
@@ -305,7 +309,7 @@ def _launch(
             scalars=scalars,
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[its for _, its in outputs],
-            grid=(layers * (sum(blocks) + blocks_of_attention) * threads, 1, 1),
+            grid=(layers * (sets * sum(blocks) + blocks_of_attention) * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             shared_memory=shared,
             ensure_row_contiguous=True,
@@ -320,12 +324,12 @@ def run(
     """The residual behind a layer (rows, hidden), and the results of the next products. With `attentions`,
     which it `takes`: the residual behind the last of `layers`, and what the last attention gives.
 
-    x           (rows, heads * width), at most `SET` rows: what attention gives
+    x           (rows, heads * width), at most `MOST_ROWS` rows: what attention gives
     residual    (rows, hidden), before the first layer
     attentions  behind each layer, alike but for what is a layer's own; up to `AT_ONCE`
     """
     rows, hidden = residual.shape
-    assert rows <= SET and len(attentions) in (0, len(layers))
+    assert rows <= MOST_ROWS and len(attentions) in (0, len(layers))
     layer, attention = layers[0], attentions[0] if attentions else None
     ffn, nexts = layer.weights[1].shape[0], tuple(weight.shape[0] for weight in layer.weights[4:])
     its, common = None, list[mx.array]()

@@ -24,7 +24,7 @@ from . import layer_products, prompt_shapes
 from .device import backend
 from .fused_attention import Heads, Launch, Shape
 from .layer_products import LayerProducts
-from .products_kernel import FORMS, MOST_ROWS, SET, TYPES, Around, code, run
+from .products_kernel import FORMS, MOST_ROWS, SET, TYPES, Around, run
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ def products(
 
 
 def of_layer(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.array]:
-    """As `layer_products.run`, for any number of rows: in one launch, or in four with the same bits."""
+    """As `layer_products.run`, for any number of rows: in one launch, or by MLX's own products."""
     weights, biases, (norm, next_norm), eps = layer
-    if x.size <= min(SET, most_rows(weights)) * x.shape[-1] and x.dtype == weights[0].dtype:
+    if x.size <= most_rows(weights) * x.shape[-1] and x.dtype == weights[0].dtype:
         return layer_products.run(x, residual, [layer])
     total, scaled, squares = products(x, weights[:1], residual=residual, scaled=norm, biases=biases[:1])
     (inner,) = products(scaled, weights[1:3], biases=biases[1:3], silu=True, squares=squares, eps=eps)
@@ -105,7 +105,7 @@ def of_layers(
     """The residual behind the last of layers, and what the last attention gives of the queries, keys and
     values behind it: in one launch, or in more with the same bits."""
     rows, weights = residual.shape[0], layers[0].weights
-    at_once = rows <= min(SET, most_rows(weights)) and x.dtype == weights[0].dtype
+    at_once = rows <= most_rows(weights) and x.dtype == weights[0].dtype
     if at_once and layer_products.takes(attentions[0]):
         return layer_products.run(x, residual, layers, attentions)
     for layer, attention in zip(layers, attentions, strict=True):
@@ -124,18 +124,13 @@ def compile_ahead(
 
     Raises what NVRTC raises.
     """
-    most, largest = min(most_rows(layer.weights) for layer in layers), max(FORMS)
+    most = min(most_rows(layer.weights) for layer in layers)
     jobs: set[tuple[Any, ...]] = set()
     for kind, biases in {layer.kind for layer in layers} if most else ():
         jobs |= {(layer_products.code, eights, kind, biases) for eights in FORMS}
         if attention is not None and len(biases) > 5:  # None follows the head.
             forms = [(eights, n) for eights in FORMS for n in at_once]
             jobs |= {(layer_products.code, eights, kind, biases, attention, n) for eights, n in forms}
-        if most > SET:
-            back, on = (False, True, False, False, True), (False, False, False, True, False)
-            jobs |= {(code, kind, largest, some, *back) for some in (biases[:1], biases[3:4])}
-            jobs |= {(code, kind, largest, biases[1:3], False, False, True, True, False)}
-            jobs |= {(code, kind, largest, biases[4:], *on)}
     if jobs:
         with ThreadPoolExecutor(len(jobs), thread_name_prefix="nvrtc") as aside:
             list(aside.map(lambda job: job[0](*job[1:]), jobs))

@@ -86,6 +86,13 @@ FORMS = {1: Form(1, 1, 2, 4, 2, 2), 2: Form(2, 1, 2, 3, 1, 2), 4: Form(2, 1, 1, 
 with barriers of the grid.
 """
 
+
+
+def form_of(rows: int) -> tuple[int, int]:
+    """(key of `FORMS`, sets of rows that blocks of their own compute) for `rows` of x."""
+    return next(eights for eights in FORMS if min(rows, SET) <= 8 * eights), -(-rows // SET)
+
+
 _BODY = r"""
 template <typename T> struct Products {
   const T *x, *norm, *residual, *scaled, *w[3], *bias[3];
@@ -440,11 +447,11 @@ def _launch(
 ) -> Callable[..., list[mx.array]]:
     """One launch as a compiled function: it costs the host 11 microseconds, else 19."""
     rows = math.prod(shape[:-1])
-    eights = next(eights for eights in FORMS if min(rows, SET) <= 8 * eights)
+    eights, sets = form_of(rows)
     form = FORMS[eights]
     function, machine_code = code(TYPES[dtype], eights, biases, norm, residual, silu, parts > 0, scaled)
     tiles = -(-2 * lengths[0] // form.tile) if silu else sum(-(-length // form.tile) for length in lengths)
-    threads, sets = 32 * WARPS * form.groups, -(-rows // SET)
+    threads = 32 * WARPS * form.groups
     blocks = min(tiles, -(-form.blocks * cuda_driver.multiprocessors() // sets))
     (bits,) = struct.unpack("i", struct.pack("f", eps))  # MLX refuses every float here.
     outputs = [(length, dtype) for length in (lengths[:1] if silu else lengths)]

@@ -27,7 +27,17 @@ from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import DRAFT, MOST_FLAT_ROWS, OWN_SHARE, WIDTHS, RowSpeculator, Speculation, filled_up
+from .speculation import (
+    DRAFT,
+    LOOK_S,
+    MOST_FLAT_ROWS,
+    OWN_SHARE,
+    WIDTHS,
+    RowSpeculator,
+    Speculation,
+    filled_up,
+    look_interval,
+)
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -69,6 +79,8 @@ class DecodeBatch:
         self._behind = False  # The last turn started no step ahead.
         self._spared = 0.0  # Seconds of a turn that its guesses are not charged.
         self._waits_s = 0.0  # For the device, in the newest plain step.
+        self._looks = False  # For guesses, in this step.
+        self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
 
     # ----------------------------------------------------------------- joining and leaving
 
@@ -115,7 +127,7 @@ class DecodeBatch:
     def _compose(self) -> None:
         """The rows have changed."""
         self._sampler = None
-        self._steps = 0
+        self._steps = self._rest = self._vain = 0
         self._flat = self._most_flat()
         self._speculates, kept = self._may_speculate(), self._speculators
         self._speculators = {
@@ -137,10 +149,8 @@ class DecodeBatch:
     def _may_speculate(self) -> bool:
         if self._speculation is None or not mlx_adapter.can_take_back(self._cache, len(self.rows)):
             return False
-        if self._speculation.draft_model is None:
-            rows = len(self.rows)
-            if (self._flat and rows > MOST_FLAT_ROWS) or not self._speculation.has_time(rows):
-                return False
+        if self._speculation.draft_model is None and self._flat and len(self.rows) > MOST_FLAT_ROWS:
+            return False
         params = [row.sampler.params for row in self.rows]
         return not self._speculation.repeatable or all(p.greedy or p.seed is not None for p in params)
 
@@ -179,23 +189,26 @@ class DecodeBatch:
         After a pass with guesses a row has several tokens, in their order.
         """
         if not self._speculates:
-            return self._plain_step()
+            return self._step()
         assert self._speculation is not None
         began, waited, self._waited = clock(), self._waited, False
+        self._looks, self._rest = not self._rest, max(0, self._rest - 1)
         read: list[Draw] = []
-        most = self._most_guesses
-        offers = [self._speculators[row].offer(most) for row in self.rows]
-        if self._speculation.best_width(offers, self._own, self._flat) or self._draft_width(offers):
-            read = self._read(self._inputs, self._unread)
-            self._unread = [False] * len(self.rows)
-        rooms = {row: row.max_new - row.generated - 1 for row in self.rows}
-        for row, token, _ in read:
-            rooms[row] -= 1
-            if row.cancelled or rooms[row] < 0 or token in row.eos or token == NO_TOKEN:
-                return read  # The row has ended.
+        plan: list[tuple[list[int], list[Any]]] = []
+        if self._looks:
+            self._catch_up()
+            offers = self._offers({row: self._most_guesses for row in self.rows})
+            if self._speculation.best_width(offers, self._own, self._flat) or self._draft_width(offers):
+                read = self._read(self._inputs, self._unread)
+                self._unread = [False] * len(self.rows)
+            rooms = {row: row.max_new - row.generated - 1 for row in self.rows}
+            for row, token, _ in read:
+                rooms[row] -= 1
+                if row.cancelled or rooms[row] < 0 or token in row.eos or token == NO_TOKEN:
+                    return read  # The row has ended.
+            plan = self._plan(rooms)
         self._spared = 0.0
-        plan = self._plan(rooms)
-        drawn = self._check(plan) if plan else self._plain_step()
+        drawn = self._check(plan) if plan else self._step()
         seconds = clock() - began - self._spared
         if plan or read or (self._behind and not drawn):
             won = self._speculation.settle(len(self.rows), len(read) + len(drawn), seconds)
@@ -204,18 +217,25 @@ class DecodeBatch:
         elif drawn and not waited:
             self._speculation.record_step(len(self.rows), seconds)
         self._behind = bool(plan)
-        if self._drafts is None and not self._speculation.has_time(len(self.rows)):
-            self._speculates = False  # Until the rows change.
-            self._speculators = {}  # They would miss tokens.
+        if self._looks:
+            self._set_rest(found=bool(plan))
         return read + drawn
 
-    def _plain_step(self) -> list[Draw]:
-        """`_step`, and note whether the host has time left."""
-        self._waits_s = 0.0
-        draws = self._step()
-        if draws and self._speculation is not None:
-            self._speculation.record_wait(len(self.rows), self._waits_s, guessing=self._speculates)
-        return draws
+    def _set_rest(self, *, found: bool) -> None:
+        """For how many steps nobody looks for guesses. `found`: there were some for a pass."""
+        self._vain = 0 if found else self._vain + 1
+        idle = self._waits_s > LOOK_S * len(self.rows) or self._drafts is not None
+        self._rest = 0 if idle else look_interval(self._vain) - 1
+
+    def _catch_up(self) -> None:
+        """Give the speculators the tokens of steps in which nobody looked."""
+        for row, speculator in self._speculators.items():
+            if missed := row.tokens[len(speculator.tokens) :]:
+                speculator.add_tokens(missed)
+
+    def _offers(self, rooms: Mapping[Sequence, int]) -> list[tuple[float, int]]:
+        """(share of its guesses that hold, how many there are) of each row, which may have `rooms[row]`."""
+        return [self._speculators[row].offer(rooms[row]) for row in self.rows]
 
     def _plan(self, rooms: Mapping[Sequence, int]) -> list[tuple[list[int], list[Any]]]:
         """(guesses, masks along them) of each row for the next pass; empty where a plain step is faster.
@@ -233,16 +253,11 @@ class DecodeBatch:
         # Penalties are made at a row's first step: before it, each guess would get some of its own.
         unmade = {row for row in rooms if row.sampler.params.penalised and row.sampler.penalties is None}
         rooms = {row: 0 if row in unmade else min(room, most) for row, room in rooms.items()}
-        speculators = [self._speculators[row] for row in self.rows]
         self._draft(rooms)
-        width = self._speculation.best_width(
-            [speculator.offer(rooms[row]) for speculator, row in zip(speculators, self.rows, strict=True)],
-            self._own,
-            self._flat,
-        )
+        width = self._speculation.best_width(self._offers(rooms), self._own, self._flat)
         plan: list[tuple[list[int], list[Any]]] = []
-        for speculator, row in zip(speculators, self.rows, strict=True):
-            guess, masks = speculator.guess[: min(width, rooms[row])], []
+        for row in self.rows if width else ():
+            guess, masks = self._speculators[row].guess[: min(width, rooms[row])], []
             if guess and (constraint := row.sampler.constraint) is not None:
                 masks = constraint.masks_along(guess)
                 guess = guess[: len(masks) - 1]
@@ -278,7 +293,7 @@ class DecodeBatch:
 
     def _draft(self, rooms: Mapping[Sequence, int]) -> None:
         """Have the draft model guess for the rows where that is better, if the next pass gains by it."""
-        offers = [self._speculators[row].offer(rooms[row]) for row in self.rows]
+        offers = self._offers(rooms)
         width = self._draft_width(offers)
         if not width or self._drafts is None or self._speculation is None:
             return
@@ -440,7 +455,7 @@ class DecodeBatch:
             if new:
                 draws.append((row, token, likely.get(id(row.sampler))))
                 _advance(row, token)
-                if self._speculates:
+                if self._looks and self._speculates:
                     self._speculators[row].add_tokens([token])
         return draws
 

@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from math import exp, inf, log
+from math import exp, log
 from statistics import median_low
 
 import numpy as np
@@ -68,13 +68,20 @@ SmolLM2 on an H100: edits, logs and prose at 1.69, 1.77 and 1.28 times the speed
 when each number of rows compiled all layers of its passes, 15 ms each, and steps were launch graphs, they
 were at 0.85 to 1.27, 0.85 to 1.23 and 0.76 to 0.98. More streams were not measured."""
 
-HOST_ROWS = 4
-"""Rows of a batch that may have guesses even where the host has no time left."""
+EACH_STEP = 4
+"""Looks for guesses in vain, one a step, before a batch is looked at more rarely: see `look_interval`."""
 
-HOST_S = 20e-6
-"""Seconds that guessing costs the host in each step, for a row. Where steps wait for the host, as those of a
-tiny model on a GPU, they take so much longer, and guesses must win that first: 16 streams of SmolLM2 on an
-H100, 2 ms a step, were at 0.91, 0.88 and 0.93 times the speed without (edits, logs, prose)."""
+MOST_STEPS = 16
+"""Steps between two looks at most.
+
+Looking takes the host some 15 microseconds a row, and steps of a tiny model on a GPU wait for the host: a step
+of 16 rows of SmolLM2 takes an H100 1.5 ms. Simulated there with answers of 400 tokens, as multiples of the
+speed without guesses, at each step and so: edits, 16 streams 1.45 and 1.52, one 2.17 and 2.00; logs 1.89 and
+1.89, 2.80 and 2.80; prose of 150 tokens 0.87 and 0.98, 1.01 and 1.00. Twice as far apart from the first vain
+look on, logs were at 1.81 and 2.57."""
+
+LOOK_S = 20e-6
+"""Seconds for a row that the host must have waited for the device in a step to look at each."""
 
 LOST_SHARE = 0.015
 """Of plain steps: what guesses that fail may cost."""
@@ -274,8 +281,6 @@ class Speculation:
     draft_model  whose guesses are checked where a row has none as good; the model's own heads are one, too
     draft_seconds  of one guess of it, by rows
     counts      of each adapter, by it; None: of the model itself
-    spare_s     seconds for a row that the host waits for the device in a step without guesses; the newest
-                steps' mean
     """
 
     repeatable: bool = False
@@ -287,7 +292,6 @@ class Speculation:
     draft_model: DraftModel | MtpModel | None = None
     draft_seconds: dict[int, float] = field(default_factory=dict)
     counts: defaultdict[Hashable, GuessCounts] = field(default_factory=lambda: defaultdict(GuessCounts))
-    spare_s: float = inf
 
     def count(self, row: Sequence, guesses: int, held: int, *, of_model: bool, predicted: bool) -> None:
         """Count what a pass checked of `row`."""
@@ -305,17 +309,6 @@ class Speculation:
         """A plain step took `seconds`."""
         self.times.record_step(rows, seconds)
         self._win(LOST_SHARE)
-
-    def record_wait(self, rows: int, seconds: float, *, guessing: bool) -> None:
-        """In a plain step the host waited `seconds` for the device. `guessing`: it looked for guesses."""
-        if rows > HOST_ROWS:
-            spare = seconds / rows + HOST_S * guessing
-            known = self.spare_s < inf
-            self.spare_s = self.spare_s + NEWEST * (spare - self.spare_s) if known else spare
-
-    def has_time(self, rows: int) -> bool:
-        """Whether the host can look for guesses of so many rows while the device computes."""
-        return rows <= HOST_ROWS or self.spare_s > 2 * HOST_S
 
     def settle(self, rows: int, tokens: int, seconds: float) -> float:
         """A turn that was none of plain decoding gave `tokens` in all. Returns the steps that this wins.
@@ -396,6 +389,11 @@ class Speculation:
             if (gain := mean / cost) > best_gain:
                 best, best_gain = width, gain
         return best, best_gain
+
+
+def look_interval(vain: int) -> int:
+    """Steps from one look for guesses to the next, after so many in vain."""
+    return min(1 << max(0, vain - EACH_STEP), MOST_STEPS)
 
 
 def flat_size(guesses: int, most: int) -> int:
@@ -509,7 +507,8 @@ class RowSpeculator:
         return self._rates[self._kind].value, max(0, min(most, count))
 
     def add_tokens(self, tokens: Seq[int], checked: int = 0) -> None:
-        """Take what a pass drew: those of its `checked` guesses that held, and one more."""
+        """Take the next tokens. A pass drew them: those of its `checked` guesses that held, and one more; or
+        plain steps did."""
         if tokens and (self._guess is None or self._guess):
             held = len(tokens) - 1 if checked else int(self._is_next(tokens[0]))
             for rates in (self._rates, self._shared):

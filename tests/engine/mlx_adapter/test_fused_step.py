@@ -45,7 +45,7 @@ class Attend:
         held: Any,
         starts: mx.array,
         ends: mx.array,
-        firsts: mx.array | None = None,
+        owners: mx.array | None = None,
         shared: Shared | None = None,
     ) -> Any:
         """Of nobody's rows it gives NaN, as the kernel may. Writes in place what it gets by address."""
@@ -58,17 +58,17 @@ class Attend:
             ]
             most = max(array.shape[2] for array in own[0])
             joint = [mx.concatenate([_with_room(array, most) for array in arrays]) for arrays in own]
-            out, *now = self(new, norms, turns, joint, starts, ends, firsts, shared)
+            out, *now = self(new, norms, turns, joint, starts, ends, owners, shared)
             for arrays, array in zip(own, now, strict=True):
                 for row, tail in enumerate(arrays):
                     tail[:] = array[row : row + 1, :, : tail.shape[2]]
             return out
         rows, size = held[0].shape[0], turns.shape[0]
-        places = mx.arange(rows + 1) if firsts is None else firsts
-        counts = places[1:] - places[:-1]
+        owners = mx.arange(rows) * MOST_NEW if owners is None else owners
         out = mx.full((size, self.heads.heads * self.heads.width), mx.nan, turns.dtype)
-        for token in range(1 if firsts is None else min(MOST_NEW, size - rows + 1)):
-            has, at = counts > token, places[:-1] + mx.minimum(token, counts - 1)
+        for token in range(min(MOST_NEW, size - rows + 1)):
+            own = owners == mx.arange(rows)[:, None] * MOST_NEW + token
+            has, at = own.any(axis=1), own.argmax(axis=1)
             given = tuple(array[at] for array in new), norms, turns[at], held, starts[at], ends[at]
             of_token, *now = self._of_one_token(*given, shared and _of_rows(shared, at))
             out[at] = mx.where(has[:, None], of_token, out[at])

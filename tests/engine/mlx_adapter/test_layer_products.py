@@ -13,7 +13,7 @@ import pytest
 from omlxd.engine.mlx_adapter import fused_attention, layer_products, products
 from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads, Launch
 from omlxd.engine.mlx_adapter.layer_products import MOST_SHARED, LayerProducts
-from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET, WARPS
+from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET, WARPS, form_of
 from omlxd.engine.mlx_adapter.segment_attention import Shared
 
 HIDDEN, WIDE, FFN = 64, 96, 144
@@ -58,7 +58,7 @@ def test_four_products_are_the_layers(biased: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(
-    ("rows", "most", "launches"), [(1, SET, 1), (SET, SET, 1), (SET + 1, 128, 0), (3, 2, 0)]
+    ("rows", "most", "launches"), [(1, SET, 1), (SET, SET, 1), (SET + 1, 128, 1), (128, 128, 1), (3, 2, 0)]
 )
 def test_rows_that_one_launch_takes(rows: int, most: int, launches: int, monkeypatch: pytest.MonkeyPatch):
     layer, asked = layer_of(), list[Any]()
@@ -119,7 +119,7 @@ def names_of(residual: mx.array, layers: list[LayerProducts]) -> dict[str, mx.ar
     return named
 
 
-@pytest.mark.parametrize("rows", [1, 9, 32])
+@pytest.mark.parametrize("rows", [1, 9, 32, 33, 128])
 @pytest.mark.parametrize("nexts", [(96, 32, 32), (512,)], ids=["queries, keys and values", "head"])
 def test_a_launch_gives_the_source_what_it_names(rows: int, nexts: tuple[int, ...], asked):
     biased = (1, 4) if len(nexts) > 1 else ()
@@ -129,10 +129,10 @@ def test_a_launch_gives_the_source_what_it_names(rows: int, nexts: tuple[int, ..
     (given,) = asked
     values = check_names(given, {"x": x, **names_of(residual, [layer])})
     assert (values["rows"], values["wide"], values["hidden"], values["ffn"]) == (rows, WIDE, HIDDEN, FFN)
-    form = FORMS[next(eights for eights in FORMS if rows <= 8 * eights)]
-    blocks = [values[f"blocks{i}"] for i in range(4)]
-    assert all(0 < count <= 2 * form.blocks for count in blocks)
-    assert given["grid"] == (sum(blocks) * 32 * WARPS * form.groups, 1, 1)
+    eights, sets = form_of(rows)
+    form, blocks = FORMS[eights], [values[f"blocks{i}"] for i in range(4)]
+    assert all(0 < count <= max(1, 2 * form.blocks // sets) for count in blocks)
+    assert given["grid"] == (sets * sum(blocks) * 32 * WARPS * form.groups, 1, 1)
 
 
 def attention_of(rows: int, shared: int = 0, norm: bool = True) -> Launch:
@@ -147,7 +147,7 @@ def attention_of(rows: int, shared: int = 0, norm: bool = True) -> Launch:
 
 
 NEXTS = 1024, 256, 256
-INPUTS = "turns keys values tails starts ends firsts addresses table counts counters"
+INPUTS = "turns keys values tails starts ends owners addresses table counts counters"
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -178,18 +178,18 @@ def test_layers_end_with_attention(count: int, shared: int, norm: bool, asked):
 
 @pytest.mark.parametrize(
     ("rows", "shared", "launches"),
-    [(1, 1, 1), (2, 2, 1), (8, 2, 1), (3, 3, 4), (8, 0, 1), (9, 0, 1), (32, 0, 1)],
+    [(1, 1, 1), (2, 2, 1), (8, 2, 1), (3, 3, 4), (8, 0, 1), (9, 0, 1), (32, 0, 1), (128, 0, 1)],
 )
 def test_of_more_rows_or_queries_of_a_segment_attention_has_its_own_launch(
     rows: int, shared: int, launches: int, asked, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(products, "most_rows", lambda weights: SET)
+    monkeypatch.setattr(products, "most_rows", lambda weights: 128)
     layers, attentions = [layer_of(NEXTS, wide=1024)] * 2, [attention_of(rows, shared)] * 2
     total, attended = products.of_layers(drawn(rows, 1024), drawn(rows, HIDDEN), layers, attentions)
     assert len(asked) == launches and total.shape == (rows, HIDDEN) and attended.shape == (rows, 1024)
 
 
-@pytest.mark.parametrize(("most", "jobs"), [(0, 0), (SET, 6), (128, 6 + 4)])
+@pytest.mark.parametrize(("most", "jobs"), [(0, 0), (SET, 6), (128, 6)])
 def test_all_launches_are_compiled_ahead(most: int, jobs: int, monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(products, "most_rows", lambda weights: most)
