@@ -87,7 +87,6 @@ with barriers of the grid.
 """
 
 
-
 def form_of(rows: int) -> tuple[int, int]:
     """(key of `FORMS`, sets of rows that blocks of their own compute) for `rows` of x."""
     return next(eights for eights in FORMS if min(rows, SET) <= 8 * eights), -(-rows // SET)
