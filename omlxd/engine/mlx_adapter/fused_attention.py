@@ -582,7 +582,7 @@ class Tails(NamedTuple):
 
 
 def owners_of(counts: Sequence[int], size: int) -> mx.array:
-    """(size,) in int32: for each new token of rows, of which each has as many as `counts` says, one row's behind
+    """(size,) in int32: of new tokens of rows, of which each has as many as `counts` says, one row's behind
     the other's, `MOST_NEW` times the row plus the token's place among its own; -1: nobody's."""
     owners = [row * MOST_NEW + token for row, count in enumerate(counts) for token in range(count)]
     return mx.array(owners + [-1] * (size - len(owners)), mx.int32)

@@ -72,13 +72,17 @@ class Linear(NamedTuple):
     bias: mx.array | None
 
 
-class Layer(NamedTuple):
-    """Weights of a layer. `qk_norms`: of queries and keys, or None. `products`: those behind attention.
-    `next_norms`: `qk_norms` of the layer behind it."""
+class Start(NamedTuple):
+    """Weights of a layer before its attention. `qk_norms`: of queries and keys, or None."""
 
     norm: mx.array
     qkv: tuple[Linear, ...]
     qk_norms: tuple[mx.array, mx.array] | None
+
+
+class Layer(NamedTuple):
+    """Weights of a layer behind its attention. `next_norms`: `Start.qk_norms` of the layer behind it."""
+
     products: LayerProducts
     next_norms: tuple[mx.array, mx.array] | None
 
@@ -123,11 +127,10 @@ class FusedStep:
         self._head = _linear(head) if head is not None else Linear(self._embedding.weight, None)
         nexts = [(_norm(layer.input_layernorm, self._eps), _qkv_of(layer)) for layer in inner.layers]
         nexts.append((_norm(inner.norm, self._eps), (self._head,)))
-        self._layers = [
-            _layer_of(layer, own, behind, following)
-            for layer, own, behind, following in zip(
-                inner.layers, nexts, nexts[1:], [*inner.layers[1:], None], strict=False
-            )
+        followings = [*inner.layers[1:], None]
+        self._layers = [_layer_of(*each) for each in zip(inner.layers, nexts[1:], followings, strict=True)]
+        self._starts = [
+            Start(*own, _qk_norms(layer.self_attn)) for own, layer in zip(nexts, inner.layers, strict=False)
         ]
         self.attend = attend or FusedAttention(self.heads)
         self.is_repeatable = False
@@ -136,8 +139,8 @@ class FusedStep:
         self._groups = [slice(start, min(start + size, last)) for start in range(0, last, size)]
         self._joins = bool(self._groups)
         self._probes: dict[int, mx.array] = {}  # By the rows of a step.
-        first = self._layers[0]
-        weights = *first.products.weights, *(linear.weight for linear in first.qkv), self._head.weight
+        qkv = (linear.weight for linear in self._starts[0].qkv)
+        weights = *self._layers[0].products.weights, *qkv, self._head.weight
         self.most_rows = products.most_rows(weights)
 
     def __call__(
@@ -145,13 +148,13 @@ class FusedStep:
     ) -> mx.array:
         """`compute`: what does the same as `layers`, in less time."""
         turns = self.turns(layers[0].offset)
-        x = self.begin(self._embedding(tokens.reshape(-1)), self._layers[0], turns, layers[0])
+        x = self.begin(self._embedding(tokens.reshape(-1)), self._starts[0], turns, layers[0])
         for group in self._groups:
             behind = layers[group.start + 1 : group.stop + 1]
             x = (compute or self.layers)(self._layers[group], x, turns, behind)
         return self.end(self._layers[-1], x)[1].reshape(*tokens.shape, -1)
 
-    def begin(self, x: mx.array, layer: Layer, turns: mx.array, kv: Any) -> Between:
+    def begin(self, x: mx.array, layer: Start, turns: mx.array, kv: Any) -> Between:
         """What the products of a layer take in, of (rows, hidden); `kv` takes the tokens' KV."""
         weights, biases = [one.weight for one in layer.qkv], [one.bias for one in layer.qkv]
         new = products.products(x, weights, norm=layer.norm, eps=self._eps, biases=biases)
@@ -336,8 +339,8 @@ class FusedStep:
             begin, end, owners = _places(starts, ends, tokens)
             its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
             kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its, owners=owners)
-            weights = self._layers[-1]
-            logits = self.end(weights, self.begin(own, weights, self.turns(kv.offset), kv))[1]
+            behind = self.begin(own, self._starts[-1], self.turns(kv.offset), kv)
+            logits = self.end(self._layers[-1], behind)[1]
             out = [logits.reshape(rows, count, -1), kv.keys, kv.values]
             mx.eval(out)
             del stay
@@ -375,8 +378,8 @@ class FusedStep:
         )
         mx.eval(own.keys, own.values, ours.keys, ours.values)
         want = model.model.layers[at](x[:, None], None, own)
-        weights = self._layers[at]
-        total, *results = self.end(weights, self.begin(x, weights, self.turns(ours.offset), ours))
+        behind = self.begin(x, self._starts[at], self.turns(ours.offset), ours)
+        total, *results = self.end(self._layers[at], behind)
         mx.eval(total, results, want, own.keys, ours.keys)
         added = total - x, want[:, 0] - x
         pairs = [added, (ours.keys, own.keys), (ours.values, own.values)]
@@ -463,27 +466,19 @@ def _qkv_of(layer: Any) -> tuple[Linear, ...]:
     return _linear(own.q_proj), _linear(own.k_proj), _linear(own.v_proj)
 
 
-def _layer_of(
-    layer: Any,
-    first: tuple[mx.array, tuple[Linear, ...]],
-    behind: tuple[mx.array, tuple[Linear, ...]],
-    following: Any,
-) -> Layer:
-    """`first`: its norm, its queries, keys and values. `behind`: those of the next layer, or of the head.
-    `following`: the next layer, or None."""
-    own, mlp = layer.self_attn, layer.mlp
-    eps = layer.input_layernorm.eps
+def _layer_of(layer: Any, behind: tuple[mx.array, tuple[Linear, ...]], following: Any) -> Layer:
+    """`behind`: the next layer's norm, and its queries, keys and values, or the head. `following`: the next
+    layer, or None."""
+    own, mlp, eps = layer.self_attn, layer.mlp, layer.input_layernorm.eps
     linears = *map(_linear, (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)), *behind[1]
     return Layer(
-        *first,
-        qk_norms=_qk_norms(own),
-        products=LayerProducts(
+        LayerProducts(
             weights=tuple(linear.weight for linear in linears),
             biases=tuple(linear.bias for linear in linears),
             norms=(_norm(layer.post_attention_layernorm, eps), behind[0]),
             eps=eps,
         ),
-        next_norms=None if following is None else _qk_norms(following.self_attn),
+        None if following is None else _qk_norms(following.self_attn),
     )
 
 

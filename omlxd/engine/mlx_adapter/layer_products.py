@@ -204,20 +204,21 @@ def source_of(
         numbers += [f"its_{name}" for its_kind, name in named if its_kind == "const int"]
         numbers += ["across_blocks", "down_blocks"]
     arguments += [f"const int {name}" for name in numbers]
-    first, late = partial(call_of, eights, norm=False), partial(call_of, eights, norm=False, late=True)
+    late = partial(call_of, eights, late=True)
     words = {
         "CHOOSE": "".join(f"{its_kind} {name} = {_chosen(name, layers)};\n  " for its_kind, name in own),
-        "FIRST": first(silu=False, squares=False, scaled=True, late=layers > 1),
-        "GATE_UP": late(silu=True, squares=True, scaled=False),
-        "DOWN": late(silu=False, squares=False, scaled=True),
-        "NEXTS": late(silu=False, squares=True, scaled=False),
+        "FIRST": call_of(eights, scaled=True, late=layers > 1),
+        "GATE_UP": late(silu=True, squares=True),
+        "DOWN": late(scaled=True),
+        "NEXTS": late(squares=True),
         "OF_NEXTS": " ".join(
             f"p.w[{i}] = w{i + 4}; p.n[{i}] = n{i}; p.bias[{i}] = bias{i + 4}; p.y[{i}] = y{i};"
             for i in nexts
         ),
-        "LAST": "if (omlxd_count(done + 3 * PLACES, blocks3 * sets)) omlxd_begin_again(const_cast<int*>(counters));"
+        "LAST": "if (IS_DONE) omlxd_begin_again(const_cast<int*>(counters));"
         if attention is None
-        else "omlxd_count(done + 3 * PLACES, blocks3 * sets);",
+        else "IS_DONE;",
+        "IS_DONE": "omlxd_count(done + 3 * PLACES, blocks3 * sets)",
         "ATTENTION": "" if attention is None else _ATTENTION,
         "ATTENDED": "x" if attention is None else "its_out",
         "GIVEN": ", ".join(made.get(name, f"its_{name}") for _, name in its),

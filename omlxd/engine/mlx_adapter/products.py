@@ -2,8 +2,8 @@
 
 MLX hands a product of one row to a kernel of its own and one of several rows to cuBLAS, whose sums come in
 another order. So an answer depended on who else was decoding. The kernel of products_kernel.py takes 1 to
-`SET` rows, for fused_step.py up to `MOST_ROWS`, adds in one order, and does in the same launch what stands
-around a product in a layer: RMSNorm before it, biases, silu(gate) * up, the residual after it.
+`SET` rows, for fused_step.py up to `MOST_ROWS`, and adds in one order. RMSNorm before a product and biases
+are of the same launch; layer_products.py has a layer's products in one.
 
 `prepare` compiles and checks it for the shapes of a model's weights, beside MLX's own in results and in time;
 a shape whose check fails goes on by MLX. It never runs on Metal or a CPU.
@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ from . import layer_products, prompt_shapes
 from .device import backend
 from .fused_attention import Heads, Launch, Shape
 from .layer_products import LayerProducts
-from .products_kernel import FORMS, MOST_ROWS, SET, TYPES, Around, run
+from .products_kernel import FORMS, MOST_ROWS, SET, TYPES, run
 
 log = logging.getLogger(__name__)
 
@@ -58,45 +59,37 @@ def products(
     *,
     norm: mx.array | None = None,
     eps: float = 0.0,
-    residual: mx.array | None = None,
-    silu: bool = False,
     biases: Sequence[mx.array | None] | None = None,
-    squares: mx.array | None = None,
-    scaled: mx.array | None = None,
 ) -> list[mx.array]:
     """x of (..., K) times each of `weights` (N, K), in one launch where the kernel is in use: (..., N) each.
 
-    norm      (K,): x goes through RMSNorm with this weight and `eps` first
-    residual  (..., N), added to the product of the only weight
-    silu      `weights` are a gate and the values that it lets through: the one result is silu(gate) * up
-    biases    (N,) or None for each weight
-    scaled    (N,), for the only weight: two more results from which the next launch goes through RMSNorm with
-              this weight, at less cost than by `norm`: the result times `scaled`, and sums of its squares
-    squares   (..., any), float32: such sums; x is such a result. Their RMSNorm has `eps`
-
-    `scaled` and `squares` are for bfloat16: in float16 a result times a norm's weight may be too large.
+    norm    (K,): x goes through RMSNorm with this weight and `eps` first
+    biases  (N,) or None for each weight
     """
-    if (scaled is not None or squares is not None) and x.dtype == mx.float16:
-        raise ValueError("RMSNorm in two launches is for bfloat16")
-    around = Around(biases or [None] * len(weights), norm, eps, residual, silu, squares, scaled)
-    if x.size > most_rows(weights) * x.shape[-1] or x.dtype != weights[0].dtype:
-        return _plain(x, weights, around)
-    if norm is not None and x.dtype == mx.float16:
-        x, around = mx.fast.rms_norm(x, norm, eps), around._replace(norm=None)
-    return run(x, weights, around)
+    biases = biases or [None] * len(weights)
+    is_ours = x.size <= most_rows(weights) * x.shape[-1] and x.dtype == weights[0].dtype
+    if norm is not None and not (is_ours and x.dtype == mx.bfloat16):  # float16 may be too small for it.
+        x, norm = mx.fast.rms_norm(x, norm, eps), None
+    return (
+        run(x, weights, biases, norm, eps)
+        if is_ours
+        else list(map(_plain, [x] * len(weights), weights, biases))
+    )
 
 
 def of_layer(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.array]:
-    """As `layer_products.run`, for any number of rows: in one launch, or by MLX's own products."""
+    """As `layer_products.run`, for any number of rows: in one launch, or by MLX's own operations."""
     weights, biases, (norm, next_norm), eps = layer
     if x.size <= most_rows(weights) * x.shape[-1] and x.dtype == weights[0].dtype:
         return layer_products.run(x, residual, [layer])
-    total, scaled, squares = products(x, weights[:1], residual=residual, scaled=norm, biases=biases[:1])
-    (inner,) = products(scaled, weights[1:3], biases=biases[1:3], silu=True, squares=squares, eps=eps)
-    total, scaled, squares = products(
-        inner, weights[3:4], residual=total, scaled=next_norm, biases=biases[3:4]
+    behind, gate, up, down, *nexts = (
+        partial(_plain, weight=w, bias=b) for w, b in zip(weights, biases, strict=True)
     )
-    return [total, *products(scaled, weights[4:], biases=biases[4:], squares=squares, eps=eps)]
+    total = residual + behind(x)
+    x = mx.fast.rms_norm(total, norm, eps)
+    total = total + down(nn.silu(gate(x)) * up(x))
+    x = mx.fast.rms_norm(total, next_norm, eps)
+    return [total, *(own(x) for own in nexts)]
 
 
 def of_layers(
@@ -136,24 +129,8 @@ def compile_ahead(
             list(aside.map(lambda job: job[0](*job[1:]), jobs))
 
 
-def _plain(x: mx.array, weights: Sequence[mx.array], around: Around) -> list[mx.array]:
-    """`products` by MLX's own operations."""
-    biases, norm, eps, residual, silu, squares, scaled = around
-    if norm is not None:
-        x = mx.fast.rms_norm(x, norm, eps)
-    if squares is not None:
-        x = (x * mx.rsqrt(squares.sum(-1, keepdims=True) / x.shape[-1] + eps)).astype(x.dtype)
-    out = [
-        x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
-        for weight, bias in zip(weights, biases, strict=True)
-    ]
-    if silu:
-        out = [nn.silu(out[0]) * out[1]]
-    if residual is not None:
-        out = [out[0] + residual]
-    if scaled is not None:
-        out += [out[0] * scaled, mx.square(out[0].astype(mx.float32)).sum(-1, keepdims=True)]
-    return out
+def _plain(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+    return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
 
 
 def install() -> None:
@@ -240,7 +217,7 @@ def _is_right(shape: tuple[int, int, Any], weight: mx.array) -> bool:
 
 
 def _ours(x: mx.array, weight: mx.array) -> mx.array:
-    return run(x, [weight], Around([None]))[0]
+    return run(x, [weight], [None])[0]
 
 
 def _mlx_own(x: mx.array, weight: mx.array) -> mx.array:

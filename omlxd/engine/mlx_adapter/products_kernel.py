@@ -31,18 +31,6 @@ SQUARES = 16
 """Results whose squares are added to one number, for the RMSNorm that follows."""
 
 
-class Around(NamedTuple):
-    """What a launch does around its products, by the names that `products.products` explains."""
-
-    biases: Sequence[mx.array | None]
-    norm: mx.array | None = None
-    eps: float = 0.0
-    residual: mx.array | None = None
-    silu: bool = False
-    squares: mx.array | None = None
-    scaled: mx.array | None = None
-
-
 class Form(NamedTuple):
     """How the work is dealt out."""
 
@@ -371,28 +359,16 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p, const int b
 """
 
 
-def source_of(
-    kind: str,
-    eights: int,
-    biases: tuple[bool, ...],
-    norm: bool = False,
-    residual: bool = False,
-    silu: bool = False,
-    squares: bool = False,
-    scaled: bool = False,
-) -> tuple[str, str]:
+def source_of(kind: str, eights: int, biases: tuple[bool, ...], norm: bool = False) -> tuple[str, str]:
     """(function, CUDA source) of a launch with a weight for each of `biases`."""
     form, weights = FORMS[eights], range(len(biases))
-    flags = "".join(str(int(flag)) for flag in (norm, residual, silu, squares, scaled, *biases))
+    flags = "".join(str(int(flag)) for flag in (norm, *biases))
     function = f"omlxd_products_{kind}_{eights}_{flags}"
-    one_each = (("norm", norm), ("residual", residual), ("scaled", scaled))
     parameters = [("const T*", "x", "x"), *(("const T*", f"w{i}", f"w[{i}]") for i in weights)]
-    parameters += [("const T*", name, name) for name, given in one_each if given]
+    parameters += [("const T*", "norm", "norm")] if norm else []
     parameters += [("const T*", f"bias{i}", f"bias[{i}]") for i in weights if biases[i]]
-    parameters += [("const float*", "squares", "squares")] if squares else []
-    parameters += [("T*", f"y{i}", f"y[{i}]") for i in weights if not (silu and i)]
-    parameters += [("T*", "next", "next"), ("float*", "next_squares", "next_squares")] if scaled else []
-    parameters += [("const int", name, name) for name in ("rows", "k", "parts")]
+    parameters += [("T*", f"y{i}", f"y[{i}]") for i in weights]
+    parameters += [("const int", name, name) for name in ("rows", "k")]
     parameters += [("const int", f"n{i}", f"n[{i}]") for i in weights]
     arguments = [*(f"{kind_of} {name}" for kind_of, name, _ in parameters), "const int eps"]
     fields = " ".join(f"p.{field} = {name};" for _, name, field in parameters)
@@ -400,12 +376,20 @@ def source_of(
     block = f"blockIdx.y, gridDim.y, blockIdx.x * {SET}" if 8 * eights == SET else "blockIdx.x, gridDim.x, 0"
     body = (
         f"  Products<T> p = {{}};\n  {fields} p.eps = __int_as_float(eps);\n"
-        f"  {call_of(eights, norm, silu, squares, scaled, late=False)}(p, {block}, nullptr, 0);\n"
+        f"  {call_of(eights, norm=norm)}(p, {block}, nullptr, 0);\n"
     )
     return function, kernel_source(kind, form, function, arguments, body)
 
 
-def call_of(eights: int, norm: bool, silu: bool, squares: bool, scaled: bool, *, late: bool) -> str:
+def call_of(
+    eights: int,
+    *,
+    norm: bool = False,
+    silu: bool = False,
+    squares: bool = False,
+    scaled: bool = False,
+    late: bool = False,
+) -> str:
     """The device function that computes products, of T."""
     form = FORMS[eights]
     constants = [eights, form.sixteens, form.groups, WARPS, CHUNKS, form.chunks, form.stages, form.buffers]
@@ -438,33 +422,25 @@ def _launch(
     lengths: tuple[int, ...],
     biases: tuple[bool, ...],
     norm: bool,
-    residual: bool,
-    silu: bool,
     eps: float,
-    parts: int,
-    scaled: bool,
 ) -> Callable[..., list[mx.array]]:
     """One launch as a compiled function: it costs the host 11 microseconds, else 19."""
     rows = math.prod(shape[:-1])
     eights, sets = form_of(rows)
     form = FORMS[eights]
-    function, machine_code = code(TYPES[dtype], eights, biases, norm, residual, silu, parts > 0, scaled)
-    tiles = -(-2 * lengths[0] // form.tile) if silu else sum(-(-length // form.tile) for length in lengths)
-    threads = 32 * WARPS * form.groups
+    function, machine_code = code(TYPES[dtype], eights, biases, norm)
+    tiles, threads = sum(-(-length // form.tile) for length in lengths), 32 * WARPS * form.groups
     blocks = min(tiles, -(-form.blocks * cuda_driver.multiprocessors() // sets))
     (bits,) = struct.unpack("i", struct.pack("f", eps))  # MLX refuses every float here.
-    outputs = [(length, dtype) for length in (lengths[:1] if silu else lengths)]
-    if scaled:
-        outputs += [(lengths[0], dtype), (-(-lengths[0] // SQUARES), mx.float32)]
 
     def launch(*arrays: mx.array) -> list[mx.array]:
         return mx.fast.precompiled_cuda_kernel(
             name=function,
             compiled_source=machine_code,
             inputs=arrays,
-            scalars=[rows, shape[-1], parts, *lengths, bits],
-            output_shapes=[(*shape[:-1], length) for length, _ in outputs],
-            output_dtypes=[dtype for _, dtype in outputs],
+            scalars=[rows, shape[-1], *lengths, bits],
+            output_shapes=[(*shape[:-1], length) for length in lengths],
+            output_dtypes=[dtype] * len(lengths),
             grid=(sets * threads, blocks, 1) if 8 * eights == SET else (blocks * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             shared_memory=form.shared(eights),
@@ -474,20 +450,21 @@ def _launch(
     return mx.compile(launch)
 
 
-def run(x: mx.array, weights: Sequence[mx.array], around: Around) -> list[mx.array]:
+def run(
+    x: mx.array,
+    weights: Sequence[mx.array],
+    biases: Sequence[mx.array | None],
+    norm: mx.array | None = None,
+    eps: float = 0.0,
+) -> list[mx.array]:
     """`products` by the kernel."""
     launch = _launch(
         tuple(x.shape),
         x.dtype,
         tuple(weight.shape[0] for weight in weights),
-        tuple(bias is not None for bias in around.biases),
-        around.norm is not None,
-        around.residual is not None,
-        around.silu,
-        around.eps,
-        0 if around.squares is None else around.squares.shape[-1],
-        around.scaled is not None,
+        tuple(bias is not None for bias in biases),
+        norm is not None,
+        eps,
     )
     # In the order of the arguments that `source_of` writes.
-    given = (around.norm, around.residual, around.scaled, *around.biases, around.squares)
-    return launch(x, *weights, *(one for one in given if one is not None))
+    return launch(x, *weights, *(one for one in (norm, *biases) if one is not None))

@@ -74,8 +74,8 @@ EACH_STEP = 4
 MOST_STEPS = 16
 """Steps between two looks at most.
 
-Looking takes the host some 15 microseconds a row, and steps of a tiny model on a GPU wait for the host: a step
-of 16 rows of SmolLM2 takes an H100 1.5 ms. Simulated there with answers of 400 tokens, as multiples of the
+Looking takes the host some 15 microseconds a row, and steps of a tiny model on a GPU wait for it: one of
+16 rows of SmolLM2 takes an H100 1.5 ms. Simulated there with answers of 400 tokens, as multiples of the
 speed without guesses, at each step and so: edits, 16 streams 1.45 and 1.52, one 2.17 and 2.00; logs 1.89 and
 1.89, 2.80 and 2.80; prose of 150 tokens 0.87 and 0.98, 1.01 and 1.00. Twice as far apart from the first vain
 look on, logs were at 1.81 and 2.57."""

@@ -193,8 +193,7 @@ def test_of_more_rows_or_queries_of_a_segment_attention_has_its_own_launch(
 def test_all_launches_are_compiled_ahead(most: int, jobs: int, monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(products, "most_rows", lambda weights: most)
-    for module, name in ((layer_products, "code"), (products, "code")):
-        monkeypatch.setattr(module, name, lambda *form, name=module.__name__: asked.append((name, *form)))
+    monkeypatch.setattr(layer_products, "code", lambda *form: asked.append(form))
     layers = [layer_of(), layer_of(), layer_of((512,))]
     products.compile_ahead(layers)
     assert len(set(asked)) == len(asked) == jobs, "out and down are of one kind"

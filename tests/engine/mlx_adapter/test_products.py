@@ -34,19 +34,20 @@ class Kernel:
         self.wrong = 0.0
         self.of_one = True
 
-    def __call__(self, x: Any, weights: Any, around: Any) -> list[mx.array]:
+    def __call__(
+        self, x: Any, weights: Any, biases: Any, norm: Any = None, eps: float = 0.0
+    ) -> list[mx.array]:
         self.calls.append(tuple(x.shape))
-        several: Any = lambda all_rows: all_rows.reshape(-1, 1, all_rows.shape[-1])  # noqa: E731
-        by_row = (x, around.residual, around.squares)
-        rows = [[None] * len(several(x)) if one is None else several(one) for one in by_row]
-        out = [
-            products._plain(row, weights, around._replace(residual=more, squares=sums))
-            for row, more, sums in zip(*rows, strict=True)
-        ]
-        if not self.of_one and len(out) > 1:
-            out[0] = [2 * one for one in out[0]]
-        results = [mx.concatenate(some).reshape(*x.shape[:-1], -1) for some in zip(*out, strict=True)]
-        return [one * (1 + self.wrong) for one in results]
+        if norm is not None:
+            x = mx.fast.rms_norm(x, norm, eps)
+        rows = x.reshape(-1, 1, x.shape[-1])
+        results: list[mx.array] = []
+        for weight, bias in zip(weights, biases, strict=True):
+            out = [products._plain(row, weight, bias) for row in rows]
+            if not self.of_one and len(out) > 1:
+                out[0] = 2 * out[0]
+            results.append(mx.concatenate(out).reshape(*x.shape[:-1], -1) * (1 + self.wrong))
+        return results
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_what_it_computes(rows: int, dtype: Any):
     x, gate, up = drawn(rows, 1, K, dtype=dtype), drawn(N, K, dtype=dtype), drawn(N + 8, K, dtype=dtype)
-    norm, bias, residual = drawn(K, dtype=dtype), drawn(N, dtype=dtype), drawn(rows, 1, N, dtype=dtype)
+    norm, bias = drawn(K, dtype=dtype), drawn(N, dtype=dtype)
     close: Any = lambda got, want: np.testing.assert_allclose(exact(got), want, rtol=0.03, atol=0.3)  # noqa: E731
 
     first, second = products.products(x, [gate, up], biases=[bias, None])
@@ -73,27 +74,8 @@ def test_what_it_computes(rows: int, dtype: Any):
     close(second, exact(x) @ exact(up).T)
 
     normed = exact(x) / np.sqrt((exact(x) ** 2).mean(-1, keepdims=True) + 1e-5) * exact(norm)
-    (out,) = products.products(x, [gate], norm=norm, eps=1e-5, residual=residual)
-    close(out, normed @ exact(gate).T + exact(residual))
-
-    (out,) = products.products(x, [gate, up[:N]], silu=True)
-    let = exact(x) @ exact(gate).T
-    np.testing.assert_allclose(
-        exact(out), let / (1 + np.exp(-let)) * (exact(x) @ exact(up[:N]).T), rtol=0.03, atol=2
-    )
-
-
-def test_a_norm_in_two_launches():
-    x, weight, norm, residual = drawn(3, 1, K), drawn(N, K), drawn(N), drawn(3, 1, N)
-    out, scaled, squares = products.products(x, [weight], residual=residual, scaled=norm)
-    (want,) = products.products(x, [weight], residual=residual)
-    assert mx.array_equal(out, want) and squares.dtype == mx.float32
-    after = drawn(K, N)
-    (got,) = products.products(scaled, [after], squares=squares, eps=1e-5)
-    (want,) = products.products(out, [after], norm=norm, eps=1e-5)
-    np.testing.assert_allclose(exact(got), exact(want), rtol=0.05, atol=0.3)
-    with pytest.raises(ValueError, match="bfloat16"):
-        products.products(x.astype(mx.float16), [weight], scaled=norm)
+    (out,) = products.products(x, [gate], norm=norm, eps=1e-5)
+    close(out, normed @ exact(gate).T)
 
 
 def test_it_is_in_use_for_few_rows_of_weights_that_were_checked(kernel: Kernel):
@@ -192,27 +174,14 @@ def test_a_loaded_model_answers_as_without(
 def test_a_source_names_what_its_launch_is_given():
     plain, source = products_kernel.source_of("bfloat16", 1, (False,))
     head = source[source.index('extern "C"') :]
-    for argument in ("norm", "residual", "squares", "scaled", "next", "bias0", "w1"):
+    for argument in ("norm", "bias0", "w1"):
         assert f" {argument}," not in head
-    function, source = products_kernel.source_of("bfloat16", 2, (True, False), True, True, True, True, True)
+    function, source = products_kernel.source_of("bfloat16", 2, (True, False), True)
     head = source[source.index('extern "C"') :]
     assert function != plain and f"{function}(" in head
-    for argument in (
-        "x",
-        "w0",
-        "w1",
-        "norm",
-        "residual",
-        "squares",
-        "scaled",
-        "next",
-        "bias0",
-        "y0",
-        "n1",
-        "k",
-    ):
+    for argument in ("x", "w0", "w1", "norm", "bias0", "y0", "y1", "n1", "k"):
         assert f" {argument}," in head
-    assert "bias1," not in head and "y1" not in head
+    assert "bias1," not in head
 
 
 @pytest.mark.parametrize("eights", products_kernel.FORMS)
