@@ -52,6 +52,10 @@ class Likelihood:
     top: tuple[tuple[int, float], ...] = ()
 
 
+Drawn = tuple[int, Likelihood | None]
+"""A token, and how likely it was if the request wants that."""
+
+
 @dataclass(slots=True, frozen=True)
 class LabelScores:
     """As `chat.Scored` has them; `likeliest` is a token and its likelihood."""

@@ -96,6 +96,11 @@ class Output:
         self.likelihoods.append(likelihood)
         self.first.set()
 
+    def take(self, drawn: Any, count: Any) -> None:
+        for token, likelihood in drawn:
+            count()
+            self.token(token, likelihood)
+
     def count(self, work: Any) -> None:
         work()
 

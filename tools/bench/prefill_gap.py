@@ -36,8 +36,8 @@ class Clock(Collector):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def token(self, token: int, likelihood: Any = None) -> None:
-        self.times.append(time.perf_counter())
+    def take(self, drawn: Any, count: Any) -> None:
+        self.times += [time.perf_counter()] * len(drawn)
 
     def failed(self, sequence: Sequence, error: Exception) -> None: ...  # The stream, at the end.
 

@@ -10,13 +10,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from msgspec.structs import replace
 
 from ... import chat
 from ...errors import OmlxdError
 from ..prompt.turn_memory import Answer
-from ..sequence import LabelScores, Likelihood, Sequence
+from ..sequence import Drawn, LabelScores, Likelihood, Sequence
 from .parser import OutputParser
 
 log = logging.getLogger(__name__)
@@ -124,8 +125,9 @@ class RequestSink:
         """Text of the prompt that the client wants back."""
         self._output.put(lambda: self._emit([chat.TextDelta(text)]))
 
-    def token(self, token: int, likelihood: Likelihood | None) -> None:
-        self._output.put(lambda: self._guarded(lambda: self._token(token, likelihood)))
+    def take(self, drawn: Seq[Drawn], count: Callable[[], None]) -> None:
+        """Tokens of one pass. `count` is called for each that the answer has."""
+        self._output.put(lambda: self._guarded(lambda: self._take(drawn, count)))
 
     def count(self, work: Callable[[], None]) -> None:
         """Have the output thread count something in order, unless the answer has ended before it.
@@ -177,6 +179,16 @@ class RequestSink:
         if not self._ended and not self.is_silent:
             work()
         return []
+
+    def _take(self, drawn: Seq[Drawn], count: Callable[[], None]) -> list[tuple[int, chat.Event]]:
+        events: list[tuple[int, chat.Event]] = []
+        for token, likelihood in drawn:
+            if self._ended:
+                break
+            if not self.is_silent:
+                count()
+            events += self._token(token, likelihood)
+        return _joined(events) if len(drawn) > 1 else events
 
     def _token(self, token: int, likelihood: Likelihood | None) -> list[tuple[int, chat.Event]]:
         self._taken += 1
@@ -232,6 +244,20 @@ class RequestSink:
 
 def _nothing() -> None:
     pass
+
+
+def _joined(events: list[tuple[int, chat.Event]]) -> list[tuple[int, chat.Event]]:
+    """Text behind text, without logprobs, as one event: a client reads one for each pass."""
+    joined: list[tuple[int, chat.Event]] = []
+    for id, event in events:
+        match joined[-1][1] if joined else None, event:
+            case chat.TextDelta(before, ()), chat.TextDelta(text, ()):
+                joined[-1] = id, chat.TextDelta(before + text)
+            case chat.ReasoningDelta(before), chat.ReasoningDelta(text):
+                joined[-1] = id, chat.ReasoningDelta(before + text)
+            case _:
+                joined.append((id, event))
+    return joined
 
 
 def _cut(usage: chat.Usage, tokens: int) -> chat.Usage:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -41,6 +42,31 @@ from .speculation import (
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a step did, until its time is known.
+
+    began, checked  on the clock: when it began, and its pass with guesses
+    behind   the turn before started no step ahead
+    waited   so did somebody, for the step that this one reads
+    spared   seconds that its guesses are not charged
+    guesses  of a row in its pass; 0: it checked none
+    tokens   that it gave; `read` of them are of a step begun before
+    """
+
+    began: float
+    rows: int
+    behind: bool
+    waited: bool
+    checked: float = 0.0
+    spared: float = 0.0
+    guesses: float = 0
+    flat: bool = False
+    compiled: bool = False
+    tokens: int = 0
+    read: int = 0
 
 
 class DecodeBatch:
@@ -77,7 +103,7 @@ class DecodeBatch:
         self._logprobs: tuple[list[SamplerRow], StepLogprobs | None] = [], None
         self._waited = False
         self._behind = False  # The last turn started no step ahead.
-        self._spared = 0.0  # Seconds of a turn that its guesses are not charged.
+        self._turn: Turn | None = None
         self._waits_s = 0.0  # For the device, in the newest plain step.
         self._looks = False  # For guesses, in this step.
         self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
@@ -191,7 +217,8 @@ class DecodeBatch:
         if not self._speculates:
             return self._step()
         assert self._speculation is not None
-        began, waited, self._waited = clock(), self._waited, False
+        self._turn = turn = Turn(clock(), len(self.rows), behind=self._behind, waited=self._waited)
+        self._waited = False
         self._looks, self._rest = not self._rest, max(0, self._rest - 1)
         read: list[Draw] = []
         plan: list[tuple[list[int], list[Any]]] = []
@@ -205,21 +232,36 @@ class DecodeBatch:
             for row, token, _ in read:
                 rooms[row] -= 1
                 if row.cancelled or rooms[row] < 0 or token in row.eos or token == NO_TOKEN:
+                    self._turn = None
                     return read  # The row has ended.
             plan = self._plan(rooms)
-        self._spared = 0.0
         drawn = self._check(plan) if plan else self._step()
-        seconds = clock() - began - self._spared
-        if plan or read or (self._behind and not drawn):
-            won = self._speculation.settle(len(self.rows), len(read) + len(drawn), seconds)
-            for speculator in self._speculators.values():
-                speculator.won += won
-        elif drawn and not waited:
-            self._speculation.record_step(len(self.rows), seconds)
+        turn.tokens, turn.read = len(read) + len(drawn), len(read)
         self._behind = bool(plan)
         if self._looks:
             self._set_rest(found=bool(plan))
         return read + drawn
+
+    def end_turn(self) -> None:
+        """What `step` returned has been handed on: note what this turn took, and what its guesses won.
+
+        Behind a pass no step is under way meanwhile, so what is done with its tokens is part of its time.
+        """
+        turn, self._turn = self._turn, None
+        if turn is None or self._speculation is None:
+            return
+        now, spared = clock(), turn.spared
+        if turn.guesses:
+            spared += self._speculation.times.record_check(
+                turn.rows, turn.guesses, now - turn.checked, flat=turn.flat, compiled=turn.compiled
+            )
+        seconds = now - turn.began - spared
+        if turn.guesses or turn.read or (turn.behind and not turn.tokens):
+            won = self._speculation.settle(turn.rows, turn.tokens, seconds)
+            for speculator in self._speculators.values():
+                speculator.won += won
+        elif turn.tokens and not turn.waited:
+            self._speculation.record_step(turn.rows, seconds)
 
     def _set_rest(self, *, found: bool) -> None:
         """For how many steps nobody looks for guesses. `found`: there were some for a pass."""
@@ -307,17 +349,17 @@ class DecodeBatch:
             self._speculators[row].take_draft(guess)
         if self._drafts.seconds:
             self._speculation.record_draft(len(self.rows), width, self._drafts.seconds)
-        else:  # It computed KV of the prompt.
-            self._spared += clock() - began
+        elif self._turn is not None:  # It computed KV of the prompt.
+            self._turn.spared += clock() - began
 
     def _check(self, plan: Seq[tuple[list[int], list[Any]]]) -> list[Draw]:
         """Compute each row's newest token and its guesses in one pass.
 
         Returns the tokens drawn, of each row up to the first that was not guessed.
         """
-        began = clock()
-        assert self._inputs is not None and self._speculation is not None
-        width = guesses = max(len(guess) for guess, _ in plan)
+        assert self._inputs is not None and self._speculation is not None and self._turn is not None
+        turn, width = self._turn, max(len(guess) for guess, _ in plan)
+        turn.checked, turn.guesses = clock(), width
         recurrent, inputs = mlx_adapter.recurrent_states(self._cache), self._inputs[:, None]
         samplers = [
             sampler_rows(row.sampler, guess, masks)
@@ -325,9 +367,9 @@ class DecodeBatch:
         ]
         counts = [len(guess) + 1 for guess, _ in plan]
         logits = self._forward_flat([guess for guess, _ in plan], counts) if self._flat else None
-        how = {"flat": logits is not None, "compiled": False}
         if logits is not None and self._compiled is not None:
-            guesses, how["compiled"] = logits.shape[0] / len(plan) - 1, self._compiled.compiles
+            turn.guesses, turn.flat = logits.shape[0] / len(plan) - 1, True
+            turn.compiled = self._compiled.compiles
             logits = logits[: sum(counts)]
         else:
             padded = [[*guess, *[0] * (width - len(guess))] for guess, _ in plan]
@@ -366,8 +408,6 @@ class DecodeBatch:
             whose = {"of_model": speculator.of_model, "predicted": speculator.of_prediction}
             row.sink.count(partial(self._speculation.count, row, len(guess), len(tokens) - 1, **whose))
             speculator.add_tokens(tokens, len(guess))
-        times = self._speculation.times
-        self._spared += times.record_check(len(self.rows), guesses, clock() - began, **how)
         return draws
 
     def _step(self) -> list[Draw]:

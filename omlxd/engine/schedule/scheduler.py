@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,7 +21,7 @@ from .. import mlx_adapter
 from ..kvio.bridge import KVBridge
 from ..kvio.hot_budget import evict_unused
 from ..mlx_adapter import Adapter, CompiledStep, LoadedModel
-from ..sequence import Likelihood, Sequence, State
+from ..sequence import Drawn, Sequence, State
 from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
 from .memory_admission import MemoryAdmission
@@ -307,12 +308,15 @@ class Scheduler:
     def _step(self, batch: DecodeBatch) -> None:
         with self._dropped_if_broken(batch):
             self.steps += 1
-            tokens = batch.step()
+            drawn: dict[Sequence, list[Drawn]] = {}
+            for sequence, token, likelihood in batch.step():
+                drawn.setdefault(sequence, []).append((token, likelihood))
             ended: list[Sequence] = []
-            for sequence, token, likelihood in tokens:
-                if sequence not in ended and not self.accept(sequence, token, likelihood):
+            for sequence, own in drawn.items():
+                if not self.accept(sequence, own):
                     sequence.kv_length = min(sequence.kv_length, len(sequence.tokens))
                     ended.append(sequence)
+            batch.end_turn()
             self.leave(batch, ended)
             for sequence in batch.rows:
                 self.offer(sequence, batch)
@@ -370,25 +374,35 @@ class Scheduler:
         if (bridge := self.bridge_of(sequence)) is not None:
             bridge.finish(sequence, batch, spoiled=spoiled)
 
-    def accept(self, sequence: Sequence, token: int, likelihood: Likelihood | None) -> bool:
-        """Take a sampled token. False: the sequence ends with it."""
-        if token == NO_TOKEN:
+    def accept(self, sequence: Sequence, drawn: Seq[Drawn]) -> bool:
+        """Take the tokens that a pass drew. False: the sequence ends with one of them."""
+        if drawn[0][0] != NO_TOKEN:
+            self.note_good(sequence)
+        kept, end = list[Drawn](), ""
+        for token, likelihood in drawn:
+            if token == NO_TOKEN:
+                end = "spoiled"
+                break
+            sequence.tokens.append(token)
+            if sequence.cancelled:
+                return False
+            if token in sequence.eos:
+                end = "stop"
+                break
+            kept.append((token, likelihood))
+            if sequence.generated >= sequence.max_new or len(sequence.tokens) >= self._loaded.context_length:
+                end = "length"
+                break
+        count = partial(self._count_token, sequence.adapter)
+        if kept:
+            sequence.sink.take(kept, count)
+        if end == "spoiled":
             self.spoiled(sequence)
-            return False
-        self.note_good(sequence)
-        sequence.tokens.append(token)
-        if sequence.cancelled:
-            return False
-        sequence.sink.count(partial(self._count_token, sequence.adapter))
-        if token in sequence.eos:
-            sequence.sink.finished(sequence, "stop")
-            return False
-        sequence.sink.token(token, likelihood)
-        full = len(sequence.tokens) >= self._loaded.context_length
-        if sequence.generated >= sequence.max_new or full:
-            sequence.sink.finished(sequence, "length")
-            return False
-        return True
+        elif end:
+            if end == "stop":
+                sequence.sink.count(count)
+            sequence.sink.finished(sequence, end)
+        return not end
 
     def _count_token(self, adapter: Adapter | None) -> None:
         self.decoded[adapter] += 1

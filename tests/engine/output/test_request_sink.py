@@ -14,8 +14,19 @@ from host import Host, chat
 from msgspec.structs import replace
 
 from omlxd import wire
-from omlxd.chat import Event, Failed, Finished, Sampling, TextDelta, ToolCall, Usage
-from omlxd.engine.output.sink import OutputThread, RequestSink
+from omlxd.chat import (
+    Event,
+    Failed,
+    Finished,
+    ReasoningDelta,
+    Sampling,
+    TextDelta,
+    TokenIds,
+    TokenLogprob,
+    ToolCall,
+    Usage,
+)
+from omlxd.engine.output.sink import OutputThread, RequestSink, _joined
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence
@@ -91,15 +102,15 @@ def test_a_request_whose_output_breaks_ends_all_the_same(faulty: str, line: Line
 
     if faulty in ("learn", "over"):
         setattr(sink, faulty, broken)
-    sink.token(7, None)
+    sink.take([(7, None)], int)
     sink.finished(sequence(), "stop")
     event = line.next()[1]
     while not isinstance(event, Failed | Finished):
         event = line.next()[1]
     assert isinstance(event, Failed)
-    sink.token(8, None)  # Nothing follows an end.
+    sink.take([(8, None)], int)  # Nothing follows an end.
     other = RequestSink(2, output, Parser(), lambda: None)
-    other.token(9, None)
+    other.take([(9, None)], int)
     assert line.next() == (2, TextDelta("9"))
     assert ended == [1]
 
@@ -107,14 +118,14 @@ def test_a_request_whose_output_breaks_ends_all_the_same(faulty: str, line: Line
 def test_what_nobody_hears_any_more_ends_once(line: Line, output: OutputThread):
     ended: list[int] = []
     sink = RequestSink(1, output, Parser(), lambda: ended.append(1))
-    sink.token(7, None)
+    sink.take([(7, None)], int)
     assert line.next() == (1, TextDelta("7"))
     sink.abandon()
-    sink.token(8, None)
+    sink.take([(8, None)], int)
     sink.abandon()
     sink.finished(sequence(), "stop")
     other = RequestSink(2, output, Parser(), lambda: None)
-    other.token(9, None)
+    other.take([(9, None)], int)
     assert line.next() == (2, TextDelta("9"))
     assert ended == [1]
 
@@ -158,7 +169,7 @@ def test_what_is_learned_of_a_turn(parser: Parser, learned: list[int], line: Lin
     sink, got = RequestSink(1, output, parser, lambda: None), list[int]()
     sink.learn = lambda answer, count: got.append(count)
     for token in (10, 11, 12, 13, 14):
-        sink.token(token, None)
+        sink.take([(token, None)], int)
     sink.finished(sequence(), "stop")
     while not isinstance(line.next()[1], Finished):
         pass
@@ -170,7 +181,7 @@ def test_tokens_behind_a_stop_string_are_not_counted(line: Line, output: OutputT
     sink = RequestSink(1, output, Parser(stops_at=12), lambda: None)
     sink.usage = lambda: Usage(prompt_tokens=3, completion_tokens=9)
     for token in (10, 11, 12, 13, 14):
-        sink.token(token, None)
+        sink.take([(token, None)], int)
     event = line.next()[1]
     while not isinstance(event, Finished):
         event = line.next()[1]
@@ -228,3 +239,26 @@ def test_events_leave_where_tokens_come_as_fast_as_they_are_parsed():
     out.put(work)
     assert sent.wait(30) and next(left, None) is not None
     out.close(5)
+
+
+def test_the_text_of_a_pass_is_one_event_and_nothing_behind_its_end_is_counted(
+    line: Line, output: OutputThread
+):
+    counted: list[int] = []
+    sink = RequestSink(1, output, Parser(), lambda: None)
+    sink.take([(7, None), (8, None), (9, None)], lambda: counted.append(1))
+    assert line.next() == (1, TextDelta("789")) and len(counted) == 3
+    sink.finished(sequence(), "stop")
+    assert isinstance(line.next()[1], Finished)
+    sink.take([(7, None), (8, None)], lambda: counted.append(1))
+    other = RequestSink(2, output, Parser(), lambda: None)
+    other.take([(9, None)], int)
+    assert line.next() == (2, TextDelta("9")) and len(counted) == 3
+
+
+def test_pieces_of_other_kinds_and_with_logprobs_stay_apart():
+    logprob = TokenLogprob("b", -1.0, 0)
+    events: list[Any] = [ReasoningDelta("a"), ReasoningDelta("b"), TextDelta("c"), TextDelta("d", (logprob,))]
+    events += [TextDelta("e"), TextDelta("f"), TokenIds((1,), ()), TextDelta("g")]
+    joined = [event for _, event in _joined([(1, event) for event in events])]
+    assert joined == [ReasoningDelta("ab"), *events[2:4], TextDelta("ef"), *events[6:]]
