@@ -14,9 +14,9 @@ begins changing with the rounds. Kinds of work:
 Each prompt is sent by itself first, then answers of `--warm-up` tokens come, so that all but the ends of the
 prompts is cached. In each round answers of one token are timed, too, and taken off: what is left is decoding,
 from the first token of the last stream that begins to the last one of the last that ends. A row has tokens a
-second of both and their ratio, all rounds together; that of tokens a processor second of the daemons, which
-other work disturbs less; how many guesses held, in all and of a row in a pass; and whether all answers are
-the same. The aim: at least 1.5 on edits, and never under 0.98.
+second of both and their ratio, and the ratio of tokens a processor second of the daemons, each the median of
+the rounds; the ratio's quartiles; how many guesses held, in all and of a row in a pass; and whether all
+answers are the same. The aim: at least 1.5 on edits, and never under 0.98.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import time
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -82,20 +83,22 @@ class Cost:
     processor: float = 0.0
     tokens: int = 0
 
-    def __add__(self, other: Cost) -> Cost:
-        both = self.seconds + other.seconds, self.processor + other.processor
-        return Cost(*both, self.tokens + other.tokens)
-
     def __sub__(self, other: Cost) -> Cost:
-        return self + Cost(-other.seconds, -other.processor, -other.tokens)
+        less = self.seconds - other.seconds, self.processor - other.processor, self.tokens - other.tokens
+        return Cost(*less)
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Tokens a second, on the clock and of processors, which psutil counts in hundredths."""
+        return self.tokens / self.seconds, self.tokens / max(self.processor, 0.01)
 
 
 class ChatServer(Server):
-    """Answers a chat greedily. `decoding`: of all rounds; `texts`: of each."""
+    """Answers a chat greedily. `decoding`, `texts`: of each round."""
 
     def begin(self) -> None:
         """Forget what was measured."""
-        self.decoding, self.texts = Cost(), list[list[str]]()
+        self.decoding, self.texts = list[Cost](), list[list[str]]()
 
     def guesses(self) -> list[int]:
         """So far: how often a row had guesses in a pass, how many there were, how many held."""
@@ -116,7 +119,7 @@ class ChatServer(Server):
         """A round: answers of `most` tokens, and of one."""
         first, _ = self.chat(questions, begun, 1)
         whole, texts = self.chat(questions, begun, most)
-        self.decoding += whole - first
+        self.decoding.append(whole - first)
         self.texts.append(texts)
 
     def chat(self, questions: list[str], begun: str, most: int) -> tuple[Cost, list[str]]:
@@ -178,7 +181,16 @@ def main() -> int:
 
         servers = [daemon("off"), daemon("auto")]
         try:
-            names = ("off, tok/s", "auto, tok/s", "ratio", "processor", "guesses held", "in a pass", "same")
+            names = (
+                "off, tok/s",
+                "auto, tok/s",
+                "ratio",
+                "quartiles",
+                "processor",
+                "guesses held",
+                "in a pass",
+                "same",
+            )
             print(f"| work | streams | {' | '.join(names)} |")
             print("| --- " * (2 + len(names)) + "|")
             for streams in map(int, options.streams.split(",")):
@@ -203,10 +215,15 @@ def row(servers: list[ChatServer], work: str, questions: list[str], options: arg
         for server in servers[:: -1 if number % 2 else 1]:
             server.measure(questions, begun, options.output)
     drafts, drafted, accepted = (now - then for now, then in zip(servers[1].guesses(), before, strict=True))
-    off, auto = (server.decoding.tokens / server.decoding.seconds for server in servers)
-    plain, less = (server.decoding.tokens / server.decoding.processor for server in servers)
+    (off, plain), (auto, less) = (
+        zip(*(one.rates for one in server.decoding), strict=True) for server in servers
+    )
+    ratios = sorted(b / a for a, b in zip(off, auto, strict=True))
+    low, ratio, high = (ratios[len(ratios) * part // 4] for part in (1, 2, 3))
+    cheaper = median(b / a for a, b in zip(plain, less, strict=True))
     print(
-        f"| {work} | {len(questions)} | {off:.1f} | {auto:.1f} | {auto / off:.2f} | {less / plain:.2f} |"
+        f"| {work} | {len(questions)} | {median(off):.1f} | {median(auto):.1f} | {ratio:.2f} |"
+        f" {low:.2f} to {high:.2f} | {cheaper:.2f} |"
         f" {accepted} of {drafted} | {accepted / max(drafts, 1):.1f} |"
         f" {alike(*(server.texts for server in servers))} |",
         flush=True,

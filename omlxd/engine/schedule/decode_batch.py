@@ -30,14 +30,12 @@ from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
 from .speculation import (
     DRAFT,
-    LOOK_S,
     MOST_FLAT_ROWS,
     OWN_SHARE,
     WIDTHS,
     RowSpeculator,
     Speculation,
     filled_up,
-    look_interval,
 )
 
 Draw = tuple[Sequence, int, Likelihood | None]
@@ -104,7 +102,6 @@ class DecodeBatch:
         self._waited = False
         self._behind = False  # The last turn started no step ahead.
         self._turn: Turn | None = None
-        self._waits_s = 0.0  # For the device, in the newest plain step.
         self._looks = False  # For guesses, in this step.
         self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
 
@@ -239,7 +236,8 @@ class DecodeBatch:
         turn.tokens, turn.read = len(read) + len(drawn), len(read)
         self._behind = bool(plan)
         if self._looks:
-            self._set_rest(found=bool(plan))
+            self._vain = 0 if plan else self._vain + 1
+            self._rest = self._speculation.look_interval(len(self.rows), self._vain) - 1
         return read + drawn
 
     def end_turn(self) -> None:
@@ -262,12 +260,6 @@ class DecodeBatch:
                 speculator.won += won
         elif turn.tokens and not turn.waited:
             self._speculation.record_step(turn.rows, seconds)
-
-    def _set_rest(self, *, found: bool) -> None:
-        """For how many steps nobody looks for guesses. `found`: there were some for a pass."""
-        self._vain = 0 if found else self._vain + 1
-        idle = self._waits_s > LOOK_S * len(self.rows) or self._drafts is not None
-        self._rest = 0 if idle else look_interval(self._vain) - 1
 
     def _catch_up(self) -> None:
         """Give the speculators the tokens of steps in which nobody looked."""
@@ -485,9 +477,7 @@ class DecodeBatch:
         """Wait for the tokens of the step before; what guesses and grammars know is then up to them."""
         if inputs is None or not any(unread):
             return []
-        began = clock()
         tokens = cast(list[int], inputs.tolist())
-        self._waits_s = clock() - began
         samplers, logprobs = self._logprobs  # Rows may have left since, or joined.
         likely = dict(zip(map(id, samplers), likelihoods(samplers, logprobs), strict=True))
         draws: list[Draw] = []

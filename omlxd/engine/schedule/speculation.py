@@ -69,19 +69,21 @@ when each number of rows compiled all layers of its passes, 15 ms each, and step
 were at 0.85 to 1.27, 0.85 to 1.23 and 0.76 to 0.98. More streams were not measured."""
 
 EACH_STEP = 4
-"""Looks for guesses in vain, one a step, before a batch is looked at more rarely: see `look_interval`."""
+"""Looks for guesses in vain, one a step, before a batch is looked at more rarely (`look_interval`)."""
 
 MOST_STEPS = 16
 """Steps between two looks at most.
 
-Looking takes the host some 15 microseconds a row, and steps of a tiny model on a GPU wait for it: one of
-16 rows of SmolLM2 takes an H100 1.5 ms. Simulated there with answers of 400 tokens, as multiples of the
+Steps of a tiny model on a GPU wait for the host: one of 16 rows of SmolLM2 takes an H100 1.5 ms. Simulated with answers of 400 tokens, as multiples of the
 speed without guesses, at each step and so: edits, 16 streams 1.45 and 1.52, one 2.17 and 2.00; logs 1.89 and
 1.89, 2.80 and 2.80; prose of 150 tokens 0.87 and 0.98, 1.01 and 1.00. Twice as far apart from the first vain
 look on, logs were at 1.81 and 2.57."""
 
-LOOK_S = 20e-6
-"""Seconds for a row that the host must have waited for the device in a step to look at each."""
+LOOK_SHARE = 0.02
+"""Of a step: what looking may take at each. It is the host's time, of which longer steps leave some."""
+
+LOOK_S = 15e-6
+"""Seconds for a row."""
 
 LOST_SHARE = 0.015
 """Of plain steps: what guesses that fail may cost."""
@@ -204,8 +206,8 @@ class PassTimes:
     def cost(self, rows: int, guesses: float, *, flat: bool = False) -> float:
         """Of a pass, in plain steps of the same rows; infinite before there was a step.
 
-        flat  it is thought to take as long as the dearest pass of fewer tokens: starting kernels is what it
-              costs, as long as the weights are read once
+        flat  it is thought to take as long as one of fewer tokens: starting kernels is what it costs, as
+              long as the weights are read once
         """
         kind = rows, guesses
         if (own := self._costs[rows].get(guesses)) is not None:
@@ -217,8 +219,8 @@ class PassTimes:
         return self._thought[kind]
 
     def _expected(self, rows: int, guesses: float, flat: bool) -> float:
-        """Seconds of a pass: those of one of fewer tokens, in all rows, and the others as tokens of a prompt,
-        or as nothing where it is flat.
+        """Seconds of a pass: those of one of fewer tokens, in all rows, and the others as tokens of a prompt;
+        where it is flat, those of the one with most of these.
 
         Of a prompt that is no longer than the fewest rows of a step each token takes its share of the pass;
         where there was no prompt, its share of a step.
@@ -229,10 +231,12 @@ class PassTimes:
             (seconds - step) / (count - fewest) if count > fewest else seconds / count
             for count, seconds in self._prompts.items()
         ]
-        slope, tokens = max(min(slopes, default=plain / rows), 0.0) * (not flat), rows * (guesses + 1)
+        slope, tokens = max(min(slopes, default=plain / rows), 0.0), rows * (guesses + 1)
         ran = [(r * (g + 1), c * self.plain(r)) for r, costs in self._costs.items() for g, c in costs.items()]
-        ran += [(rows, plain), *self._plain.items()]
-        return max(seconds + (tokens - count) * slope for count, seconds in ran if count <= tokens)
+        ran = [(c, s) for c, s in [(rows, plain), *self._plain.items(), *ran] if c <= tokens]
+        if flat:
+            return max(plain, max(ran)[1])
+        return max(seconds + (tokens - count) * slope for count, seconds in ran)
 
 
 @dataclass(slots=True)
@@ -309,6 +313,12 @@ class Speculation:
         """A plain step took `seconds`."""
         self.times.record_step(rows, seconds)
         self._win(LOST_SHARE)
+
+    def look_interval(self, rows: int, vain: int) -> int:
+        """Steps from one look for guesses to the next, after so many in vain."""
+        if self.draft_model is not None or LOOK_S * rows <= LOOK_SHARE * self.times.plain(rows):
+            return 1
+        return min(1 << max(0, vain - EACH_STEP), MOST_STEPS)
 
     def settle(self, rows: int, tokens: int, seconds: float) -> float:
         """A turn that was none of plain decoding gave `tokens` in all. Returns the steps that this wins.
@@ -389,11 +399,6 @@ class Speculation:
             if (gain := mean / cost) > best_gain:
                 best, best_gain = width, gain
         return best, best_gain
-
-
-def look_interval(vain: int) -> int:
-    """Steps from one look for guesses to the next, after so many in vain."""
-    return min(1 << max(0, vain - EACH_STEP), MOST_STEPS)
 
 
 def flat_size(guesses: int, most: int) -> int:

@@ -19,10 +19,13 @@ from rig import BLOCK, GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
+from omlxd.engine.schedule import speculation
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.ngram import LONGEST_MATCH, MIN_MATCH, NgramProposer
 from omlxd.engine.schedule.speculation import (
     EACH_STEP,
+    LOOK_S,
+    LOOK_SHARE,
     LOST_SHARE,
     MOST_CREDIT,
     MOST_STEPS,
@@ -30,7 +33,6 @@ from omlxd.engine.schedule.speculation import (
     PassTimes,
     RowSpeculator,
     Speculation,
-    look_interval,
 )
 
 
@@ -130,14 +132,19 @@ def wait_for_tokens(output: Output, count: int) -> None:
 
 
 def test_looks_in_vain_come_further_and_further_apart():
-    intervals = [look_interval(vain) for vain in range(EACH_STEP + 9)]
+    shared = Speculation()
+    shared.times.record_step(4, LOOK_S)
+    intervals = [shared.look_interval(4, vain) for vain in range(EACH_STEP + 9)]
     assert intervals[: EACH_STEP + 3] == [1] * (EACH_STEP + 1) + [2, 4]
     assert intervals == sorted(intervals) and intervals[-1] == MOST_STEPS
+    for _ in range(9):
+        shared.times.record_step(4, 4 * LOOK_S / LOOK_SHARE)
+    assert shared.look_interval(4, 99) == 1 and shared.look_interval(5, 99) == MOST_STEPS
 
 
-@pytest.mark.parametrize("waits_s", [0.0, 1.0])
-def test_where_steps_wait_for_the_host_it_looks_for_guesses_rarely(
-    waits_s: float, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("look_s", [0.0, 1.0])
+def test_where_steps_are_short_it_looks_for_guesses_rarely(
+    look_s: float, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     prompts = [prompt(30 + 9 * index, seed=index) for index in range(7)]
     with Rig(model) as rig:
@@ -158,9 +165,7 @@ def test_where_steps_wait_for_the_host_it_looks_for_guesses_rarely(
         for row, speculator in self._speculators.items():
             assert speculator.tokens.tolist() == row.tokens, "the tokens of all steps, in their order"
 
-    monkeypatch.setattr(
-        DecodeBatch, "_waits_s", property(lambda self: waits_s, lambda self, told: None), raising=False
-    )
+    monkeypatch.setattr(speculation, "LOOK_S", look_s)
     monkeypatch.setattr(DecodeBatch, "step", step)
     monkeypatch.setattr(DecodeBatch, "_catch_up", catch_up)
     with Rig(model, speculate=True) as rig:
@@ -168,7 +173,7 @@ def test_where_steps_wait_for_the_host_it_looks_for_guesses_rarely(
         assert [output.tokens() for output in running] == alone
         shared = rig.scheduler.speculation
         assert shared is not None and shared.counts[None].accepted > 0
-        assert len(looks) == len(steps) if waits_s else len(looks) < 0.8 * len(steps)
+        assert len(looks) < 0.8 * len(steps) if look_s else len(looks) == len(steps)
         rig.settle()
 
 
