@@ -6,7 +6,8 @@
 Two daemons serve one chat model, one with `--speculation off`; each answers greedily in turn, the one that
 begins changing with the rounds. Kinds of work:
 
-- edit    return a file with one name changed; the answer's first lines are there, or a small model won't
+- edit    return a file with one name changed; the answer's first lines are there, or a small model won't, and
+          it ends with the file
 - log     repeat a log
 - call    answer with a tool call in JSON
 - prose   tell a story
@@ -67,6 +68,11 @@ CALL = '{"name": "read_file", "arguments": {"path": "src/account.py", "offset": 
 BEGUN = {"edit": "class Wallet:\n    def __init__(self, owner, balance=0):\n        self.owner = owner"}
 """Beginnings of answers; one that ends in a new line would cut a token in two."""
 
+STOPS = {"edit": ["```", "\n# "]}
+"""What ends an answer: behind a file a small model explains it."""
+
+Body = dict[str, Any]
+
 WORK = {
     "edit": f"{FILE}\nReturn this file, but with the class named Wallet.",
     "log": f"Repeat this log line by line, with no other word:\n\n{LOG}",
@@ -115,38 +121,26 @@ class ChatServer(Server):
         times = [each.cpu_times() for each in (daemon, *daemon.children(recursive=True))]
         return sum(each.user + each.system for each in times)
 
-    def measure(self, questions: list[str], begun: str, most: int) -> None:
+    def measure(self, bodies: list[Body], most: int) -> None:
         """A round: answers of `most` tokens, and of one."""
-        first, _ = self.chat(questions, begun, 1)
-        whole, texts = self.chat(questions, begun, most)
+        first, _ = self.chat(bodies, 1)
+        whole, texts = self.chat(bodies, most)
         self.decoding.append(whole - first)
         self.texts.append(texts)
 
-    def chat(self, questions: list[str], begun: str, most: int) -> tuple[Cost, list[str]]:
+    def chat(self, bodies: list[Body], most: int) -> tuple[Cost, list[str]]:
         """What all answers at once cost, and what they are."""
         before, began = self.processor_seconds(), time.perf_counter()
-        answers = asyncio.run(self._answers(questions, begun, most))
+        answers = asyncio.run(self._answers(bodies, most))
         seconds, processor = time.perf_counter() - began, self.processor_seconds() - before
         return Cost(seconds, processor, sum(count for _, count in answers)), [text for text, _ in answers]
 
-    async def _answers(self, questions: list[str], begun: str, most: int) -> list[tuple[str, int]]:
+    async def _answers(self, bodies: list[Body], most: int) -> list[tuple[str, int]]:
         async with httpx.AsyncClient(timeout=900) as client:
-            return list(await asyncio.gather(*(self._answer(client, q, begun, most) for q in questions)))
+            return list(await asyncio.gather(*(self._answer(client, body, most) for body in bodies)))
 
-    async def _answer(
-        self, client: httpx.AsyncClient, question: str, begun: str, most: int
-    ) -> tuple[str, int]:
-        answer = [{"role": "assistant", "content": begun}] if begun else []
-        body: dict[str, Any] = {
-            "messages": [{"role": "user", "content": question}, *answer],
-            "continue_final_message": bool(begun),
-            "add_generation_prompt": not begun,
-            "max_tokens": most,
-            "temperature": 0,
-            "repetition_penalty": 1.0,  # A small model's own keeps it from returning a file.
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+    async def _answer(self, client: httpx.AsyncClient, body: Body, most: int) -> tuple[str, int]:
+        body = body | {"max_tokens": most}
         text, tokens = "", 0
         async with client.stream("POST", f"{self.url}/v1/chat/completions", json=body) as response:
             response.raise_for_status()
@@ -195,25 +189,41 @@ def main() -> int:
             print("| --- " * (2 + len(names)) + "|")
             for streams in map(int, options.streams.split(",")):
                 for work in options.work.split(","):
-                    row(servers, work, [f"{WORK[work]} This is task {n}." for n in range(streams)], options)
+                    row(servers, work, streams, options)
         finally:
             for server in servers:
                 server.stop()
     return 0
 
 
-def row(servers: list[ChatServer], work: str, questions: list[str], options: argparse.Namespace) -> None:
+def request(work: str, number: int) -> Body:
+    """Of a kind of work, the body of a request like no other."""
     begun = BEGUN.get(work, "")
+    messages = [{"role": "user", "content": f"{WORK[work]} This is task {number}."}]
+    return {
+        "messages": [*messages, {"role": "assistant", "content": begun}] if begun else messages,
+        "continue_final_message": bool(begun),
+        "add_generation_prompt": not begun,
+        "stop": STOPS.get(work, []),
+        "temperature": 0,
+        "repetition_penalty": 1.0,  # A small model's own keeps it from returning a file.
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def row(servers: list[ChatServer], work: str, streams: int, options: argparse.Namespace) -> None:
+    bodies = [request(work, number) for number in range(streams)]
     for server in servers:
         # One by one: which comes first decides how the others are cut into passes.
-        for question in questions:
-            server.chat([question], begun, 1)
-        server.chat(questions, begun, options.warm_up)
+        for body in bodies:
+            server.chat([body], 1)
+        server.chat(bodies, options.warm_up)
         server.begin()
     before = servers[1].guesses()
     for number in range(options.rounds):
         for server in servers[:: -1 if number % 2 else 1]:
-            server.measure(questions, begun, options.output)
+            server.measure(bodies, options.output)
     drafts, drafted, accepted = (now - then for now, then in zip(servers[1].guesses(), before, strict=True))
     (off, plain), (auto, less) = (
         zip(*(one.rates for one in server.decoding), strict=True) for server in servers
@@ -222,7 +232,7 @@ def row(servers: list[ChatServer], work: str, questions: list[str], options: arg
     low, ratio, high = (ratios[len(ratios) * part // 4] for part in (1, 2, 3))
     cheaper = median(b / a for a, b in zip(plain, less, strict=True))
     print(
-        f"| {work} | {len(questions)} | {median(off):.1f} | {median(auto):.1f} | {ratio:.2f} |"
+        f"| {work} | {streams} | {median(off):.1f} | {median(auto):.1f} | {ratio:.2f} |"
         f" {low:.2f} to {high:.2f} | {cheaper:.2f} |"
         f" {accepted} of {drafted} | {accepted / max(drafts, 1):.1f} |"
         f" {alike(*(server.texts for server in servers))} |",

@@ -57,10 +57,10 @@ MOST_TOKENS = 256
 GAIN = 1.05
 """Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise."""
 
-FLAT_GAIN = 1.15
+FLAT_GAIN = 1.3
 """Likewise, of a flat pass, as the geometric mean over its rows: one without guesses waits for those of
-others. A step behind it is not begun ahead, and takes a third longer on an H200. SmolLM2 there, 4 streams of
-prose, edits and logs: 0.98, 1.94 and 1.59 times the speed without guesses, and 0.98, 2.10, 1.51 with 1.5."""
+others. With 1.15 the slowest of 8 streams of prose ended a fifth later on an H100. A step behind it is not
+begun ahead, and takes a third longer on an H200."""
 
 MOST_FLAT_ROWS = 16
 """Rows of a batch with flat passes; a larger batch has no guesses, but those of a draft model. 16 streams of
@@ -74,16 +74,22 @@ EACH_STEP = 4
 MOST_STEPS = 16
 """Steps between two looks at most.
 
-Steps of a tiny model on a GPU wait for the host: one of 16 rows of SmolLM2 takes an H100 1.5 ms. Simulated with answers of 400 tokens, as multiples of the
-speed without guesses, at each step and so: edits, 16 streams 1.45 and 1.52, one 2.17 and 2.00; logs 1.89 and
-1.89, 2.80 and 2.80; prose of 150 tokens 0.87 and 0.98, 1.01 and 1.00. Twice as far apart from the first vain
-look on, logs were at 1.81 and 2.57."""
+Steps of a tiny model on a GPU wait for the host: one of 16 rows of SmolLM2 takes an H100 1.5 ms. Simulated
+with such steps, as multiples of the speed without guesses, with a look at each step and with rarer ones: edits
+of 400 tokens, 16 streams 1.45 and 1.52, one 2.17 and 2.00; logs 1.89 and 1.89, 2.80 and 2.80; prose of 150
+tokens 0.87 and 0.98, 1.01 and 1.00. Rarer from the first vain look on, logs were at 1.81 and 2.57."""
 
 LOOK_SHARE = 0.02
 """Of a step: what looking may take at each. It is the host's time, of which longer steps leave some."""
 
 LOOK_S = 15e-6
 """Seconds for a row."""
+
+CAUTION = 0.5
+"""Of the share of guesses that hold: what is counted on where a pass may lose. 0.8 let an adversary win three
+steps. Where the loss was counted as if no guess held, a batch waited for credit at the beginning of each
+answer: simulated, 16 streams that return a file of 150 tokens at 1.4 times the speed without guesses, now
+1.7; 8 at 1.9 and 2.2, one at 2.0 and 3.6; prose as before."""
 
 LOST_SHARE = 0.015
 """Of plain steps: what guesses that fail may cost."""
@@ -273,9 +279,10 @@ class Speculation:
     """What the sequences of one engine share.
 
     Guesses cost no more than they give: what passes with them win and lose is counted in plain steps. One is
-    made only where the credit covers its loss if no guess holds, and each plain step adds `LOST_SHARE` of a
-    step to that. So beside decoding without guesses that share is lost at most, the first credit, and what a
-    pass of a new kind takes beyond expectation. Rows whose own guesses have won may lose `OWN_SHARE` of that.
+    made only where the credit covers its loss if guesses hold half as often as they did (`CAUTION`), and each
+    plain step adds `LOST_SHARE` of a step to that. So beside decoding without guesses that share is lost at
+    most, the first credit, a pass whose guesses fail, and what one of a new kind takes beyond expectation.
+    Rows whose own guesses have won may lose `OWN_SHARE` of that.
 
     repeatable  the same requests in the same order get the same answers: one whose draws depend on what was
                 drawn before, so on the passes, decodes plainly
@@ -380,6 +387,8 @@ class Speculation:
         The narrowest are tried first: what wider ones cost follows from them.
         """
         rows, best, best_gain = len(offers), 0, FLAT_GAIN if flat else GAIN
+        if (may_lose := max(self.credit, own)) <= 0:
+            return best, best_gain
         most = max((count for _, count in offers), default=0)
         seconds, plain, known = 0.0, self.times.plain(rows), self.times.checked
         if drafting and plain:
@@ -392,9 +401,11 @@ class Speculation:
             cost = self.times.cost(rows, guesses, flat=flat > 0) + (
                 seconds * width / plain if seconds else 0.0
             )
-            if cost - 1 > max(self.credit, own) or 1 + all_guesses / rows <= best_gain * cost:
+            offered = [(rate, min(width, count)) for rate, count in offers]
+            sure = sum(expected_tokens(CAUTION * rate, count) for rate, count in offered) / rows
+            if cost - sure > may_lose or 1 + all_guesses / rows <= best_gain * cost:
                 continue
-            tokens = [expected_tokens(rate, min(width, count)) for rate, count in offers]
+            tokens = [expected_tokens(rate, count) for rate, count in offered]
             mean = exp(sum(map(log, tokens)) / rows) if flat else sum(tokens) / rows
             if (gain := mean / cost) > best_gain:
                 best, best_gain = width, gain
