@@ -75,8 +75,8 @@ MOST_STEPS = 16
 """Steps between two looks at most.
 
 Steps of a tiny model on a GPU wait for the host: one of 16 rows of SmolLM2 takes an H100 1.5 ms. Simulated
-with such steps, as multiples of the speed without guesses, with a look at each step and with rarer ones: edits
-of 400 tokens, 16 streams 1.45 and 1.52, one 2.17 and 2.00; logs 1.89 and 1.89, 2.80 and 2.80; prose of 150
+with such steps, as multiples of the speed without guesses, with a look at each and with rarer ones: edits of
+400 tokens, 16 streams 1.45 and 1.52, one 2.17 and 2.00; logs 1.89 and 1.89, 2.80 and 2.80; prose of 150
 tokens 0.87 and 0.98, 1.01 and 1.00. Rarer from the first vain look on: logs 1.81 and 2.57."""
 
 LOOK_SHARE = 0.02
