@@ -28,15 +28,7 @@ from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import (
-    DRAFT,
-    MOST_FLAT_ROWS,
-    OWN_SHARE,
-    WIDTHS,
-    RowSpeculator,
-    Speculation,
-    filled_up,
-)
+from .speculation import DRAFT, MOST_FLAT_ROWS, OWN_SHARE, WIDTHS, RowSpeculator, Speculation, filled_up
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
