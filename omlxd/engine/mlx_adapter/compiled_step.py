@@ -246,7 +246,9 @@ def keeps_own_tails(model: Any) -> bool:
     try:
         if fused is not None:
             example = partial(segment_attention.example, fused.heads)
-            return fused.reads_tails(StepKV) and fused.reads_tails(StepKV, example)
+            if fused.reads_tails(StepKV) and fused.reads_tails(StepKV, example):
+                return True
+            log.info("rows of a batch are copied as others join and leave: by address their bits are others")
     except Exception as error:
         log.warning("rows of a batch are copied as others join and leave: %s", error)
     return False

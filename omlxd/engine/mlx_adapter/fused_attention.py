@@ -654,16 +654,15 @@ class FusedAttention:
     | 16 that share them                 | 76         | 102   |
     | 8 x 32,000                         | 374        | 375   |
 
-    Of several new tokens each has its blocks. A grid with `MOST_NEW` places for each row that is held, most of
-    them empty, took longer; milliseconds of a pass there and now, 8B shape, another H100:
+    Of several new tokens each has its blocks. A grid with `MOST_NEW` places for each row that is held, most
+    of them empty, took longer; milliseconds of a pass so and now, 8B shape, another H100:
 
-    | rows, tokens of a pass     | there | now  |
-    |----------------------------|-------|------|
-    | 1 x 16,000, 8              | 10.3  | 9.1  |
-    | 4 x 16,000 to 20,500, 8    | 11.7  | 10.8 |
-    | 4 x 16,000 to 20,500, 32   | 26.6  | 23.7 |
-    | 16 x 500 to 1,055, 32      | 11.7  | 9.3  |
-    | 32 x 500 to 1,647, steps   | 9.1   | 8.6  |
+    | rows, tokens of a pass   | so   | now  |
+    |--------------------------|------|------|
+    | 1 x 16,000, 8            | 10.3 | 9.1  |
+    | 4 x 16,000 to 20,500, 8  | 11.7 | 10.8 |
+    | 4 x 16,000 to 20,500, 32 | 26.6 | 23.7 |
+    | 16 x 500 to 1,055, 32    | 11.7 | 9.3  |
     """
 
     def __init__(self, heads: Heads, shape: Shape | None = None):
