@@ -390,14 +390,22 @@ class Progress(Struct, frozen=True, tag="progress"):
 
 
 class ReasoningDelta(Struct, frozen=True, tag="reasoning"):
+    """`pieces`: as `TextDelta` has them."""
+
     text: str
+    pieces: int = 1
 
 
 class TextDelta(Struct, frozen=True, tag="text"):
-    """Text of the answer. `logprobs` only when asked for."""
+    """Text of the answer.
+
+    logprobs  only when asked for
+    pieces    tokens, but for text that was held back
+    """
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    pieces: int = 1
 
 
 class ToolCallDelta(Struct, frozen=True, tag="tool_call_delta"):

@@ -251,19 +251,19 @@ def _joined(events: list[tuple[int, chat.Event]]) -> list[tuple[int, chat.Event]
     joined: list[tuple[int, chat.Event]] = []
     for id, event in events:
         match joined[-1][1] if joined else None, event:
-            case chat.TextDelta(before, ()), chat.TextDelta(text, ()):
-                joined[-1] = id, chat.TextDelta(before + text)
-            case chat.ReasoningDelta(before), chat.ReasoningDelta(text):
-                joined[-1] = id, chat.ReasoningDelta(before + text)
+            case chat.TextDelta(before, (), count), chat.TextDelta(text, ()):
+                joined[-1] = id, chat.TextDelta(before + text, pieces=count + 1)
+            case chat.ReasoningDelta(before, count), chat.ReasoningDelta(text):
+                joined[-1] = id, chat.ReasoningDelta(before + text, pieces=count + 1)
             case _:
                 joined.append((id, event))
     return joined
 
 
 def _cut(usage: chat.Usage, tokens: int) -> chat.Usage:
-    """`usage` of an answer that a stop string ends after so many tokens, within a pass."""
+    """`usage` of an answer that a stop string ends after so many tokens. The first was no guess."""
     names = ("accepted", "model_accepted", "predicted_accepted")
-    held = {name: min(getattr(usage, name), tokens) for name in names}
+    held = {name: min(getattr(usage, name), tokens - 1) for name in names}
     return replace(usage, completion_tokens=tokens, **held)
 
 

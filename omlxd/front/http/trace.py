@@ -144,7 +144,8 @@ class RequestTrace:
             if not self.first_s:
                 self.first_s, self.computed = passed_s, self.prompt_tokens - self.restored
             said = event.event if isinstance(event, ChoiceEvent) else event
-            self.pieces += isinstance(said, TextDelta | ReasoningDelta | ToolCallDelta)
+            is_text = isinstance(said, TextDelta | ReasoningDelta)
+            self.pieces += said.pieces if is_text else isinstance(said, ToolCallDelta)
 
     def usage_so_far(self) -> Usage:
         """Times of a request that was not finished.

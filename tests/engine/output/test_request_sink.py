@@ -247,7 +247,7 @@ def test_the_text_of_a_pass_is_one_event_and_nothing_behind_its_end_is_counted(
     counted: list[int] = []
     sink = RequestSink(1, output, Parser(), lambda: None)
     sink.take([(7, None), (8, None), (9, None)], lambda: counted.append(1))
-    assert line.next() == (1, TextDelta("789")) and len(counted) == 3
+    assert line.next() == (1, TextDelta("789", pieces=3)) and len(counted) == 3
     sink.finished(sequence(), "stop")
     assert isinstance(line.next()[1], Finished)
     sink.take([(7, None), (8, None)], lambda: counted.append(1))
@@ -261,4 +261,4 @@ def test_pieces_of_other_kinds_and_with_logprobs_stay_apart():
     events: list[Any] = [ReasoningDelta("a"), ReasoningDelta("b"), TextDelta("c"), TextDelta("d", (logprob,))]
     events += [TextDelta("e"), TextDelta("f"), TokenIds((1,), ()), TextDelta("g")]
     joined = [event for _, event in _joined([(1, event) for event in events])]
-    assert joined == [ReasoningDelta("ab"), *events[2:4], TextDelta("ef"), *events[6:]]
+    assert joined == [ReasoningDelta("ab", 2), *events[2:4], TextDelta("ef", pieces=2), *events[6:]]

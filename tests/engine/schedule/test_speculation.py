@@ -282,18 +282,26 @@ def test_a_loop_is_proposed_to_go_on():
     assert proposed([5, 1, 2, 1, 2, 1, 2], 5) == ([1, 2, 1, 2, 1], 4)
 
 
-@given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=40), st.integers(1, 9))
-def test_a_proposal_is_what_followed_the_longest_match(begin: list[int], rest: list[int], most: int):
-    proposer = NgramProposer(begin)
+@given(
+    st.lists(st.integers(0, 3), max_size=80),
+    st.lists(st.integers(0, 3), max_size=40),
+    st.lists(st.integers(0, 3), max_size=40),
+    st.integers(1, 9),
+)
+def test_a_proposal_is_what_followed_the_longest_match(
+    begin: list[int], rest: list[int], prediction: list[int], most: int
+):
+    proposer = NgramProposer(begin, prediction)
     for token in rest:
         proposer.add_token(token)
-    tokens = begin + rest
+    tokens = prediction + begin + rest
     best, match = 0, 0
     for end in range(len(tokens) - 1):
         length = 0
         while length <= end and length < LONGEST_MATCH and tokens[end - length] == tokens[-1 - length]:
             length += 1
-        if length >= max(MIN_MATCH, match):
+        is_late = end + 1 >= len(prediction) and best + 1 < len(prediction)
+        if length >= max(MIN_MATCH, match) and not (length == match and is_late):
             best, match = end, length
     guesses = proposer.following(most)
     assert proposer.match() == match
