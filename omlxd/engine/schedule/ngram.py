@@ -17,8 +17,8 @@ MARKS = 1 << 20
 """Marks of triples of tokens that stood together: a megabyte a sequence."""
 
 LONGEST_MATCH = 16
-"""Tokens of a match that are compared. Among the longest the most recent one counts, but one in the prediction
-first, until a guess fails."""
+"""Tokens of a match that are compared. Until a guess fails, the most recent of the longest counts, but one in
+the prediction first."""
 
 CANDIDATES = 256
 """Most recent matches that are compared further."""
