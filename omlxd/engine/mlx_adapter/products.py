@@ -68,13 +68,13 @@ def products(
     """
     biases = biases or [None] * len(weights)
     is_ours = x.size <= most_rows(weights) * x.shape[-1] and x.dtype == weights[0].dtype
-    if norm is not None and not (is_ours and x.dtype == mx.bfloat16):  # float16 may be too small for it.
+    if norm is not None and not (
+        is_ours and x.dtype == mx.bfloat16
+    ):  # x times it may pass what float16 holds.
         x, norm = mx.fast.rms_norm(x, norm, eps), None
-    return (
-        run(x, weights, biases, norm, eps)
-        if is_ours
-        else list(map(_plain, [x] * len(weights), weights, biases))
-    )
+    if is_ours:
+        return run(x, weights, biases, norm, eps)
+    return [_plain(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def of_layer(x: mx.array, residual: mx.array, layer: LayerProducts) -> list[mx.array]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -183,11 +184,8 @@ class RequestSink:
     def _take(self, drawn: Seq[Drawn], count: Callable[[], None]) -> list[tuple[int, chat.Event]]:
         events: list[tuple[int, chat.Event]] = []
         for token, likelihood in drawn:
-            if self._ended:
-                break
-            if not self.is_silent:
-                count()
-            events += self._token(token, likelihood)
+            self._counted(count)
+            events += self._guarded(partial(self._token, token, likelihood))
         return _joined(events) if len(drawn) > 1 else events
 
     def _token(self, token: int, likelihood: Likelihood | None) -> list[tuple[int, chat.Event]]:

@@ -262,3 +262,17 @@ def test_pieces_of_other_kinds_and_with_logprobs_stay_apart():
     events += [TextDelta("e"), TextDelta("f"), TokenIds((1,), ()), TextDelta("g")]
     joined = [event for _, event in _joined([(1, event) for event in events])]
     assert joined == [ReasoningDelta("ab", 2), *events[2:4], TextDelta("ef", pieces=2), *events[6:]]
+
+
+def test_what_was_said_before_a_token_breaks_is_sent(line: Line, output: OutputThread):
+    parser = Parser()
+    sink = RequestSink(1, output, parser, lambda: None)
+    own = parser.add_token
+
+    def breaks_at_8(token: int, likelihood: Any = None) -> list[Event]:
+        return own(token) if token < 8 else [][token]
+
+    parser.add_token = breaks_at_8
+    sink.take([(6, None), (7, None), (8, None), (7, None)], int)
+    assert line.next() == (1, TextDelta("67", pieces=2))
+    assert isinstance(line.next()[1], Failed)
