@@ -16,6 +16,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from omlxd.engine import blas
@@ -26,7 +27,7 @@ from omlxd import wire  # noqa: E402
 from omlxd.chat import Failed, Finished, GenerateRequest, RawPrompt, Sampling  # noqa: E402
 from omlxd.engine.host import EngineHost  # noqa: E402
 from omlxd.engine.output.sink import OutputThread  # noqa: E402
-from omlxd.engine.sequence import Likelihood, Sequence  # noqa: E402
+from omlxd.engine.sequence import Drawn, Sequence  # noqa: E402
 from tools.bench.gpu_rig import row  # noqa: E402
 
 BEFORE = 25
@@ -61,11 +62,12 @@ class Bench:
     def _note_tokens(self) -> None:
         accept = self.host.scheduler.accept
 
-        def noting(sequence: Sequence, token: int, likelihood: Likelihood | None) -> bool:
-            self.times.append((sequence, time.process_time()))
-            if len(self.times) == BEFORE and (then := self.then):
-                then()
-            return accept(sequence, token, likelihood)
+        def noting(sequence: Sequence, drawn: Seq[Drawn]) -> bool:
+            for _ in drawn:
+                self.times.append((sequence, time.process_time()))
+                if len(self.times) == BEFORE and (then := self.then):
+                    then()
+            return accept(sequence, drawn)
 
         self.host.scheduler.accept = noting
 
