@@ -127,7 +127,7 @@ class RequestSink:
         self._output.put(lambda: self._emit([chat.TextDelta(text)]))
 
     def take(self, drawn: Seq[Drawn], count: Callable[[], None]) -> None:
-        """Tokens of one pass. `count` is called for each that the answer has."""
+        """Take the tokens of one pass. `count` is called for each token that becomes part of the answer."""
         self._output.put(lambda: self._guarded(lambda: self._take(drawn, count)))
 
     def count(self, work: Callable[[], None]) -> None:

@@ -36,14 +36,14 @@ Draw = tuple[Sequence, int, Likelihood | None]
 
 @dataclass(slots=True)
 class Turn:
-    """What a step did, until its time is known.
+    """What one call of `step` did, until its time is known.
 
-    began, checked  on the clock: when it began, and its pass with guesses
+    began, checked  on the clock: when the call began, when its pass with guesses began
     behind   the turn before started no step ahead
-    waited   so did somebody, for the step that this one reads
-    spared   seconds that its guesses are not charged
-    guesses  of a row in its pass; 0: it checked none
-    tokens   that it gave; `read` of them are of a step begun before
+    waited   `wait` was called before: the time of this turn is no whole step's
+    spared   seconds that do not count against the guesses
+    guesses  of a row in its pass; 0: there was no such pass
+    tokens   that the call returned; `read` of them come from a step that began before
     """
 
     began: float
@@ -233,9 +233,9 @@ class DecodeBatch:
         return read + drawn
 
     def end_turn(self) -> None:
-        """What `step` returned has been handed on: note what this turn took, and what its guesses won.
+        """Note what the turn took and what its guesses won. Call it once the tokens of `step` are handed on.
 
-        Behind a pass no step is under way meanwhile, so what is done with its tokens is part of its time.
+        No step runs behind a pass with guesses meanwhile, so handing its tokens on is part of its time.
         """
         turn, self._turn = self._turn, None
         if turn is None or self._speculation is None:

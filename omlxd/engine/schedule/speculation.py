@@ -79,7 +79,7 @@ with such steps, as multiples of the speed without guesses, with a look at each 
 tokens 0.87 and 0.98, 1.01 and 1.00. Rarer from the first vain look on: logs 1.81 and 2.57."""
 
 LOOK_SHARE = 0.02
-"""Of a step: what looking may take at each. It is the host's time, of which longer steps leave some."""
+"""Of a step's time: what a look at each step may take. It is the host's time; longer steps leave some."""
 
 LOOK_S = 15e-6
 """Seconds for a row."""
