@@ -57,6 +57,12 @@ class LayerHook:
     """Runs `call` after every layer of a forward pass but the last, once the layer's output is evaluated;
     None: off.
 
+    is_ahead  the next layer is computed meanwhile, and waited for as `call` is set. On a GPU: a layer of a
+              short prompt takes what Python does for it. 8 prompts at once on one H100, 8B shape in
+              bfloat16, mean milliseconds to the first token, each layer waited for and this: 50 tokens 188
+              and 126, 500 tokens 396 and 295, 4,000 tokens 1,065 and 934; largest gaps 76 and 73, 80 and
+              76, 65 and 71. On a CPU a layer may take seconds
+
     A vision tower's layers are layers too, and on a CPU so are the parts of one (tower.py). The last layer's
     output is not needed but at a prompt's end: KV is all that other passes keep.
 
@@ -66,7 +72,9 @@ class LayerHook:
     """
 
     def __init__(self, model: Any = None):
-        self.call: Callable[[], None] | None = None
+        self._call: Callable[[], None] | None = None
+        self.is_ahead = backend() != "cpu"
+        self._under_way: list[mx.array] = []
         layers = [*[*getattr(model, "layers", ())][:-1], *getattr(model, "tower_layers", ())]
         for layer in {id(one): one for one in layers}.values():
             if isinstance(layer, nn.Module):
@@ -75,10 +83,25 @@ class LayerHook:
             tower.cut_products(model.vlm)
             model.pause = self._pause
 
+    @property
+    def call(self) -> Callable[[], None] | None:
+        return self._call
+
+    @call.setter
+    def call(self, call: Callable[[], None] | None) -> None:
+        under_way, self._under_way, self._call = self._under_way, [], call
+        mx.eval(under_way)
+
     def _pause(self, result: Any) -> None:
         if self.call is None:
             return
-        mx.eval(arrays_of(result))
+        computed = arrays_of(result)
+        if self.is_ahead:
+            mx.async_eval(computed)
+            computed, self._under_way = self._under_way, computed
+            if not computed:
+                return
+        mx.eval(computed)
         mine = _passes.positions, _passes.of_rows
         _passes.positions, _passes.of_rows = 1, None
         try:

@@ -72,6 +72,38 @@ def test_the_last_layers_output_is_left_alone_for_other_passes_need_its_kv_alone
         assert looks.count(0) == LAYERS - 1
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_next_layer_is_computed_while_a_look_is_taken(model: Path, beside: bool):
+    """As on a GPU: the same logits, a look less, and a step waits for no layer."""
+    looks: list[int] = []
+    with Rig(model, record=True) as rig:
+        expected = rig.run(prompt(300), 4, salt="alone")
+        alone = rig.recorder.logits[-4:]
+        hook, between = rig.loaded.hook, rig.scheduler.passes.between_layers
+        hook.is_ahead = True
+
+        def look() -> None:
+            looks.append(rig.scheduler.passes.computing[0].kv_length)
+            assert len(hook._under_way) == 1
+            between()
+
+        rig.scheduler.passes.between_layers = look
+        rig.scheduler.passes._is_long = lambda tokens: True
+        rig.scheduler.step_due = lambda: rig.scheduler.decodes and len(looks) % 4 == 0
+        decoding = rig.start(prompt(30, seed=1), 30_000) if beside else None
+        assert decoding is None or decoding.first.wait(60)
+        assert rig.start(prompt(300), 4).tokens(60) == expected.got
+        if decoding is not None:
+            rig.scheduler.cancel(decoding.sequence)
+            rig.settle()
+        else:
+            assert all(
+                np.array_equal(a, b) for (_, a), (_, b) in zip(alone, rig.recorder.logits[-4:], strict=True)
+            )
+            assert looks.count(0) == LAYERS - 2
+        assert looks and hook.call is None and not hook._under_way
+
+
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_at_ten_tokens_a_second_a_request_ends_within_a_second_and_nobody_waits_for_it(model: Path, how: str):
     with Rig(model, slots=1) as rig:
@@ -123,8 +155,10 @@ def test_an_engine_stops_in_the_middle_of_a_slow_pass(model: Path):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])  # State is at no position between the layers.
-def test_what_a_pass_that_was_cut_off_left_is_not_served(tmp_path: Path, family: str):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_pass_that_was_cut_off_left_is_not_served(tmp_path: Path, family: str, ahead: bool):
     with Rig(build_family(family, tmp_path), record=True) as rig:
+        rig.loaded.hook.is_ahead = ahead
         expected = rig.run(prompt(500), 4, salt="alone")
         alone = rig.recorder.logits[-4:]
         output, passes = Output(), iter(range(100))
