@@ -79,6 +79,17 @@ def _fewer(lengths: mx.array, counts: tuple[int, ...]) -> mx.array:
     return lengths - mx.array(counts)
 
 
+@lru_cache(maxsize=1)  # Likewise.
+def _ends_before(ends: tuple[int, ...], counts: tuple[int, ...]) -> list[int]:
+    return [end - count for end, count in zip(ends, counts, strict=True)]
+
+
+@lru_cache(maxsize=1)  # Likewise.
+def rows_of(lengths: mx.array, rows: tuple[int, ...]) -> mx.array:
+    """Those of `rows` alone."""
+    return lengths[mx.array(rows)]
+
+
 def side_by_side(lengths: Sequence[int], end: int, capacity: int, *arrays: mx.array) -> mx.array:
     """The rows of `arrays`, (rows, heads, columns, dim) each, one behind the other. Their first `lengths`
     columns end at column `end` of `capacity`; the others are zeros."""
@@ -164,8 +175,9 @@ class EvenBatchKVCache(BatchKVCache):
 
     def trim_rows(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[row]` tokens of each row."""
-        self._set_ends([end - count for end, count in zip(self.ends, counts, strict=True)])
-        self.offset = _fewer(self.offset, tuple(counts))
+        gone = tuple(counts)
+        self._set_ends(_ends_before(tuple(self.ends), gone))
+        self.offset = _fewer(self.offset, gone)
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
         even = self._ends is None

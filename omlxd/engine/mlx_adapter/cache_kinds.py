@@ -29,7 +29,7 @@ from .cuda_driver import give_spare_back
 from .device import SAFETENSORS_DTYPE
 from .own_rows import OwnRowsKVCache
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
-from .segments import Segment, SegmentedBatchKVCache, SegmentedKVCache
+from .segments import Segment, SegmentedBatchKVCache, SegmentedKVCache, let_go
 
 Cache = list[Any]
 """One cache object a layer, of one sequence or of a batch."""
@@ -548,6 +548,8 @@ def _copier(batch: Cache) -> Callable[[Any], None]:
 
 def keep_rows(batch: Cache, rows: Sequence[int]) -> None:
     """Drop every other row of a batch cache."""
+    tails = ((row, tail) for layer in batch for row, tail in enumerate(getattr(layer, "tails", ())))
+    let_go([tail for row, tail in tails if row not in rows])
     copied = _copier(batch)
     for layer in batch:
         layer.filter(list(rows))

@@ -40,7 +40,7 @@ from mlx_lm.models.cache import KVCache
 
 from . import attention, cuda_driver, segment_attention
 from .attention import attend_by
-from .batch_kv import GROW_STEP, MOST_ROOM, EvenBatchKVCache, round_up, side_by_side
+from .batch_kv import GROW_STEP, MOST_ROOM, EvenBatchKVCache, round_up, rows_of, side_by_side
 from .fused_attention import Tails
 from .row_attention import fold
 from .segment_attention import SegmentKernel, Shared
@@ -249,6 +249,16 @@ class Tail:
             cuda_driver.wait()
 
 
+def let_go(tails: Sequence[Tail]) -> None:
+    """No kernel is to write to `tails` again: one wait, in place of each one's own as it goes."""
+    known = [tail for tail in tails if tail.address]
+    if known:
+        cuda_driver.wait()
+    for tail in known:
+        _written.pop(tail.address[0], None)
+        tail.address = []
+
+
 class SegmentedBatchKVCache(EvenBatchKVCache):
     """Of a batch: rows' tails, and each row's own list of segments.
 
@@ -356,7 +366,7 @@ class SegmentedBatchKVCache(EvenBatchKVCache):
             tails, starts, ends = (
                 [of[row] for row in batch_indices] for of in (self.tails, self.starts, self.ends)
             )
-            self._set_tails(tails, starts, ends, self.offset[mx.array(batch_indices)])
+            self._set_tails(tails, starts, ends, rows_of(cast(Any, self.offset), tuple(batch_indices)))
         else:
             super().filter(batch_indices)
         self.segments = [self.segments[row] for row in batch_indices]

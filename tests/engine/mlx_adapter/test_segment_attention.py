@@ -394,6 +394,25 @@ def test_nobody_gets_a_view_of_a_segment(folder: Path):
     assert copy.deepcopy(cache)[0].rows[1].segments[0] is segment
 
 
+def test_all_tails_of_a_row_that_leaves_are_waited_for_at_once(folder: Path, reference, monkeypatch):
+    monkeypatch.setattr(compiled_step, "fused_step", fuse)
+    reference()
+    loaded = load(folder, SEGMENT)
+    cache = mlx_adapter.merge([row(loaded, seed, LENGTHS[seed]) for seed in range(3)])
+    assert CompiledStep(loaded.model)(mx.array([[1], [2], [3]]), cache, 0) is not None
+    first, second, third = cache[0].tails
+    gone, held = second.address[0], list(cache[0].segments)  # A segment that goes waits, too.
+    gc.collect()
+    waits: list[bool] = []
+    monkeypatch.setattr(segments.cuda_driver, "wait", lambda: waits.append(gone in segments._written))
+    mlx_adapter.keep_rows(cache, [0, 2])
+    assert waits == [True] and second.address == [] and gone not in segments._written
+    assert cache[0].tails == [first, third] and first.is_known and third.is_known
+    del second
+    gc.collect()
+    assert len(waits) == 1 and held, "nobody waits again"
+
+
 def test_a_segment_that_goes_waits_for_what_reads_it(folder: Path, reference, monkeypatch):
     reference()
     waits: list[int] = []
