@@ -324,10 +324,12 @@ class CompiledStep:
         several = fused and 1 < count <= MOST_NEW and tokens.size <= self.most_tokens(cache)
         if not (fused or (steps and not tails)) or not (count == 1 or several):
             return None
-        if fused and (not steps or _next(first, count) is None):
-            _make_room(cache, count)
         windows = [_window_of(layer) for layer in cache]
-        places = {window: _next(cache[windows.index(window)], count) for window in dict.fromkeys(windows)}
+        each = [windows.index(window) for window in dict.fromkeys(windows)]
+        places = {windows[index]: _next(cache[index], count) for index in each}
+        if fused and (not steps or places[windows[0]] is None):
+            _make_room(cache, count)
+            places = {windows[index]: _next(cache[index], count) for index in each}
         if not all(places.values()):
             return None
         size = tokens.size
@@ -353,8 +355,10 @@ class CompiledStep:
             log.info("decode steps are not compiled: %s", error)
             self._off = True
             return None
-        lengths = {window: at.lengths for window, at in places.items() if at is not None}
-        offset = mx.array(next(iter(lengths.values()))) + (count - 1)
+        at = places[windows[0]]
+        assert at is not None
+        # Of a step it is lazy: an array of the host's takes CUDA 30 µs, and few passes ask for this one.
+        offset = arrays[0][2] + 1 if size == len(counts) else mx.array(at.lengths) + (count - 1)
         for layer, own_keys, own_values, window in zip(cache, keys, values, windows, strict=True):
             if not tails:
                 layer.keys, layer.values = own_keys, own_values
