@@ -96,6 +96,7 @@ class DecodeBatch:
         self._turn: Turn | None = None
         self._looks = False  # For guesses, in this step.
         self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
+        self._asked: tuple[list[tuple[float, int]], int] | None = None  # In this step.
 
     # ----------------------------------------------------------------- joining and leaving
 
@@ -212,9 +213,10 @@ class DecodeBatch:
         read: list[Draw] = []
         plan: list[tuple[list[int], list[Any]]] = []
         if self._looks:
+            self._asked = None
             self._catch_up()
             offers = self._offers({row: self._most_guesses for row in self.rows})
-            if self._speculation.best_width(offers, self._own, self._flat) or self._draft_width(offers):
+            if self._best_width(offers) or self._draft_width(offers):
                 read = self._read(self._inputs, self._unread)
                 self._unread = [False] * len(self.rows)
             rooms = {row: row.max_new - row.generated - 1 for row in self.rows}
@@ -280,7 +282,7 @@ class DecodeBatch:
         unmade = {row for row in rooms if row.sampler.params.penalised and row.sampler.penalties is None}
         rooms = {row: 0 if row in unmade else min(room, most) for row, room in rooms.items()}
         self._draft(rooms)
-        width = self._speculation.best_width(self._offers(rooms), self._own, self._flat)
+        width = self._best_width(self._offers(rooms))
         plan: list[tuple[list[int], list[Any]]] = []
         for row in self.rows if width else ():
             guess, masks = self._speculators[row].guess[: min(width, rooms[row])], []
@@ -306,6 +308,13 @@ class DecodeBatch:
     def _own(self) -> float:
         """Steps that guesses may cost these rows, of what they have won."""
         return OWN_SHARE * sum(row.won for row in self._speculators.values()) / len(self.rows)
+
+    def _best_width(self, offers: list[tuple[float, int]]) -> int:
+        """As `Speculation.best_width`, which is asked once a turn where `offers` stay."""
+        assert self._speculation is not None
+        if self._asked is None or self._asked[0] != offers:
+            self._asked = offers, self._speculation.best_width(offers, self._own, self._flat)
+        return self._asked[1]
 
     def _draft_rates(self) -> list[float]:
         """Of each row, the share of the draft model's guesses that hold. It sees no images."""

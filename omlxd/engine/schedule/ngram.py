@@ -51,18 +51,20 @@ class NgramProposer:
         """All of the sequence so far; a view."""
         return self._ids[self._begin : self._count]
 
-    def add_token(self, token: int) -> None:
-        count = self._count
-        if count >= MIN_MATCH:
-            self._marks[_mark(*self._newest)] = 1
-        if count == len(self._ids):
-            self._ids = np.resize(self._ids, 2 * count)
-        self._ids[count] = token
-        self._newest = (*self._newest[1:], token)
-        if self._match is not None:
-            end, tokens = self._match
-            self._match = (end + 1, tokens + 1) if self._ids[end + 1] == token else None
-        self._count = count + 1
+    def add_tokens(self, tokens: Seq[int]) -> None:
+        count, match = self._count, self._match
+        if count + len(tokens) > len(self._ids):
+            self._ids = np.resize(self._ids, 2 * (count + len(tokens)))
+        ids, marks, (first, second, third) = self._ids, self._marks, self._newest
+        for token in tokens:
+            if count >= MIN_MATCH:
+                marks[_mark(first, second, third)] = 1
+            ids[count] = token
+            first, second, third = second, third, token
+            if match is not None:
+                match = (match[0] + 1, match[1] + 1) if ids[match[0] + 1] == token else None
+            count += 1
+        self._newest, self._match, self._count = (first, second, third), match, count
 
     def match(self) -> int:
         """Tokens of the longest match, up to LONGEST_MATCH; 0: there is none, and nothing to guess."""

@@ -400,10 +400,13 @@ class Speculation:
             cost = self.times.cost(rows, guesses, flat=flat > 0) + (
                 seconds * width / plain if seconds else 0.0
             )
-            offered = [(rate, min(width, count)) for rate, count in offers]
-            sure = sum(expected_tokens(CAUTION * rate, count) for rate, count in offered) / rows
-            if cost - sure > may_lose or 1 + all_guesses / rows <= best_gain * cost:
+            if 1 + all_guesses / rows <= best_gain * cost:
                 continue
+            offered = [(rate, min(width, count)) for rate, count in offers]
+            if cost - 1 > may_lose:
+                sure = sum(expected_tokens(CAUTION * rate, count) for rate, count in offered) / rows
+                if cost - sure > may_lose:
+                    continue
             tokens = [expected_tokens(rate, count) for rate, count in offered]
             mean = rows / sum(1 / each for each in tokens) if flat else sum(tokens) / rows
             if (gain := mean / cost) > best_gain:
@@ -528,8 +531,7 @@ class RowSpeculator:
             held = len(tokens) - 1 if checked else int(self._is_next(tokens[0]))
             for rates in (self._rates, self._shared):
                 rates[self._kind].record(held, min(len(tokens), checked) or 1)
-        for token in tokens:
-            self._proposer.add_token(token)
+        self._proposer.add_tokens(tokens)
         self._propose()
 
     def _propose(self) -> None:

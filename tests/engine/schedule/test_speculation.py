@@ -273,7 +273,7 @@ def test_what_is_predicted_stands_before_the_tokens():
     proposer = NgramProposer([1, 2, 3], prediction=[0, 4, 5, 6, 7, 8])
     assert proposer.tokens.tolist() == [1, 2, 3] and not proposer.match()
     for token in (4, 5, 6):
-        proposer.add_token(token)
+        proposer.add_tokens([token])
     assert proposer.following(2) == [7, 8] and proposer.is_predicted
     assert proposer.tokens.tolist() == [1, 2, 3, 4, 5, 6]
 
@@ -287,13 +287,14 @@ def test_a_loop_is_proposed_to_go_on():
     st.lists(st.integers(0, 3), max_size=40),
     st.lists(st.integers(0, 3), max_size=40),
     st.integers(1, 9),
+    st.integers(1, 9),
 )
 def test_a_proposal_is_what_followed_the_longest_match(
-    begin: list[int], rest: list[int], prediction: list[int], most: int
+    begin: list[int], rest: list[int], prediction: list[int], most: int, at_once: int
 ):
     proposer = NgramProposer(begin, prediction)
-    for token in rest:
-        proposer.add_token(token)
+    for at in range(0, len(rest), at_once):
+        proposer.add_tokens(rest[at : at + at_once])
     tokens = prediction + begin + rest
     best, match = 0, 0
     for end in range(len(tokens) - 1):
