@@ -3,8 +3,8 @@
     python -m tools.bench.speculation --model FOLDER [--streams 1,4,16] [--output 96] [--rounds 3]
                                       [--work edit,log,call,prose] [--warm-up 2]
 
-Two daemons serve one chat model, one with `--speculation off`; each answers greedily in turn, the one that
-begins changing with the rounds. Kinds of work:
+Two daemons serve one chat model, one with `--speculation off`, and answer greedily in turn. Each time of the
+one with guesses is compared with the mean of the other's time before and its time behind. Kinds of work:
 
 - edit    return a file with one name changed; the answer's first lines are there, or a small model won't, and
           it ends with the file
@@ -15,9 +15,11 @@ begins changing with the rounds. Kinds of work:
 Each prompt is sent by itself first, then answers of `--warm-up` tokens come, so that all but the ends of the
 prompts is cached. In each round answers of one token are timed, too, and taken off: what is left is decoding,
 from the first token of the last stream that begins to the last one of the last that ends. A row has tokens a
-second of both and their ratio, and the ratio of tokens a processor second of the daemons, each the median of
-the rounds; the ratio's quartiles; how many guesses held, in all and of a row in a pass; and whether all
-answers are the same. The aim: at least 1.5 on edits, and never under 0.98.
+second of both and their ratio; `of each`, that of each stream's own tokens a second, summed; and that of
+tokens a processor second of the daemons; each the median of the rounds, with quartiles. `alone`, the
+quartiles of a speed without guesses over the one before, is what the machine alone makes of a ratio of 1.
+Then come how many guesses held, in all and of a row in a pass, and whether all answers are the same. The aim:
+at least 1.5 on edits, and never under 0.98.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import operator
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import httpx
@@ -83,28 +87,30 @@ WORK = {
 
 @dataclass
 class Cost:
-    """Seconds on the clock, seconds of processors, and tokens."""
+    """Of some answers: seconds until each ended, its tokens, and seconds of processors in all."""
 
-    seconds: float = 0.0
-    processor: float = 0.0
-    tokens: int = 0
+    seconds: list[float]
+    tokens: list[int]
+    processor: float
 
-    def __sub__(self, other: Cost) -> Cost:
-        less = self.seconds - other.seconds, self.processor - other.processor, self.tokens - other.tokens
-        return Cost(*less)
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Tokens a second, on the clock and of processors, which psutil counts in hundredths."""
-        return self.tokens / self.seconds, self.tokens / max(self.processor, 0.01)
+    def rates(self, first: Cost) -> tuple[float, float, float]:
+        """Tokens a second behind those of `first`, which has answers of one token: on the clock, each
+        answer's own, summed, and of processors, which psutil counts in hundredths."""
+        tokens = list(map(operator.sub, self.tokens, first.tokens))
+        seconds = map(operator.sub, self.seconds, first.seconds)
+        return (
+            sum(tokens) / (max(self.seconds) - max(first.seconds)),
+            sum(map(operator.truediv, tokens, seconds)),
+            sum(tokens) / max(self.processor - first.processor, 0.01),
+        )
 
 
 class ChatServer(Server):
-    """Answers a chat greedily. `decoding`, `texts`: of each round."""
+    """Answers a chat greedily. `rates`, `texts`: of each round."""
 
     def begin(self) -> None:
         """Forget what was measured."""
-        self.decoding, self.texts = list[Cost](), list[list[str]]()
+        self.rates, self.texts = list[tuple[float, float, float]](), list[list[str]]()
 
     def guesses(self) -> list[int]:
         """So far: how often a row had guesses in a pass, how many there were, how many held."""
@@ -125,21 +131,22 @@ class ChatServer(Server):
         """A round: answers of `most` tokens, and of one."""
         first, _ = self.chat(bodies, 1)
         whole, texts = self.chat(bodies, most)
-        self.decoding.append(whole - first)
+        self.rates.append(whole.rates(first))
         self.texts.append(texts)
 
     def chat(self, bodies: list[Body], most: int) -> tuple[Cost, list[str]]:
         """What all answers at once cost, and what they are."""
         before, began = self.processor_seconds(), time.perf_counter()
-        answers = asyncio.run(self._answers(bodies, most))
-        seconds, processor = time.perf_counter() - began, self.processor_seconds() - before
-        return Cost(seconds, processor, sum(count for _, count in answers)), [text for text, _ in answers]
+        texts, tokens, ends = zip(*asyncio.run(self._answers(bodies, most)), strict=True)
+        processor = self.processor_seconds() - before
+        return Cost([end - began for end in ends], list(tokens), processor), list(texts)
 
-    async def _answers(self, bodies: list[Body], most: int) -> list[tuple[str, int]]:
+    async def _answers(self, bodies: list[Body], most: int) -> list[tuple[str, int, float]]:
         async with httpx.AsyncClient(timeout=900) as client:
             return list(await asyncio.gather(*(self._answer(client, body, most) for body in bodies)))
 
-    async def _answer(self, client: httpx.AsyncClient, body: Body, most: int) -> tuple[str, int]:
+    async def _answer(self, client: httpx.AsyncClient, body: Body, most: int) -> tuple[str, int, float]:
+        """Its text, its tokens, and when it ended."""
         body = body | {"max_tokens": most}
         text, tokens = "", 0
         async with client.stream("POST", f"{self.url}/v1/chat/completions", json=body) as response:
@@ -152,7 +159,7 @@ class ChatServer(Server):
                     text += choice["delta"].get("content") or ""
                 if usage := event.get("usage"):
                     tokens = usage["completion_tokens"]
-        return text, tokens
+        return text, tokens, time.perf_counter()
 
 
 def main() -> int:
@@ -180,6 +187,9 @@ def main() -> int:
                 "auto, tok/s",
                 "ratio",
                 "quartiles",
+                "of each",
+                "quartiles",
+                "alone",
                 "processor",
                 "guesses held",
                 "in a pass",
@@ -220,31 +230,42 @@ def row(servers: list[ChatServer], work: str, streams: int, options: argparse.Na
             server.chat([body], 1)
         server.chat(bodies, options.warm_up)
         server.begin()
-    before = servers[1].guesses()
-    for number in range(options.rounds):
-        for server in servers[:: -1 if number % 2 else 1]:
-            server.measure(bodies, options.output)
-    drafts, drafted, accepted = (now - then for now, then in zip(servers[1].guesses(), before, strict=True))
-    (off, plain), (auto, less) = (
-        zip(*(one.rates for one in server.decoding), strict=True) for server in servers
+    off, auto = servers
+    before = auto.guesses()
+    off.measure(bodies, options.output)
+    for _ in range(options.rounds):
+        auto.measure(bodies, options.output)
+        off.measure(bodies, options.output)
+    drafts, drafted, accepted = (now - then for now, then in zip(auto.guesses(), before, strict=True))
+    around = [list(map(mean, zip(*pair, strict=True))) for pair in pairwise(off.rates)]
+    ratios = [
+        list(map(operator.truediv, fast, plain)) for fast, plain in zip(auto.rates, around, strict=True)
+    ]
+    (low, ratio, high), (own_low, own, own_high), (_, cheaper, _) = (
+        quartiles(each) for each in zip(*ratios, strict=True)
     )
-    ratios = sorted(b / a for a, b in zip(off, auto, strict=True))
-    low, ratio, high = (ratios[len(ratios) * part // 4] for part in (1, 2, 3))
-    cheaper = median(b / a for a, b in zip(plain, less, strict=True))
+    least, _, most = quartiles([b[0] / a[0] for a, b in pairwise(off.rates)])
     print(
-        f"| {work} | {streams} | {median(off):.1f} | {median(auto):.1f} | {ratio:.2f} |"
-        f" {low:.2f} to {high:.2f} | {cheaper:.2f} |"
+        f"| {work} | {streams} | {median(rate for rate, _, _ in off.rates):.1f} |"
+        f" {median(rate for rate, _, _ in auto.rates):.1f} |"
+        f" {ratio:.2f} | {low:.2f} to {high:.2f} | {own:.2f} | {own_low:.2f} to {own_high:.2f} |"
+        f" {least:.2f} to {most:.2f} | {cheaper:.2f} |"
         f" {accepted} of {drafted} | {accepted / max(drafts, 1):.1f} |"
-        f" {alike(*(server.texts for server in servers))} |",
+        f" {alike(off.texts, auto.texts)} |",
         flush=True,
     )
 
 
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The lower one, the median and the upper one."""
+    return [sorted(values)[len(values) * part // 4] for part in (1, 2, 3)]
+
+
 def alike(off: list[list[str]], auto: list[list[str]]) -> str:
     """Whether all rounds' answers are the same; else where the first two part, and who repeats its own."""
-    if off == auto:
+    if off[1:] == auto and off[0] == off[1]:
         return "yes"
-    pairs = zip(chain(*off), chain(*auto), strict=True)
+    pairs = zip(chain(*off[1:]), chain(*auto), strict=True)
     at = [
         next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) for a, b in pairs if a != b
     ]
