@@ -43,6 +43,7 @@ class Request(msgspec.Struct, frozen=True):
     prompt_tokens, cached_tokens  of its prompt; None: its client left before they were known, or it has none
     computed_tokens  of its prompt, so far if it was not finished; its times are then those until it ended
     completion_tokens  if it was not finished, pieces that came: a token each, but for text that was held back
+    drafted, accepted  tokens that were guessed, and guesses that held; 0 if it was not finished
     client   the User-Agent
     param    the field at fault
     problem  the error's sentence; texts of the client's in it are left out
@@ -59,6 +60,8 @@ class Request(msgspec.Struct, frozen=True):
     cached_tokens: int | None
     computed_tokens: int
     completion_tokens: int
+    drafted: int
+    accepted: int
     ttft_s: float
     queue_s: float
     restore_s: float
@@ -80,6 +83,7 @@ class Request(msgspec.Struct, frozen=True):
             f"{self.id} {self.method} {self.path} key={self.key} model={self.model} status={self.status} "
             f"outcome={self.outcome} prompt={prompt} cached={cached} "
             f"computed={self.computed_tokens} completion={self.completion_tokens} "
+            f"guesses={self.accepted}/{self.drafted} "
             f"ttft={self.ttft_s:.3f}s queue={self.queue_s:.3f}s "
             f"restore={self.restore_s:.3f}s prefill={self.prefill_s:.3f}s decode={self.decode_s:.3f}s "
             f"tokens_per_s={self.tokens_per_s:.1f} peak={human(self.peak_bytes)} wall={self.duration_s:.3f}s "
@@ -190,6 +194,8 @@ class RequestTrace:
             cached_tokens=cached_tokens,
             computed_tokens=known[2],
             completion_tokens=usage.completion_tokens,
+            drafted=usage.drafted,
+            accepted=usage.accepted,
             ttft_s=round(usage.ttft_s, 4),
             queue_s=round(usage.queue_s, 4),
             restore_s=round(usage.restore_s, 4),

@@ -461,6 +461,7 @@ async def test_access_log_tells_counts_and_no_text(caplog):
         "prompt=100",
         "cached=64",
         "completion=7",
+        "guesses=0/0",
     ):
         assert part in first
     assert secret not in first and "ttft=0.250s" in first
