@@ -57,19 +57,31 @@ GAIN = 1.05
 """Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise."""
 
 FLAT_GAIN = 1.15
-"""Likewise, of a flat pass, as the harmonic mean over its rows: one without guesses waits for those of
-others. A step behind such a pass is not begun ahead, and takes a third longer on an H200.
+"""Likewise, of a flat pass of one row: a step behind it is not begun ahead, and takes a third longer on an
+H200."""
 
-16 streams of SmolLM2 that tell stories, some of them in loops, on an H100: the last answer ends at 0.92 times
-the speed without guesses, and each answer's own speed, summed, is 1.19 times that; 8: 0.92 and 1.20; 4: 1.09
-and 1.39 (`tools/bench/speculation.py`). A row that never repeats itself waits for the others' passes, and
-wins nothing once it is alone, since the host takes as long for a step of one row.
+BATCH_GAIN = 1.5
+"""Likewise, of a flat pass of several rows, as the harmonic mean over them: rows without guesses wait for
+those of others, and a batch ends with its last row.
 
-Not used, simulated with 15 rows in loops beside one that repeats nothing, and with calls: a pass must delay
-no row by more than 1.5 % of its steps, unless the smaller batch, once the others have ended, makes up for it.
-The last answer ends at 0.95 in place of 0.91, each one's own speed is 1.09 in place of 1.31, and calls of 4
-streams 2.98 in place of 4.53. With steps of one row that take 0.66 of those of 16, as an 8B shape's, the last
-one ends at 1.05 with this rule and without."""
+Simulated with SmolLM2's answers and an H100's times, speed until the last answer ends, and each answer's own
+speed, summed, as multiples of those without guesses:
+
+| | 1.15 | 1.5 | 1.8 |
+|---|---|---|---|
+| 16 stories, some in loops | 1.23, 1.36 | 1.28, 1.35 | 1.27, 1.30 |
+| 15 in loops beside one that repeats nothing | 0.92, 1.32 | 0.95, 1.30 | 0.95, 1.25 |
+| 7 beside one | 0.94, 1.33 | 0.96, 1.29 | 1.00, 1.00 |
+| logs, 16 | 1.80, 1.83 | 1.84, 1.84 | 1.78, 1.78 |
+| calls, 16 | 1.15, 1.80 | 1.16, 1.70 | 1.17, 1.62 |
+
+A row that repeats nothing waits for the others' passes, and wins nothing once it is alone where the host
+takes as long for a step of one row, as with this model. With steps of one row that take 0.66 of those of 16,
+as an 8B shape's, the last of 16 ends at 1.05 to 1.06.
+
+Not used: a pass may delay no row by more than 1.5 % of its steps, unless the smaller batch, once the others
+have ended, makes up for it. The last of 16 then ends at 0.95, each one's own speed is 1.09, and calls of 4
+streams are at 2.98 in place of 4.53."""
 
 MOST_FLAT_ROWS = 16
 """Rows of a batch with flat passes; a larger batch has no guesses, but those of a draft model. 16 streams of
@@ -395,7 +407,8 @@ class Speculation:
 
         The narrowest are tried first: what wider ones cost follows from them.
         """
-        rows, best, best_gain = len(offers), 0, FLAT_GAIN if flat else GAIN
+        rows, best = len(offers), 0
+        best_gain = GAIN if not flat else FLAT_GAIN if rows == 1 else BATCH_GAIN
         if (may_lose := max(self.credit, own)) <= 0:
             return best, best_gain
         most = max((count for _, count in offers), default=0)
