@@ -57,27 +57,28 @@ GAIN = 1.05
 """Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise."""
 
 FLAT_GAIN = 1.15
-"""Likewise, of a flat pass of one row: a step behind it is not begun ahead, and takes a third longer on an
-H200."""
+"""Likewise, of a flat pass, as the harmonic mean over its rows: one without guesses waits for those of
+others, and a batch ends with its last row. A step behind such a pass is not begun ahead, and takes a third
+longer on an H200."""
 
-BATCH_GAIN = 1.5
-"""Likewise, of a flat pass of several rows, as the harmonic mean over them: rows without guesses wait for
-those of others, and a batch ends with its last row.
+DELAY_GAIN = 1.5
+"""Likewise, of a flat pass that gives some row fewer tokens than steps of its time would.
 
-Simulated with SmolLM2's answers and an H100's times, speed until the last answer ends, and each answer's own
+Simulated with SmolLM2's answers and an H100's times: speed until the last answer ends, and each answer's own
 speed, summed, as multiples of those without guesses:
 
 | | 1.15 | 1.5 | 1.8 |
 |---|---|---|---|
-| 16 stories, some in loops | 1.23, 1.36 | 1.28, 1.35 | 1.27, 1.30 |
-| 15 in loops beside one that repeats nothing | 0.92, 1.32 | 0.95, 1.30 | 0.95, 1.25 |
-| 7 beside one | 0.94, 1.33 | 0.96, 1.29 | 1.00, 1.00 |
-| logs, 16 | 1.80, 1.83 | 1.84, 1.84 | 1.78, 1.78 |
-| calls, 16 | 1.15, 1.80 | 1.16, 1.70 | 1.17, 1.62 |
+| 16 stories, some in loops | 1.23, 1.36 | 1.26, 1.36 | 1.27, 1.32 |
+| 8 | 1.19, 1.42 | 1.32, 1.42 | 1.32, 1.37 |
+| 15 in loops beside one that repeats nothing | 0.92, 1.32 | 0.94, 1.28 | 0.96, 1.26 |
+| 7 beside one | 0.94, 1.33 | 0.96, 1.28 | 0.96, 1.27 |
+| logs, 16 | 1.80, 1.83 | 1.84, 1.84 | 1.84, 1.84 |
+| calls, 16 | 1.15, 1.80 | 1.16, 1.69 | 1.18, 1.59 |
 
-A row that repeats nothing waits for the others' passes, and wins nothing once it is alone where the host
-takes as long for a step of one row, as with this model. With steps of one row that take 0.66 of those of 16,
-as an 8B shape's, the last of 16 ends at 1.05 to 1.06.
+A row that repeats nothing wins nothing once it is alone where the host takes as long for a step of one row,
+as with this model. With steps of one row that take 0.66 of those of 16, as an 8B shape's, the last of 16 ends
+at 1.05 to 1.07.
 
 Not used: a pass may delay no row by more than 1.5 % of its steps, unless the smaller batch, once the others
 have ended, makes up for it. The last of 16 then ends at 0.95, each one's own speed is 1.09, and calls of 4
@@ -407,8 +408,7 @@ class Speculation:
 
         The narrowest are tried first: what wider ones cost follows from them.
         """
-        rows, best = len(offers), 0
-        best_gain = GAIN if not flat else FLAT_GAIN if rows == 1 else BATCH_GAIN
+        rows, best, best_gain = len(offers), 0, FLAT_GAIN if flat else GAIN
         if (may_lose := max(self.credit, own)) <= 0:
             return best, best_gain
         most = max((count for _, count in offers), default=0)
@@ -432,7 +432,8 @@ class Speculation:
                     continue
             tokens = [expected_tokens(rate, count) for rate, count in offered]
             mean = rows / sum(1 / each for each in tokens) if flat else sum(tokens) / rows
-            if (gain := mean / cost) > best_gain:
+            least = DELAY_GAIN if flat and min(tokens) < cost else 0.0
+            if (gain := mean / cost) > max(best_gain, least):
                 best, best_gain = width, gain
         return best, best_gain
 

@@ -415,6 +415,19 @@ def test_a_batch_guesses_where_its_rows_together_gain():
     assert not shared.best_width([sure, unsure, unsure, (0.5, 0)])
 
 
+def test_a_flat_pass_that_delays_a_row_must_promise_more():
+    sure, unsure, none = (0.9, 4), (0.45, 4), (0.5, 0)
+
+    def width(seconds: float, *offers: tuple[float, int]) -> int:
+        """Of a batch of four whose pass with 15 guesses takes so long; one with three takes 1.1."""
+        return measured({0: 1.0, 0.75: 1.1, 3.75: seconds}, rows=4).best_width(offers, flat=128)
+
+    assert width(1.6, *[sure] * 4) == 4
+    assert not width(1.6, *[sure] * 3, none), "1.44 times the speed, and the last row waits"
+    assert width(1.4, *[sure] * 3, none) == 4, "1.65 times"
+    assert width(1.4, *[unsure] * 4) == 4, "1.28 times, and nobody waits"
+
+
 def test_short_ends_of_prompts_hide_no_long_one():
     """Behind hits a prompt's end is shorter than a batch has rows: 16 rows were never guessed for."""
     shared, offer = measured({0: 0.23}, rows=16), sure_row().offer()
