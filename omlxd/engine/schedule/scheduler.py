@@ -78,7 +78,8 @@ class Scheduler:
         self._stepped_at = 0.0  # When the last step ended.
         self.speculation = speculation
         self.prefilled: Counter[Adapter | None] = Counter()  # Tokens of prompts, by whose they are.
-        self.restored_hot: Counter[Adapter | None] = Counter()  # Likewise, once the first token is there.
+        # Likewise, once the first token is there, or it ends.
+        self.restored_hot: Counter[Adapter | None] = Counter()
         self.restored_cold: Counter[Adapter | None] = Counter()
         self.decoded: Counter[Adapter | None] = Counter()  # Likewise, as far as answers have them.
         self.steps = 0
@@ -412,12 +413,16 @@ class Scheduler:
         if not (sequence.again or sequence.carried):
             self.prefilled[sequence.adapter] += computed
 
-    def note_good(self, sequence: Sequence) -> None:
-        """Its KV so far gave finite logits."""
-        sequence.end_pass()
+    def _count_restored(self, sequence: Sequence) -> None:
+        """Before its first token is noted, or as it ends without one."""
         if not (sequence.first_token_s or sequence.again or sequence.carried):
             self.restored_hot[sequence.adapter] += sequence.restored_hot
             self.restored_cold[sequence.adapter] += sequence.restored_cold
+
+    def note_good(self, sequence: Sequence) -> None:
+        """Its KV so far gave finite logits."""
+        sequence.end_pass()
+        self._count_restored(sequence)
         sequence.first_token_s = sequence.first_token_s or time.monotonic() - sequence.asked
         sequence.stored.clear()
         sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
@@ -471,6 +476,8 @@ class Scheduler:
         """Nothing of it is held any more; its sink, which holds it, is let go."""
         if self.memory and not sequence.admitted:
             self.memory.note_end_of_wait(sequence, "ended before it got memory")
+        if sequence.begun and sequence.state is not State.DONE:
+            self._count_restored(sequence)
         sequence.cache = sequence.last_checkpoint = sequence.checked = sequence.sink = None
         sequence.state = State.DONE
         if sequence in self.running:

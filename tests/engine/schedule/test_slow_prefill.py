@@ -182,6 +182,26 @@ def test_what_a_pass_that_was_cut_off_left_is_not_served(tmp_path: Path, family:
         rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
+def test_a_prompt_that_is_cut_off_counts_with_what_it_restored(model: Path):
+    with Rig(model) as rig:
+        rig.run(prompt(4 * BLOCK), 1)
+        cached = rig.scheduler.restored_hot.total()
+        output, between = Output(), rig.scheduler.passes.between_layers
+
+        def cut() -> None:
+            rig.scheduler.cancel(output.sequence)
+            between()
+
+        rig.scheduler.passes._is_long = lambda tokens: True
+        rig.scheduler.passes.between_layers = cut
+        rig.start(prompt(9 * BLOCK), 1, output=output)
+        rig.settle()
+        assert output.sequence.cancelled and not output.sequence.first_token_s
+        restored = output.sequence.restored_hot
+        assert restored and rig.scheduler.restored_hot.total() == cached + restored
+        assert output.progressed == [(restored, 9 * BLOCK)]
+
+
 @pytest.mark.slow
 def test_gaps_between_tokens_beside_a_prefill_are_about_twice_those_alone(model: Path):
     with Rig(model) as rig:
