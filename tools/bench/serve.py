@@ -53,6 +53,9 @@ DECODE_PROMPT = 64
 START_S = 600.0
 """A large model is read from a slow disk."""
 
+UNKNOWN_S = 30.0
+"""A server that answers so long that it has no such model never will."""
+
 PROMPT_PARTS = "prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"
 TEXTS = "content", "reasoning_content", "text", "thinking", "partial_json"
 
@@ -106,13 +109,17 @@ class Server:
         self.process = subprocess.Popen(
             self._command, stdout=log, stderr=log, env=self._env, cwd=self._checkout
         )
-        deadline = time.monotonic() + START_S
+        began = time.monotonic()
         while True:
             try:
                 asyncio.run(self.ask([self._probe], 1))
                 return
-            except (httpx.HTTPError, IndexError):
-                if time.monotonic() > deadline or self.process.poll() is not None:
+            except (httpx.HTTPError, IndexError) as error:
+                waited, answer = time.monotonic() - began, getattr(error, "response", None)
+                if waited > UNKNOWN_S and answer is not None and answer.status_code == 404:
+                    self.stop()
+                    raise RuntimeError(f"{self.name} knows no model {self._model}") from None
+                if waited > START_S or self.process.poll() is not None:
                     raise RuntimeError(f"{self.name} did not start") from None
                 time.sleep(0.3)
 
