@@ -54,7 +54,7 @@ START_S = 600.0
 """A large model is read from a slow disk."""
 
 UNKNOWN_S = 30.0
-"""A server that answers so long that it has no such model never will."""
+"""A server that still answers 404 then will never have the model."""
 
 PROMPT_PARTS = "prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"
 TEXTS = "content", "reasoning_content", "text", "thinking", "partial_json"
@@ -116,11 +116,11 @@ class Server:
                 return
             except (httpx.HTTPError, IndexError) as error:
                 waited, answer = time.monotonic() - began, getattr(error, "response", None)
-                if waited > UNKNOWN_S and answer is not None and answer.status_code == 404:
+                unknown = waited > UNKNOWN_S and answer is not None and answer.status_code == 404
+                if unknown or waited > START_S or self.process.poll() is not None:
                     self.stop()
-                    raise RuntimeError(f"{self.name} knows no model {self._model}") from None
-                if waited > START_S or self.process.poll() is not None:
-                    raise RuntimeError(f"{self.name} did not start") from None
+                    problem = f"has no model {self._model}" if unknown else "did not start"
+                    raise RuntimeError(f"{self.name} {problem}") from None
                 time.sleep(0.3)
 
     def ttft(self, prompt: Any, n: int = 6) -> float:

@@ -80,13 +80,8 @@ def _fewer(lengths: mx.array, counts: tuple[int, ...]) -> mx.array:
 
 
 @lru_cache(maxsize=1)  # Likewise.
-def _ends_before(ends: tuple[int, ...], counts: tuple[int, ...]) -> list[int]:
-    return [end - count for end, count in zip(ends, counts, strict=True)]
-
-
-@lru_cache(maxsize=1)  # Likewise.
 def rows_of(lengths: mx.array, rows: tuple[int, ...]) -> mx.array:
-    """Those of `rows` alone."""
+    """The lengths of `rows`."""
     return lengths[mx.array(rows)]
 
 
@@ -175,9 +170,8 @@ class EvenBatchKVCache(BatchKVCache):
 
     def trim_rows(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[row]` tokens of each row."""
-        gone = tuple(counts)
-        self._set_ends(_ends_before(tuple(self.ends), gone))
-        self.offset = _fewer(self.offset, gone)
+        self._set_ends([end - count for end, count in zip(self.ends, counts, strict=True)])
+        self.offset = _fewer(self.offset, tuple(counts))
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
         even = self._ends is None

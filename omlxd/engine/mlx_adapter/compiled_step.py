@@ -111,6 +111,11 @@ def _next(layer: Any, count: int = 1) -> Next | None:
     return Next(layer, starts, [end + 1 for end in ends], lengths)
 
 
+def _places(cache: Cache, windows: list[int], count: int) -> dict[int, Next | None]:
+    """`_next` of the first layer of each window; `windows`: of each layer."""
+    return {window: _next(cache[windows.index(window)], count) for window in dict.fromkeys(windows)}
+
+
 def _tails(layer: Any) -> Sequence[Tail]:
     """Of a batch whose rows have tails of their own; else none."""
     return getattr(layer, "tails", ())
@@ -325,11 +330,10 @@ class CompiledStep:
         if not (fused or (steps and not tails)) or not (count == 1 or several):
             return None
         windows = [_window_of(layer) for layer in cache]
-        each = [windows.index(window) for window in dict.fromkeys(windows)]
-        places = {windows[index]: _next(cache[index], count) for index in each}
+        places = _places(cache, windows, count)
         if fused and (not steps or places[windows[0]] is None):
             _make_room(cache, count)
-            places = {windows[index]: _next(cache[index], count) for index in each}
+            places = _places(cache, windows, count)
         if not all(places.values()):
             return None
         size = tokens.size

@@ -57,11 +57,11 @@ class LayerHook:
     """Runs `call` after every layer of a forward pass but the last, once the layer's output is evaluated;
     None: off.
 
-    is_ahead  the next layer is computed meanwhile, and waited for as `call` is set. On a GPU: a layer of a
-              short prompt takes what Python does for it. 8 prompts at once on one H100, 8B shape in
-              bfloat16, mean milliseconds to the first token, each layer waited for and this: 50 tokens 188
-              and 126, 500 tokens 396 and 295, 4,000 tokens 1,065 and 934; largest gaps 76 and 73, 80 and
-              76, 65 and 71. On a CPU a layer may take seconds
+    is_ahead  the next layer is computed while `call` runs; setting `call` waits for that layer. True on a
+              GPU, where a layer of a short prompt takes no longer than Python takes to build it; False on
+              a CPU, where a layer may take seconds. 8 prompts at once on one H100, 8B shape in bfloat16,
+              mean milliseconds to the first token without and with it: 50 tokens 188 and 126, 500 tokens
+              396 and 295, 4,000 tokens 1,065 and 934; largest gaps 76 and 73, 80 and 76, 65 and 71
 
     A vision tower's layers are layers too, and on a CPU so are the parts of one (tower.py). The last layer's
     output is not needed but at a prompt's end: KV is all that other passes keep.

@@ -250,7 +250,7 @@ class Tail:
 
 
 def let_go(tails: Sequence[Tail]) -> None:
-    """No kernel is to write to `tails` again: one wait, in place of each one's own as it goes."""
+    """Wait once until no kernel writes to `tails`, which will be freed. Otherwise each of them waits."""
     known = [tail for tail in tails if tail.address]
     if known:
         cuda_driver.wait()

@@ -96,7 +96,6 @@ class DecodeBatch:
         self._turn: Turn | None = None
         self._looks = False  # For guesses, in this step.
         self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
-        self._asked: tuple[list[tuple[float, int]], int] | None = None  # In this step.
 
     # ----------------------------------------------------------------- joining and leaving
 
@@ -213,10 +212,10 @@ class DecodeBatch:
         read: list[Draw] = []
         plan: list[tuple[list[int], list[Any]]] = []
         if self._looks:
-            self._asked = None
             self._catch_up()
             offers = self._offers({row: self._most_guesses for row in self.rows})
-            if self._best_width(offers) or self._draft_width(offers):
+            width = self._best_width(offers)
+            if width or self._draft_width(offers):
                 read = self._read(self._inputs, self._unread)
                 self._unread = [False] * len(self.rows)
             rooms = {row: row.max_new - row.generated - 1 for row in self.rows}
@@ -225,7 +224,7 @@ class DecodeBatch:
                 if row.cancelled or rooms[row] < 0 or token in row.eos or token == NO_TOKEN:
                     self._turn = None
                     return read  # The row has ended.
-            plan = self._plan(rooms)
+            plan = self._plan(rooms, offers, width)
         drawn = self._check(plan) if plan else self._step()
         turn.tokens, turn.read = len(read) + len(drawn), len(read)
         self._behind = bool(plan)
@@ -265,12 +264,14 @@ class DecodeBatch:
         """(share of its guesses that hold, how many there are) of each row, which may have `rooms[row]`."""
         return [self._speculators[row].offer(rooms[row]) for row in self.rows]
 
-    def _plan(self, rooms: Mapping[Sequence, int]) -> list[tuple[list[int], list[Any]]]:
+    def _plan(
+        self, rooms: Mapping[Sequence, int], offers: list[tuple[float, int]], width: int
+    ) -> list[tuple[list[int], list[Any]]]:
         """(guesses, masks along them) of each row for the next pass; empty where a plain step is faster.
 
-        rooms  guesses that a row may have
+        rooms   guesses that a row may have
+        offers  before this step's tokens were read; `width`: the best width for them
         """
-        assert self._speculation is not None
         if any(self._unread):
             return []
         if self._grid:
@@ -282,7 +283,8 @@ class DecodeBatch:
         unmade = {row for row in rooms if row.sampler.params.penalised and row.sampler.penalties is None}
         rooms = {row: 0 if row in unmade else min(room, most) for row, room in rooms.items()}
         self._draft(rooms)
-        width = self._best_width(self._offers(rooms))
+        if (now := self._offers(rooms)) != offers:
+            width = self._best_width(now)
         plan: list[tuple[list[int], list[Any]]] = []
         for row in self.rows if width else ():
             guess, masks = self._speculators[row].guess[: min(width, rooms[row])], []
@@ -309,12 +311,9 @@ class DecodeBatch:
         """Steps that guesses may cost these rows, of what they have won."""
         return OWN_SHARE * sum(row.won for row in self._speculators.values()) / len(self.rows)
 
-    def _best_width(self, offers: list[tuple[float, int]]) -> int:
-        """As `Speculation.best_width`, which is asked once a turn where `offers` stay."""
+    def _best_width(self, offers: Seq[tuple[float, int]]) -> int:
         assert self._speculation is not None
-        if self._asked is None or self._asked[0] != offers:
-            self._asked = offers, self._speculation.best_width(offers, self._own, self._flat)
-        return self._asked[1]
+        return self._speculation.best_width(offers, self._own, self._flat)
 
     def _draft_rates(self) -> list[float]:
         """Of each row, the share of the draft model's guesses that hold. It sees no images."""

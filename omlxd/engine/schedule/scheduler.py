@@ -414,7 +414,7 @@ class Scheduler:
             self.prefilled[sequence.adapter] += computed
 
     def _count_restored(self, sequence: Sequence) -> None:
-        """Before its first token is noted, or as it ends without one."""
+        """Count the tokens that it restored: before its first token is noted, or as it ends without one."""
         if not (sequence.first_token_s or sequence.again or sequence.carried):
             self.restored_hot[sequence.adapter] += sequence.restored_hot
             self.restored_cold[sequence.adapter] += sequence.restored_cold

@@ -57,12 +57,12 @@ GAIN = 1.05
 """Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise."""
 
 FLAT_GAIN = 1.15
-"""Likewise, of a flat pass, as the harmonic mean over its rows: one without guesses waits for those of
-others, and a batch ends with its last row. A step behind such a pass is not begun ahead, and takes a third
-longer on an H200."""
+"""The same for a flat pass, where it is the harmonic mean over the rows: a row without guesses waits for the
+guesses of others, and a batch ends with its last row. No step is begun ahead behind such a pass, so that the
+step takes a third longer on an H200."""
 
 DELAY_GAIN = 1.5
-"""Likewise, of a flat pass that gives some row fewer tokens than steps of its time would.
+"""The same for a flat pass that delays a row: plain steps would give that row more tokens in the same time.
 
 Simulated with SmolLM2's answers and an H100's times: speed until the last answer ends, and each answer's own
 speed, summed, as multiples of those without guesses:
@@ -86,9 +86,9 @@ streams are at 2.98 in place of 4.53."""
 
 MOST_FLAT_ROWS = 16
 """Rows of a batch with flat passes; a larger batch has no guesses, but those of a draft model. 16 streams of
-SmolLM2 on an H100: edits, logs, prose and calls at 3.06, 1.09, 0.92 and 2.63 times the speed without guesses,
-6,000 to 8,000 tokens a second; a step there takes 1.5 to 2 ms and waits for the host. More streams were not
-measured."""
+SmolLM2 on an H100, before `DELAY_GAIN`: edits, logs, prose and calls at 3.06, 1.09, 0.92 and 2.63 times the
+speed without guesses, 6,000 to 8,000 tokens a second; a step there takes 1.5 to 2 ms and waits for the host.
+More streams were not measured."""
 
 EACH_STEP = 4
 """Looks for guesses in vain, one a step, before a batch is looked at more rarely (`look_interval`)."""
@@ -426,10 +426,9 @@ class Speculation:
             if 1 + all_guesses / rows <= best_gain * cost:
                 continue
             offered = [(rate, min(width, count)) for rate, count in offers]
-            if cost - 1 > may_lose:
-                sure = sum(expected_tokens(CAUTION * rate, count) for rate, count in offered) / rows
-                if cost - sure > may_lose:
-                    continue
+            sure = (expected_tokens(CAUTION * rate, count) for rate, count in offered)
+            if cost - 1 > may_lose and cost - sum(sure) / rows > may_lose:  # A row has one token at least.
+                continue
             tokens = [expected_tokens(rate, count) for rate, count in offered]
             mean = rows / sum(1 / each for each in tokens) if flat else sum(tokens) / rows
             least = DELAY_GAIN if flat and min(tokens) < cost else 0.0
