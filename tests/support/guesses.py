@@ -20,7 +20,7 @@ Guesser = Callable[[list[int]], list[int]]
 def check_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is guessed is checked, also where that takes longer."""
     monkeypatch.setattr(
-        Speculation, "best_width", lambda self, offers, own=0.0, flat=0: max(count for _, count in offers)
+        Speculation, "best_width", lambda self, offers, flat=0: max(own.count for own in offers)
     )
 
 
@@ -54,7 +54,7 @@ def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
 def draft_always(monkeypatch: pytest.MonkeyPatch, width: int = 4) -> None:
     """The draft model guesses `width` tokens for every row that has no other guess."""
     monkeypatch.setattr(
-        Speculation, "draft_width", lambda self, offers, rates, most=15, own=0.0, flat=0: min(width, most)
+        Speculation, "draft_width", lambda self, offers, rates, most=15, flat=0: min(width, most)
     )
     check_always(monkeypatch)
     monkeypatch.setattr(RowSpeculator, "draft_rate", 0.01)

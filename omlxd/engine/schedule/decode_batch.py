@@ -13,6 +13,7 @@ A step may also check guesses (speculation.py); such a pass is read before the n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import DRAFT, MOST_FLAT_ROWS, OWN_SHARE, WIDTHS, RowSpeculator, Speculation, filled_up
+from .speculation import DRAFT, MOST_FLAT_ROWS, WIDTHS, Offer, RowSpeculator, Speculation, filled_up
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -43,7 +44,7 @@ class Turn:
     waited   `wait` was called before: the time of this turn is no whole step's
     spared   seconds that do not count against the guesses
     guesses  of a row in its pass; 0: there was no such pass
-    tokens   that the call returned; `read` of them come from a step that began before
+    drawn    what the call returned; `read` of them come from a step that began before
     """
 
     began: float
@@ -55,7 +56,7 @@ class Turn:
     guesses: float = 0
     flat: bool = False
     compiled: bool = False
-    tokens: int = 0
+    drawn: Seq[Draw] = ()
     read: int = 0
 
 
@@ -226,12 +227,12 @@ class DecodeBatch:
                     return read  # The row has ended.
             plan = self._plan(rooms, offers, width)
         drawn = self._check(plan) if plan else self._step()
-        turn.tokens, turn.read = len(read) + len(drawn), len(read)
+        turn.drawn, turn.read = read + drawn, len(read)
         self._behind = bool(plan)
         if self._looks:
             self._vain = 0 if plan else self._vain + 1
             self._rest = self._speculation.look_interval(len(self.rows), self._vain) - 1
-        return read + drawn
+        return turn.drawn
 
     def end_turn(self) -> None:
         """Note what the turn took and what its guesses won. Call it once the tokens of `step` are handed on.
@@ -247,11 +248,12 @@ class DecodeBatch:
                 turn.rows, turn.guesses, now - turn.checked, flat=turn.flat, compiled=turn.compiled
             )
         seconds = now - turn.began - spared
-        if turn.guesses or turn.read or (turn.behind and not turn.tokens):
-            won = self._speculation.settle(turn.rows, turn.tokens, seconds)
-            for speculator in self._speculators.values():
-                speculator.won += won
-        elif turn.tokens and not turn.waited:
+        tokens = Counter(row for row, _, _ in turn.drawn)
+        if turn.guesses or turn.read or (turn.behind and not tokens):
+            took = self._speculation.settle(turn.rows, tokens.total(), seconds)
+            for row, speculator in self._speculators.items():
+                speculator.won += tokens[row] - took
+        elif tokens and not turn.waited:
             self._speculation.record_step(turn.rows, seconds)
 
     def _catch_up(self) -> None:
@@ -260,12 +262,12 @@ class DecodeBatch:
             if missed := row.tokens[len(speculator.tokens) :]:
                 speculator.add_tokens(missed)
 
-    def _offers(self, rooms: Mapping[Sequence, int]) -> list[tuple[float, int]]:
-        """(share of its guesses that hold, how many there are) of each row, which may have `rooms[row]`."""
+    def _offers(self, rooms: Mapping[Sequence, int]) -> list[Offer]:
+        """Of each row, which may have `rooms[row]` guesses."""
         return [self._speculators[row].offer(rooms[row]) for row in self.rows]
 
     def _plan(
-        self, rooms: Mapping[Sequence, int], offers: list[tuple[float, int]], width: int
+        self, rooms: Mapping[Sequence, int], offers: list[Offer], width: int
     ) -> list[tuple[list[int], list[Any]]]:
         """(guesses, masks along them) of each row for the next pass; empty where a plain step is faster.
 
@@ -306,24 +308,19 @@ class DecodeBatch:
         """Of a row, in any pass."""
         return min(WIDTHS[-1], self._flat - len(self.rows)) if self._flat else WIDTHS[-1]
 
-    @property
-    def _own(self) -> float:
-        """Steps that guesses may cost these rows, of what they have won."""
-        return OWN_SHARE * sum(row.won for row in self._speculators.values()) / len(self.rows)
-
-    def _best_width(self, offers: Seq[tuple[float, int]]) -> int:
+    def _best_width(self, offers: Seq[Offer]) -> int:
         assert self._speculation is not None
-        return self._speculation.best_width(offers, self._own, self._flat)
+        return self._speculation.best_width(offers, self._flat)
 
     def _draft_rates(self) -> list[float]:
         """Of each row, the share of the draft model's guesses that hold. It sees no images."""
         return [self._speculators[row].draft_rate if row.images is None else 0.0 for row in self.rows]
 
-    def _draft_width(self, offers: Seq[tuple[float, int]]) -> int:
+    def _draft_width(self, offers: Seq[Offer]) -> int:
         if self._drafts is None or self._speculation is None:
             return 0
         rates = self._draft_rates()
-        return self._speculation.draft_width(offers, rates, self._most_guesses, self._own, self._flat)
+        return self._speculation.draft_width(offers, rates, self._most_guesses, self._flat)
 
     def _draft(self, rooms: Mapping[Sequence, int]) -> None:
         """Have the draft model guess for the rows where that is better, if the next pass gains by it."""
@@ -333,8 +330,8 @@ class DecodeBatch:
             return
         wanted = [
             Wanted(row, self._speculators[row].tokens, drafting(row.sampler))
-            for row, rate, (share, count) in zip(self.rows, self._draft_rates(), offers, strict=True)
-            if rate > (share if count else 0.0) and rooms[row] > 0
+            for row, rate, own in zip(self.rows, self._draft_rates(), offers, strict=True)
+            if rate > (own.rate if own.count else 0.0) and rooms[row] > 0
         ]
         began = clock()
         for row, guess in self._drafts.guess(wanted, width).items():

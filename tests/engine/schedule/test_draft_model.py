@@ -21,7 +21,15 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.host import EngineHost
 from omlxd.engine.schedule import draft_model
 from omlxd.engine.schedule.decode_batch import DecodeBatch
-from omlxd.engine.schedule.speculation import DRAFT, KINDS, MOST_CREDIT, HoldRate, RowSpeculator, Speculation
+from omlxd.engine.schedule.speculation import (
+    DRAFT,
+    KINDS,
+    MOST_CREDIT,
+    HoldRate,
+    Offer,
+    RowSpeculator,
+    Speculation,
+)
 from omlxd.engine.sequence import SamplerRow, Sequence
 from omlxd.errors import ModelError
 
@@ -213,29 +221,29 @@ def measured(plain: float, checks: dict[int, float], drafts: dict[int, float]) -
 def test_it_guesses_where_its_time_and_the_checks_are_less_than_the_tokens():
     checks = {2: 1.1, 4: 1.2, 8: 1.4, 15: 1.8}
     cheap = measured(1.0, checks, {2: 0.1, 4: 0.2, 8: 0.4, 15: 0.8})
-    assert cheap.draft_width([(0.5, 0)], [0.8]) in (4, 7)
-    assert not cheap.draft_width([(0.5, 0)], [0.05]), "its guesses fail"
-    assert not cheap.draft_width([(0.9, 15)], [0.8]), "a row's own guesses cost nothing"
-    assert not cheap.draft_width([(0.5, 0)], [0.0]), "a row with images"
+    assert cheap.draft_width([Offer(0.5, 0)], [0.8]) in (4, 7)
+    assert not cheap.draft_width([Offer(0.5, 0)], [0.05]), "its guesses fail"
+    assert not cheap.draft_width([Offer(0.9, 15)], [0.8]), "a row's own guesses cost nothing"
+    assert not cheap.draft_width([Offer(0.5, 0)], [0.0]), "a row with images"
     dear = measured(1.0, checks, {2: 1.8, 4: 3.6, 8: 7.2, 15: 13.0})
-    assert not dear.draft_width([(0.5, 0)], [0.95])
+    assert not dear.draft_width([Offer(0.5, 0)], [0.95])
 
 
 def test_what_failed_is_tried_again_by_later_requests():
     shared = measured(1.0, {2: 1.2}, {2: 0.1})
     for _ in range(40):
         shared.rates[DRAFT].record(0, 1)
-    assert not shared.draft_width([(0.5, 0)], [shared.rates[DRAFT].value])
+    assert not shared.draft_width([Offer(0.5, 0)], [shared.rates[DRAFT].value])
     for _ in range(50):
         shared.rates[DRAFT].forget()
-    assert shared.draft_width([(0.5, 0)], [shared.rates[DRAFT].value])
+    assert shared.draft_width([Offer(0.5, 0)], [shared.rates[DRAFT].value])
 
 
 def test_a_rows_guesses_are_the_draft_models_once_it_has_some():
     row = RowSpeculator([1, 2, 3, 4], None, {kind: HoldRate(0.7 if kind == DRAFT else 0.5) for kind in KINDS})
-    assert (row.offer(), row.draft_rate, row.of_model) == ((0.5, 0), 0.7, False)
+    assert (row.offer(), row.draft_rate, row.of_model) == (Offer(0.5, 0), 0.7, False)
     row.take_draft([5, 6, 7])
-    assert row.of_model and row.offer() == (0.7, 3)
+    assert row.of_model and row.offer() == Offer(0.7, 3)
     row.add_tokens([9], checked=3)
     assert row.draft_rate < 0.4 and not row.of_model
 

@@ -30,6 +30,7 @@ from omlxd.engine.schedule.speculation import (
     MOST_CREDIT,
     MOST_STEPS,
     OWN_SHARE,
+    Offer,
     PassTimes,
     RowSpeculator,
     Speculation,
@@ -343,10 +344,10 @@ def test_a_predicted_answer_does_not_wait_for_what_others_lost():
     shared = measured({0: 1.0, 2: 1.2, 4: 1.3, 7: 1.5, 15: 2.0})
     shared.credit = -5.0
     row, plain = RowSpeculator([9, 4, 5, 6], prediction=[*range(40)]), RowSpeculator(LOOP)
-    assert plain.guess and not shared.best_width([plain.offer()], OWN_SHARE * plain.won)
-    assert row.guess[:2] == [7, 8] and shared.best_width([row.offer()], OWN_SHARE * row.won)
+    assert plain.guess and not shared.best_width([plain.offer()])
+    assert row.guess[:2] == [7, 8] and shared.best_width([row.offer()])
     row.won -= 4  # It was wrong.
-    assert not shared.best_width([row.offer()], OWN_SHARE * row.won)
+    assert not shared.best_width([row.offer()])
 
 
 def sure_row() -> RowSpeculator:
@@ -378,13 +379,15 @@ def test_on_a_gpu_the_second_pass_of_a_kind_tells():
     assert times.record_check(1, 2, 9.0) == pytest.approx(9.0 - 2.4)
     assert times.cost(1, 2) == pytest.approx(1.2), "the first may have loaded kernels"
     assert times.record_check(1, 2, 9.0) == 0.0
-    assert times.cost(1, 2) == pytest.approx(1.2 + 0.3 * 1.2)
+    assert times.cost(1, 2) == pytest.approx(2.4), "twice what was expected at most"
+    assert times.record_check(1, 2, 1.5) == 0.0
+    assert times.cost(1, 2) == pytest.approx(1.5), "the median"
     assert times.record_check(1, 4, 2.0) == 0.0
     assert times.cost(1, 4) == pytest.approx(2.0), "it was not twice what was expected"
 
 
 def test_a_pass_is_made_where_the_credit_covers_its_loss():
-    shared, offer = measured({0: 1.0, 2: 2.2, 4: 2.4, 7: 4.0, 15: 5.0}), (0.97, 15)
+    shared, offer = measured({0: 1.0, 2: 2.2, 4: 2.4, 7: 4.0, 15: 5.0}), Offer(0.97, 15)
     widths: list[int] = []
     for shared.credit in (0.0, 0.1, 0.49, 0.6, 2.2, 3.1):  # Of 1.7 to 1.9 tokens a pass is sure.
         widths.append(shared.best_width([offer]))
@@ -395,37 +398,49 @@ def test_a_pass_is_made_where_the_credit_covers_its_loss():
     for _ in range(40):
         shared.record_step(1, 1.0)
     assert shared.credit == pytest.approx(-0.2 + 40 * LOST_SHARE)
-    assert shared.settle(1, 16, 3.0) == pytest.approx(13.0)
+    assert shared.settle(1, 16, 3.0) == pytest.approx(3.0)
     assert shared.credit == MOST_CREDIT
     shared.credit = -1.0
-    assert not shared.best_width([offer], 0.1) and shared.best_width([offer], 0.6) == 4
+    assert not shared.best_width([offer._replace(won=0.1 / OWN_SHARE)])
+    assert shared.best_width([offer._replace(won=0.6 / OWN_SHARE)]) == 4
 
 
 def test_a_step_begun_behind_a_pass_costs_a_step_at_most():
     shared = measured({0: 1.0})
-    assert shared.settle(4, 0, 0.7) == pytest.approx(-0.7)
-    assert shared.settle(4, 0, 9.0) == -1.0
+    assert shared.settle(4, 0, 0.7) == pytest.approx(0.7)
+    assert shared.settle(4, 0, 9.0) == 1.0
+
+
+PASSES = {0: 1.0, 2: 1.5, 4: 2.0, 7: 2.7, 15: 6.0}
+"""Seconds of a pass of four rows, by their guesses."""
+SURE, UNSURE, NONE = Offer(0.99, 15), Offer(0.02, 15), Offer(0.5, 0)
 
 
 def test_a_batch_guesses_where_its_rows_together_gain():
-    sure, unsure = sure_row().offer(), (0.1, 15)
-    shared = measured({0: 1.0, 2: 1.5, 4: 2.0, 7: 2.7, 15: 6.0}, rows=4)
-    assert shared.best_width([sure] * 4) == 7
-    assert shared.best_width([sure, sure, unsure, (0.5, 0)]) == 7
-    assert not shared.best_width([sure, unsure, unsure, (0.5, 0)])
+    shared = measured(PASSES, rows=4)
+    assert shared.best_width([SURE] * 4) == 7
+    assert shared.best_width([SURE] * 3 + [UNSURE._replace(won=9.0)]) == 7
+    assert not shared.best_width([SURE] + [UNSURE._replace(won=9.0)] * 3), "no faster in sum"
 
 
-def test_a_flat_pass_that_delays_a_row_must_promise_more():
-    sure, unsure, none = (0.9, 4), (0.45, 4), (0.5, 0)
+@pytest.mark.parametrize(
+    ("passes", "flat"), [(PASSES, 0), ({0: 1.0, 3 / 4: 1.5, 15 / 4: 2.0, 28 / 4: 2.7, 60 / 4: 6.0}, 128)]
+)
+def test_a_row_waits_for_no_other_rows_guesses(passes: dict[float, float], flat: int):
+    """Steps of one row take as long as those of four."""
+    shared = measured(passes, rows=4)
+    for last in (NONE, UNSURE, NONE._replace(won=0.4), NONE._replace(won=-9.0)):
+        assert not shared.best_width([*[SURE] * 3, last], flat)
+    for last in (SURE, SURE._replace(won=-9.0), NONE._replace(won=2.0)):
+        assert shared.best_width([*[SURE] * 3, last], flat), "its own guesses pay, or have paid"
 
-    def width(seconds: float, *offers: tuple[float, int]) -> int:
-        """Of a batch of four whose pass with 15 guesses takes so long; one with three takes 1.1."""
-        return measured({0: 1.0, 0.75: 1.1, 3.75: seconds}, rows=4).best_width(offers, flat=128)
 
-    assert width(1.6, *[sure] * 4) == 4
-    assert not width(1.6, *[sure] * 3, none), "1.44 times the speed, and the last row waits"
-    assert width(1.4, *[sure] * 3, none) == 4, "1.65 times"
-    assert width(1.4, *[unsure] * 4) == 4, "1.28 times, and nobody waits"
+@pytest.mark.parametrize(("alone", "width"), [(1.0, 0), (0.95, 0), (0.5, 7)])
+def test_a_row_waits_for_others_where_its_steps_take_less_time_without_them(alone: float, width: int):
+    shared = measured(PASSES, rows=4)
+    shared.times.record_step(1, alone)
+    assert shared.best_width([SURE] * 3 + [NONE]) == width
+    assert shared.best_width([SURE] * 4) == 7
 
 
 def test_short_ends_of_prompts_hide_no_long_one():
@@ -458,15 +473,15 @@ def test_what_failed_for_one_request_is_not_begun_with_by_the_next():
     for _ in range(30):
         row = RowSpeculator(LOOP, shared=shared.rates)
         row.add_tokens([99], checked=2)
-    assert shared.best_width([(0.5, 15)]) and not shared.best_width(
+    assert shared.best_width([Offer(0.5, 15)]) and not shared.best_width(
         [RowSpeculator(LOOP, shared=shared.rates).offer()]
     )
-    assert RowSpeculator(LOOP).offer()[0] == 0.5
+    assert RowSpeculator(LOOP).offer().rate == 0.5
 
 
 def test_no_more_is_guessed_than_may_be_generated():
     row = RowSpeculator(LOOP)
-    assert [row.offer(most)[1] for most in (-1, 0, 1, 2, 3, 99)] == [0, 0, 1, 2, 3, 15]
+    assert [row.offer(most).count for most in (-1, 0, 1, 2, 3, 99)] == [0, 0, 1, 2, 3, 15]
 
 
 def test_one_slow_pass_does_not_end_it():

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from omlxd.engine.schedule.speculation import (
     FIRST_CREDIT,
     LOST_SHARE,
-    OWN_SHARE,
     WIDTHS,
     GuessCounts,
     RowSpeculator,
@@ -58,26 +57,25 @@ class Engine:
         """So many of each row, or some more. Every 100 another request begins."""
         shared, rows, end = self.shared, self.count, self.tokens + tokens * self.count
         while self.tokens < end:
-            own = OWN_SHARE * sum(row.won for row in self.rows) / rows
-            width = shared.best_width([row.offer() for row in self.rows], own)
-            took, drawn = self.table(rows * (width + 1)), 0
+            width = shared.best_width([row.offer() for row in self.rows])
+            took, drawn = self.table(rows * (width + 1)), list[int]()
             for row in self.rows:
                 held = 0
                 while held < max(width, 1) and self._holds(width > 0):
                     held += 1
                 new = [*row.guess[:held], -1][: width + 1]
                 row.add_tokens(new, width)
-                drawn += len(new)
+                drawn.append(len(new))
             if width:
                 self.passes += 1
                 self.firsts.setdefault(width, took / self.table(rows))
                 spared = shared.times.record_check(rows, width, took)
-                won = shared.settle(rows, drawn, took - spared)
-                for row in self.rows:
-                    row.won += won
+                cost = shared.settle(rows, sum(drawn), took - spared)
+                for row, tokens_of_row in zip(self.rows, drawn, strict=True):
+                    row.won += tokens_of_row - cost
             else:
                 shared.record_step(rows, took)
-            self.seconds, self.tokens = self.seconds + took, self.tokens + drawn
+            self.seconds, self.tokens = self.seconds + took, self.tokens + sum(drawn)
             self.rows = [
                 row if len(row.tokens) < 100 else Row([1, 2, 3], shared=shared.rates) for row in self.rows
             ]
@@ -106,6 +104,53 @@ def texts(seed: int) -> dict[str, Callable[[bool], bool]]:
         "only where nobody checks": lambda checked: not checked,
         "only one more": lambda checked: rng.random() < (0.4 if checked else 1.0),
     }
+
+
+class Silent(RowSpeculator):
+    """One that has no idea."""
+
+    def _propose(self) -> None:
+        self.guess, self._kind = [], "short"
+
+
+TOGETHER: dict[str, Table] = {
+    "a step of one row takes as long": lambda tokens: 1.0 if tokens <= 16 else 2.1 if tokens <= 128 else 3.0,
+    "OpenBLAS": MACHINES["OpenBLAS"],
+    "tokens cost nothing": lambda tokens: 1.0,
+}
+
+
+@pytest.mark.parametrize("machine", TOGETHER)
+@pytest.mark.parametrize("silent", [1, 3, 8])
+@pytest.mark.parametrize("rate", [0.4, 0.8, 0.97, 1.0])
+def test_no_answer_ends_later_by_the_guesses_of_others(machine: str, silent: int, rate: float):
+    """Sixteen answers of 200 tokens, round after round. Those of `silent` rows repeat nothing."""
+    table, shared, rng = TOGETHER[machine], Speculation(), random.Random(0)
+    shared.times.record_prompt(65, table(65))
+    for number in range(6):
+        rows: list[RowSpeculator] = [Silent([1, 2, 3]) for _ in range(silent)]
+        rows += [Row([1, 2, 3], shared=shared.rates) for _ in range(16 - silent)]
+        seconds = passes = 0.0
+        while rows:
+            width = shared.best_width([row.offer(200 - len(row.tokens)) for row in rows])
+            took, drawn = table(len(rows) * (width + 1)), list[int]()
+            for row in rows:
+                held = 0
+                while held < min(max(width, 1), len(row.guess)) and rng.random() < rate:
+                    held += 1
+                row.add_tokens([*row.guess[:held], -1][: width + 1], width if row.guess else 0)
+                drawn.append(min(held, width) + 1)
+            if width:
+                passes += 1
+                spared = shared.times.record_check(len(rows), width, took)
+                cost = shared.settle(len(rows), sum(drawn), took - spared)
+                for row, tokens in zip(rows, drawn, strict=True):
+                    row.won += tokens - cost
+            else:
+                shared.record_step(len(rows), took)
+            seconds += took
+            rows = [row for row in rows if len(row.tokens) < 203]
+        assert seconds <= table(16) * 200 * (1.02 if number else 1.1), (number, passes)
 
 
 @counts(1, 5)
