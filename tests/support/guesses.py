@@ -20,7 +20,7 @@ Guesser = Callable[[list[int]], list[int]]
 def check_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is guessed is checked, also where that takes longer."""
     monkeypatch.setattr(
-        Speculation, "best_width", lambda self, offers, flat=0: max(own.count for own in offers)
+        Speculation, "best_width", lambda self, offers, flat=0: max(own.guesses for own in offers)
     )
 
 

@@ -248,12 +248,12 @@ class DecodeBatch:
                 turn.rows, turn.guesses, now - turn.checked, flat=turn.flat, compiled=turn.compiled
             )
         seconds = now - turn.began - spared
-        tokens = Counter(row for row, _, _ in turn.drawn)
-        if turn.guesses or turn.read or (turn.behind and not tokens):
-            took = self._speculation.settle(turn.rows, tokens.total(), seconds)
+        if turn.guesses or turn.read or (turn.behind and not turn.drawn):
+            took = self._speculation.settle(turn.rows, len(turn.drawn), seconds)
+            tokens = Counter(row for row, _, _ in turn.drawn)
             for row, speculator in self._speculators.items():
                 speculator.won += tokens[row] - took
-        elif tokens and not turn.waited:
+        elif turn.drawn and not turn.waited:
             self._speculation.record_step(turn.rows, seconds)
 
     def _catch_up(self) -> None:
@@ -331,7 +331,7 @@ class DecodeBatch:
         wanted = [
             Wanted(row, self._speculators[row].tokens, drafting(row.sampler))
             for row, rate, own in zip(self.rows, self._draft_rates(), offers, strict=True)
-            if rate > (own.rate if own.count else 0.0) and rooms[row] > 0
+            if rate > (own.rate if own.guesses else 0.0) and rooms[row] > 0
         ]
         began = clock()
         for row, guess in self._drafts.guess(wanted, width).items():

@@ -395,7 +395,7 @@ class Speculation:
         most   guesses that a row may have
         """
         rows = [
-            own._replace(rate=rate, count=most) if rate > (own.rate if own.count else 0.0) else own
+            own._replace(rate=rate, guesses=most) if rate > (own.rate if own.guesses else 0.0) else own
             for own, rate in zip(offers, rates, strict=True)
         ]
         width, gain = self._best(rows, flat, drafting=True)
@@ -411,12 +411,12 @@ class Speculation:
         rows, best, best_gain = len(offers), 0, FLAT_GAIN if flat else GAIN
         if (may_lose := max(self.credit, OWN_SHARE * sum(own.won for own in offers) / rows)) <= 0:
             return best, best_gain
-        most = max(own.count for own in offers)
+        most = max(own.guesses for own in offers)
         seconds, plain, known = 0.0, self.times.plain(rows), self.times.checked
         if drafting and plain:
             seconds, known = self.draft_seconds.get(rows, 0.0), known and rows in self.draft_seconds
         for width in WIDTHS if known else WIDTHS[:1]:
-            counts = [min(width, own.count) for own in offers]
+            counts = [min(width, own.guesses) for own in offers]
             all_guesses = sum(counts) if flat else rows * width
             if width > most or rows + all_guesses > (flat or MOST_TOKENS):
                 break
@@ -491,13 +491,13 @@ class HoldRate:
 class Offer(NamedTuple):
     """Of a row, for the next pass.
 
-    rate   the share of its guesses that hold
-    count  how many it has
-    won    steps that guesses have won it so far
+    rate     the share of its guesses that hold
+    guesses  how many it has
+    won      steps that they have won it so far
     """
 
     rate: float
-    count: int
+    guesses: int
     won: float = 0.0
 
 

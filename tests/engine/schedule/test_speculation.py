@@ -481,7 +481,7 @@ def test_what_failed_for_one_request_is_not_begun_with_by_the_next():
 
 def test_no_more_is_guessed_than_may_be_generated():
     row = RowSpeculator(LOOP)
-    assert [row.offer(most).count for most in (-1, 0, 1, 2, 3, 99)] == [0, 0, 1, 2, 3, 15]
+    assert [row.offer(most).guesses for most in (-1, 0, 1, 2, 3, 99)] == [0, 0, 1, 2, 3, 15]
 
 
 def test_one_slow_pass_does_not_end_it():
