@@ -130,8 +130,8 @@ four rows that returned a file on an H200, eight tokens a pass at the cost of 1.
 few passes without success take two steps (SmolLM2: 1.06 times the speed without guesses)."""
 
 PREDICTED_STEPS = 4.0
-"""Steps that a row with a prediction counts as won before its first guess. It may lose `OWN_SHARE` of them:
-failed guesses of other requests do not hold this first one back."""
+"""Steps that a row with a prediction is lent. Its guesses may lose `OWN_SHARE` of them: failed ones of other
+requests do not hold its first one back."""
 
 DECAY = 0.9
 """Weight of earlier guesses in the share that holds."""
@@ -409,7 +409,7 @@ class Speculation:
         The narrowest are tried first: what wider ones cost follows from them.
         """
         rows, best, best_gain = len(offers), 0, FLAT_GAIN if flat else GAIN
-        if (may_lose := max(self.credit, OWN_SHARE * sum(own.won for own in offers) / rows)) <= 0:
+        if (may_lose := max(self.credit, OWN_SHARE * sum(own.won + own.lent for own in offers) / rows)) <= 0:
             return best, best_gain
         most = max(own.guesses for own in offers)
         seconds, plain, known = 0.0, self.times.plain(rows), self.times.checked
@@ -494,11 +494,13 @@ class Offer(NamedTuple):
     rate     the share of its guesses that hold
     guesses  how many it has
     won      steps that they have won it so far
+    lent     steps that they may lose as if they had won them
     """
 
     rate: float
     guesses: int
     won: float = 0.0
+    lent: float = 0.0
 
 
 KINDS = ("short", "long", "forced", DRAFT)
@@ -524,7 +526,7 @@ class RowSpeculator:
         shared: Mapping[str, HoldRate] | None = None,
         prediction: Seq[int] = (),
     ):
-        self.won = PREDICTED_STEPS if prediction else 0.0
+        self.won, self._lent = 0.0, PREDICTED_STEPS if prediction else 0.0
         self._proposer = NgramProposer(tokens, prediction)
         self._constraint = constraint
         self._shared = shared or {kind: HoldRate() for kind in KINDS}
@@ -570,7 +572,7 @@ class RowSpeculator:
     def offer(self, most: int = WIDTHS[-1]) -> Offer:
         """At most `most` guesses."""
         count = WIDTHS[-1] if self._guess is None else len(self._guess)
-        return Offer(self._rates[self._kind].value, max(0, min(most, count)), self.won)
+        return Offer(self._rates[self._kind].value, max(0, min(most, count)), self.won, self._lent)
 
     def add_tokens(self, tokens: Seq[int], checked: int = 0) -> None:
         """Take the next tokens. A pass drew them: those of its `checked` guesses that held, and one more; or

@@ -429,7 +429,7 @@ def test_a_batch_guesses_where_its_rows_together_gain():
 def test_a_row_waits_for_no_other_rows_guesses(passes: dict[float, float], flat: int):
     """Steps of one row take as long as those of four."""
     shared = measured(passes, rows=4)
-    for last in (NONE, UNSURE, NONE._replace(won=0.4), NONE._replace(won=-9.0)):
+    for last in (NONE, UNSURE, NONE._replace(won=0.4), NONE._replace(won=-9.0, lent=9.0)):
         assert not shared.best_width([*[SURE] * 3, last], flat)
     for last in (SURE, SURE._replace(won=-9.0), NONE._replace(won=2.0)):
         assert shared.best_width([*[SURE] * 3, last], flat), "its own guesses pay, or have paid"
