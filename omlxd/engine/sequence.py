@@ -226,6 +226,11 @@ class Sequence:
     def remaining_prefill(self) -> int:
         return max(0, self.prompt_length - self.kv_length)
 
+    @property
+    def was_in_pass(self) -> bool:
+        """Whether any pass over its prompt began."""
+        return bool(self.pass_since or self.prefill_s)
+
     def begin_pass(self) -> None:
         self.pass_since = time.monotonic()
 

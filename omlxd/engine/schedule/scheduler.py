@@ -186,10 +186,12 @@ class Scheduler:
         return self.steps + sum(bridge.store.stats.restored for bridge in self.all_bridges)
 
     def load_metrics(self) -> dict[str, float]:
-        """Gauges. Any thread: a torn read costs nothing."""
+        """Gauges; a prompt with a slot waits for its first pass. Any thread: a torn read costs nothing."""
+        slots = [*self.running]
+        waiting = sum(each.state is State.PREFILLING and not each.was_in_pass for each in slots)
         return {
-            "num_requests_running": len(self.running),
-            "num_requests_waiting": len(self.waiting),
+            "num_requests_running": len(slots) - waiting,
+            "num_requests_waiting": len(self.waiting) + waiting,
             "prefill_tokens_per_s": self.prefill_budget.rate,
             "kv_shared_segment_tokens": self._loaded.segments.tokens,
         }

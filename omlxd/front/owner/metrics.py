@@ -223,8 +223,10 @@ class _Polled(Collector):
         yield from (starts, restarts, resident, age)
 
     def _of_vllm(self) -> Iterator[Metric]:
-        running = self._gauge("vllm:num_requests_running", "Requests that prefill or decode.")
-        waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for a slot or for a load.")
+        running = self._gauge("vllm:num_requests_running", "Requests that restore, prefill or decode.")
+        waiting = self._gauge(
+            "vllm:num_requests_waiting", "Requests that wait for a load, a slot or their first pass."
+        )
         usage = self._gauge("vllm:kv_cache_usage_perc", "Part of the hot tier's budget in use; 1 is all.")
         prompt = self._counter("vllm:prompt_tokens_total", f"Prompt tokens, computed or restored; {ONCE}.")
         cached = self._counter(

@@ -111,6 +111,23 @@ def test_a_request_whose_blocks_can_not_be_looked_up_ends_alone(
         rig.on_engine(lambda: check_pool(rig.pool))
 
 
+def test_a_prompt_waits_until_its_first_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begin_pass, noted = Sequence.begin_pass, list[tuple[float, float]]()
+    with Rig(build_family("qwen3", tmp_path / "model")) as rig:
+
+        def noting(sequence: Sequence) -> None:
+            begin_pass(sequence)
+            load = rig.scheduler.load_metrics()
+            noted.append((load["num_requests_running"], load["num_requests_waiting"]))
+
+        monkeypatch.setattr(Sequence, "begin_pass", noting)
+        prompts = [prompt(5 * BLOCK, seed=seed) for seed in (1, 2, 3)]
+        for output in rig.on_engine(lambda: [rig.start(tokens, 40) for tokens in prompts]):
+            output.tokens()
+        rig.settle()
+    assert noted[0] == (1, 2) and noted[-1] == (3, 0) and all(sum(each) == 3 for each in noted)
+
+
 # --------------------------------------------------------------------------- ends of several prompts
 
 
