@@ -43,7 +43,8 @@ class Request(msgspec.Struct, frozen=True):
     prompt_tokens, cached_tokens  of its prompt; None: its client left before they were known, or it has none
     computed_tokens  of its prompt, so far if it was not finished; its times are then those until it ended
     completion_tokens  if it was not finished, pieces that came: a token each, but for text that was held back
-    drafted, accepted  tokens that were guessed, and guesses that held; 0 if it was not finished
+    drafted, accepted  tokens that were guessed, and guesses that held; None if it was begun and not finished
+    peak_bytes  the most memory that MLX held; None likewise
     client   the User-Agent
     param    the field at fault
     problem  the error's sentence; texts of the client's in it are left out
@@ -60,15 +61,15 @@ class Request(msgspec.Struct, frozen=True):
     cached_tokens: int | None
     computed_tokens: int
     completion_tokens: int
-    drafted: int
-    accepted: int
+    drafted: int | None
+    accepted: int | None
     ttft_s: float
     queue_s: float
     restore_s: float
     prefill_s: float
     decode_s: float
     tokens_per_s: float
-    peak_bytes: int
+    peak_bytes: int | None
     duration_s: float
     client: str = ""
     param: str = ""
@@ -79,14 +80,16 @@ class Request(msgspec.Struct, frozen=True):
         prompt, cached = (
             "-" if tokens is None else tokens for tokens in (self.prompt_tokens, self.cached_tokens)
         )
+        guesses = "-" if self.drafted is None else f"{self.accepted}/{self.drafted}"
+        peak = "-" if self.peak_bytes is None else human(self.peak_bytes)
         return (
             f"{self.id} {self.method} {self.path} key={self.key} model={self.model} status={self.status} "
             f"outcome={self.outcome} prompt={prompt} cached={cached} "
             f"computed={self.computed_tokens} completion={self.completion_tokens} "
-            f"guesses={self.accepted}/{self.drafted} "
+            f"guesses={guesses} "
             f"ttft={self.ttft_s:.3f}s queue={self.queue_s:.3f}s "
             f"restore={self.restore_s:.3f}s prefill={self.prefill_s:.3f}s decode={self.decode_s:.3f}s "
-            f"tokens_per_s={self.tokens_per_s:.1f} peak={human(self.peak_bytes)} wall={self.duration_s:.3f}s "
+            f"tokens_per_s={self.tokens_per_s:.1f} peak={peak} wall={self.duration_s:.3f}s "
             f"client={self.client}{problem}"
         )
 
@@ -182,6 +185,7 @@ class RequestTrace:
         if self.usage:
             known = usage.prompt_tokens, usage.cached_tokens, usage.prompt_tokens - usage.cached_tokens
         prompt_tokens, cached_tokens = (None if tokens < 0 else tokens for tokens in known[:2])
+        is_known = self.usage is not None or not self.handed_on
         line = Request(
             id=self.id,
             method=self.method,
@@ -194,15 +198,15 @@ class RequestTrace:
             cached_tokens=cached_tokens,
             computed_tokens=known[2],
             completion_tokens=usage.completion_tokens,
-            drafted=usage.drafted,
-            accepted=usage.accepted,
+            drafted=usage.drafted if is_known else None,
+            accepted=usage.accepted if is_known else None,
             ttft_s=round(usage.ttft_s, 4),
             queue_s=round(usage.queue_s, 4),
             restore_s=round(usage.restore_s, 4),
             prefill_s=round(usage.prefill_s, 4),
             decode_s=round(usage.decode_s, 4),
             tokens_per_s=round(usage.tokens_per_s, 1),
-            peak_bytes=usage.peak_bytes,
+            peak_bytes=usage.peak_bytes if is_known else None,
             duration_s=round(time.monotonic() - self.started, 4),
             client=printable(self.client[:SHOWN_CHARS]) or "-",
             param=printable((problem.param or "")[:SHOWN_CHARS]) if problem else "",

@@ -497,6 +497,7 @@ async def test_the_access_log_counts_no_prompt_that_nobody_counted(caplog):
         "- cached=- computed=0",
         "100 cached=64 computed=36",
     ]
+    assert all(" guesses=- " in line and " peak=- " in line for line in lines)
 
 
 @pytest.mark.parametrize("sends", [0, 1, 2, 3])
