@@ -11,6 +11,7 @@ one with guesses is compared with the mean of the other's time before and its ti
 - log     repeat a log
 - call    answer with a tool call in JSON
 - prose   tell a story
+- mixed   one of these a stream, in this order, again and again
 
 Each prompt is sent by itself first, then answers of `--warm-up` tokens come, so that all but the ends of the
 prompts is cached. In each round answers of one token are timed, too, and taken off: what is left is decoding,
@@ -208,6 +209,8 @@ def main() -> int:
 
 def request(work: str, number: int) -> Body:
     """Of a kind of work, the body of a request like no other."""
+    if work == "mixed":
+        work = list(WORK)[number % len(WORK)]
     begun = BEGUN.get(work, "")
     messages = [{"role": "user", "content": f"{WORK[work]} This is task {number}."}]
     return {
