@@ -117,9 +117,9 @@ class Bench:
         decoder, began = self.times[0][0], asked[0]
         last = began + self.firsts(began)[-1]
         mine = [at for sequence, at in self.times if sequence is decoder]
-        gaps = [(b, b - a) for a, b in itertools.pairwise(mine)]
-        usual = statistics.median(gap for at, gap in gaps[2:] if at < began)
-        return [usual, max(gap for at, gap in gaps if began <= at <= last + 2 * usual)]
+        gaps = list(itertools.pairwise(mine))
+        usual = statistics.median(b - a for a, b in gaps[2:] if b < began)
+        return [usual, max(b - a for a, b in gaps if began <= b and a <= last)]
 
 
 def main() -> None:
