@@ -155,8 +155,8 @@ PROMPTS = 9
 
 AGEING = 0.9998
 """Of a measured cost, with every plain step: passes that once were too slow are tried again, rarely. With
-0.999, 400 steps made 1.4 of a cost of 2.1: simulated, 16 stories of which one repeats nothing lost 4 % to
-such tries."""
+0.999, 400 steps made 1.4 of a cost of 2.1: simulated, with passes that cost 3.3 steps, 16 stories of which
+one repeats nothing were at 0.96 of the speed without guesses, and at 0.99 with this and `PASSES`."""
 
 DRAFT = "draft"
 """The kind of a draft model's guesses."""
