@@ -331,7 +331,7 @@ class DecodeBatch:
         wanted = [
             Wanted(row, self._speculators[row].tokens, drafting(row.sampler))
             for row, rate, own in zip(self.rows, self._draft_rates(), offers, strict=True)
-            if rate > (own.rate if own.guesses else 0.0) and rooms[row] > 0
+            if rate > own.share and rooms[row] > 0
         ]
         began = clock()
         for row, guess in self._drafts.guess(wanted, width).items():

@@ -55,8 +55,8 @@ MOST_TOKENS = 256
 """Of all rows in a pass with guesses: logits of a vocabulary of 150,000 tokens take 150 MB."""
 
 GAIN = 1.05
-"""Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise. And no row may
-wait for the guesses of others but where it gets the time back (`Speculation.delays_nobody`).
+"""Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise. A row waits for
+the guesses of others only where it gets the time back (`Speculation.delays_nobody`).
 
 Simulated with SmolLM2's answers of 400 tokens: the speed until the last answer ends, and each answer's own
 speed, summed, as multiples of those without guesses (0.99: looks for guesses take time). Before, the harmonic
@@ -82,10 +82,10 @@ FLAT_GAIN = 1.15
 H200."""
 
 MOST_DEBT = 16.0
-"""Plain steps that a row may wait for the guesses of others, where it should get them back once those have
-ended: they may go on for longer than it does. Simulated on a CPU, three logs beside a story of 60 tokens: its
-speed is 0.88 of that without guesses, and the last log ends at 1.66. With 8, three edits beside an answer of
-200 tokens were at 1.36 in place of 2.22."""
+"""Plain steps that a row waits at most for the guesses of others. It should get them back once the others
+have ended, but they may run longer than it does. Simulated on a CPU, three logs beside a story of 60 tokens:
+its speed is 0.88 of that without guesses, and the last log ends at 1.66. With 8, three edits beside an answer
+of 200 tokens were at 1.36 in place of 2.22."""
 
 MOST_FLAT_ROWS = 16
 """Rows of a batch with flat passes; a larger batch has no guesses, but those of a draft model. 16 streams of
@@ -180,8 +180,9 @@ class PassTimes:
         self._steps: dict[int, deque[float]] = {}  # Seconds of the newest plain steps, by rows.
         self._plain: dict[int, float] = {}  # Their median.
         self._costs: defaultdict[int, dict[float, float]] = defaultdict(dict)  # In plain steps.
+        # The newest costs of a kind, by (rows, guesses).
         self._passes: defaultdict[tuple[int, float], deque[float]] = defaultdict(lambda: deque(maxlen=PASSES))
-        self._thought: dict[tuple[int, float], float] = {}  # Likewise, of kinds that never ran.
+        self._thought: dict[tuple[int, float], float] = {}  # Costs of kinds that never ran.
         self._prompts: dict[
             int, float
         ] = {}  # Seconds of the newest pass, by its tokens; of the longest ones.
@@ -401,7 +402,7 @@ class Speculation:
         most   guesses that a row may have
         """
         rows = [
-            own._replace(rate=rate, guesses=most) if rate > (own.rate if own.guesses else 0.0) else own
+            own._replace(rate=rate, guesses=most) if rate > own.share else own
             for own, rate in zip(offers, rates, strict=True)
         ]
         width, gain = self._best(rows, flat, drafting=True)
@@ -444,9 +445,9 @@ class Speculation:
     def delays_nobody(self, offers: Seq[Offer], tokens: Seq[float], cost: float) -> bool:
         """Whether no answer ends later by a pass that gives each row so many tokens and takes `cost` steps.
 
-        A row that plain steps would give more tokens may use what its own guesses have won it. Or it waits
-        (`MOST_DEBT` at most): the others end earlier by what they are ahead of it, and its steps are then
-        those of a smaller batch.
+        A row is late if plain steps would give it more tokens. It then uses what its own guesses have won it,
+        or it waits, `MOST_DEBT` at most: the others end earlier by what they are ahead of it, and a step of
+        the smaller batch takes less time.
         """
         after = [own.won + n for own, n in zip(offers, tokens, strict=True)]
         late = [won for won, n in zip(after, tokens, strict=True) if n < cost and won < cost]
@@ -510,6 +511,11 @@ class Offer(NamedTuple):
     won: float = 0.0
     lent: float = 0.0
 
+    @property
+    def share(self) -> float:
+        """`rate`; 0 without guesses."""
+        return self.rate if self.guesses else 0.0
+
 
 KINDS = ("short", "long", "forced", DRAFT)
 """Of guesses: by the match that they follow, by a grammar, of the draft model."""
@@ -521,7 +527,7 @@ class RowSpeculator:
     A plain step beside which a guess was at hand tells whether that would have held, at no cost; so a
     sequence whose guesses fail goes back to plain decoding, and begins again once they would hold.
 
-    won         steps: its tokens less what passes with guesses took meanwhile
+    won         plain steps that guesses have won it: its tokens of turns with guesses, less what those took
     constraint  of the sequence; its tokens so far are taken by it first
     shared      the share of guesses that holds, of all sequences: what is thought before this one made any
     prediction  tokens that the client predicts

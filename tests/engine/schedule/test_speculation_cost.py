@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import pytest
 from fast_or_slow import counts, rest_slow
@@ -39,6 +40,17 @@ class Row(RowSpeculator):
         self.guess, self._kind = list(range(WIDTHS[-1])), "short"
 
 
+def settle(shared: Speculation, rows: Seq[RowSpeculator], drawn: list[int], width: int, took: float) -> None:
+    """What DecodeBatch does once a turn has given each row so many tokens."""
+    if not width:
+        shared.record_step(len(rows), took)
+        return
+    spared = shared.times.record_check(len(rows), width, took)
+    cost = shared.settle(len(rows), sum(drawn), took - spared)
+    for row, tokens in zip(rows, drawn, strict=True):
+        row.won += tokens - cost
+
+
 class Engine:
     """Decodes rows as DecodeBatch does, in simulated seconds.
 
@@ -70,12 +82,7 @@ class Engine:
             if width:
                 self.passes += 1
                 self.firsts.setdefault(width, took / self.table(rows))
-                spared = shared.times.record_check(rows, width, took)
-                cost = shared.settle(rows, sum(drawn), took - spared)
-                for row, tokens_of_row in zip(self.rows, drawn, strict=True):
-                    row.won += tokens_of_row - cost
-            else:
-                shared.record_step(rows, took)
+            settle(shared, self.rows, drawn, width, took)
             self.seconds, self.tokens = self.seconds + took, self.tokens + sum(drawn)
             self.rows = [
                 row if len(row.tokens) < 100 else Row([1, 2, 3], shared=shared.rates) for row in self.rows
@@ -138,13 +145,7 @@ def time_together(
                 held += 1
             row.add_tokens([*row.guess[:held], -1][: width + 1], width if row.guess else 0)
             drawn.append(min(held, width) + 1)
-        if width:
-            spared = shared.times.record_check(len(rows), width, took)
-            cost = shared.settle(len(rows), sum(drawn), took - spared)
-            for row, tokens in zip(rows, drawn, strict=True):
-                row.won += tokens - cost
-        else:
-            shared.record_step(len(rows), took)
+        settle(shared, rows, drawn, width, took)
         seconds += took
         rows = [row for row in rows if len(row.tokens) < 203 + (0 if isinstance(row, Silent) else longer)]
     return seconds
