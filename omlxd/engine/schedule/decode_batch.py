@@ -42,6 +42,7 @@ class Turn:
     began, checked  on the clock: when the call began, when its pass with guesses began
     behind   the turn before started no step ahead
     waited   `wait` was called before: the time of this turn is no whole step's
+    first    no plain step of the same rows came right before
     spared   seconds that do not count against the guesses
     guesses  of a row in its pass; 0: there was no such pass
     drawn    what the call returned; `read` of them come from a step that began before
@@ -51,6 +52,7 @@ class Turn:
     rows: int
     behind: bool
     waited: bool
+    first: bool
     checked: float = 0.0
     spared: float = 0.0
     guesses: float = 0
@@ -94,8 +96,8 @@ class DecodeBatch:
         self._logprobs: tuple[list[SamplerRow], StepLogprobs | None] = [], None
         self._waited = False
         self._behind = False  # The last turn started no step ahead.
+        self._goes_on = False  # It was a plain step of the same rows.
         self._turn: Turn | None = None
-        self._looks = False  # For guesses, in this step.
         self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
 
     # ----------------------------------------------------------------- joining and leaving
@@ -144,6 +146,7 @@ class DecodeBatch:
         """The rows have changed."""
         self._sampler = None
         self._steps = self._rest = self._vain = 0
+        self._goes_on = False
         self._flat = self._most_flat()
         self._speculates, kept = self._may_speculate(), self._speculators
         self._speculators = {
@@ -207,12 +210,12 @@ class DecodeBatch:
         if not self._speculates:
             return self._step()
         assert self._speculation is not None
-        self._turn = turn = Turn(clock(), len(self.rows), behind=self._behind, waited=self._waited)
-        self._waited = False
-        self._looks, self._rest = not self._rest, max(0, self._rest - 1)
+        self._turn = turn = Turn(clock(), len(self.rows), self._behind, self._waited, not self._goes_on)
+        self._waited = self._goes_on = False
+        looks, self._rest = not self._rest, max(0, self._rest - 1)
         read: list[Draw] = []
         plan: list[tuple[list[int], list[Any]]] = []
-        if self._looks:
+        if looks:
             self._catch_up()
             offers = self._offers({row: self._most_guesses for row in self.rows})
             width = self._best_width(offers)
@@ -226,12 +229,11 @@ class DecodeBatch:
                     self._turn = None
                     return read  # The row has ended.
             plan = self._plan(rooms, offers, width)
+            self._vain = 0 if plan else self._vain + 1
+            self._rest = self._speculation.look_interval(len(self.rows), self._vain) - 1
         drawn = self._check(plan) if plan else self._step()
         turn.drawn, turn.read = read + drawn, len(read)
         self._behind = bool(plan)
-        if self._looks:
-            self._vain = 0 if plan else self._vain + 1
-            self._rest = self._speculation.look_interval(len(self.rows), self._vain) - 1
         return turn.drawn
 
     def end_turn(self) -> None:
@@ -254,10 +256,11 @@ class DecodeBatch:
             for row, speculator in self._speculators.items():
                 speculator.won += tokens[row] - took
         elif turn.drawn and not turn.waited:
-            self._speculation.record_step(turn.rows, seconds)
+            self._goes_on = True
+            self._speculation.record_step(turn.rows, None if turn.first else seconds)
 
     def _catch_up(self) -> None:
-        """Give the speculators the tokens of steps in which nobody looked."""
+        """Give the speculators the tokens of steps before which nobody looked."""
         for row, speculator in self._speculators.items():
             if missed := row.tokens[len(speculator.tokens) :]:
                 speculator.add_tokens(missed)
@@ -482,8 +485,9 @@ class DecodeBatch:
             if new:
                 draws.append((row, token, likely.get(id(row.sampler))))
                 _advance(row, token)
-                if self._looks and self._speculates:
-                    self._speculators[row].add_tokens([token])
+                if self._speculates and not self._rest:  # The next turn looks; a step is on its way.
+                    speculator = self._speculators[row]
+                    speculator.add_tokens([*row.tokens[len(speculator.tokens) :], token])
         return draws
 
 

@@ -103,10 +103,10 @@ with such steps, as multiples of the speed without guesses, with a look at each 
 400 tokens, 16 streams 1.45 and 1.52, one 2.17 and 2.00; logs 1.89 and 1.89, 2.80 and 2.80; prose of 150
 tokens 0.87 and 0.98, 1.01 and 1.00. Rarer from the first vain look on: logs 1.81 and 2.57."""
 
-LOOK_SHARE = 0.02
+LOOK_SHARE = 0.01
 """Of a step's time: what a look at each step may take. It is the host's time; longer steps leave some."""
 
-LOOK_S = 15e-6
+LOOK_S = 7e-6
 """Seconds for a row."""
 
 CAUTION = 0.5
@@ -195,7 +195,8 @@ class PassTimes:
         self._thought.clear()
 
     def record_step(self, rows: int, seconds: float) -> None:
-        """A plain step took `seconds`."""
+        """A plain step took `seconds`. The one before it was plain, too: behind a pass, or behind rows that
+        join, the first takes longer."""
         if rows not in self._plain:
             self._thought.clear()
         steps = self._steps.setdefault(rows, deque(maxlen=STEPS))
@@ -214,7 +215,7 @@ class PassTimes:
         compiled  before it ran, so that the time tells nothing of other passes
 
         Returns those of them that do not count: the first of a kind may load kernels, so no more than twice
-        what was expected is held against it.
+        what was expected is held against it. Before as many rows made a plain step, it tells no cost.
         """
         plain, usual, costs = self.plain(rows), self.cost(rows, guesses, flat=flat), self._costs[rows]
         new = guesses not in costs
@@ -223,17 +224,19 @@ class PassTimes:
         if compiled:
             return max(0.0, seconds - usual * plain)
         cost, passes = min(seconds / plain, 2 * usual), self._passes[rows, guesses]
-        if self._first_tells or not new or cost < 2 * usual:
-            passes.append(cost)
-        costs[guesses] = median_low(passes or [usual])
-        self._thought.clear()
+        if rows in self._plain:
+            if self._first_tells or not new or cost < 2 * usual:
+                passes.append(cost)
+            costs[guesses] = median_low(passes or [usual])
+            self._thought.clear()
         return seconds - cost * plain if new else 0.0
 
     def plain(self, rows: int) -> float:
-        """Seconds of a plain step; before there was one, of that of as many rows as nearly; 0: none ran."""
-        if (own := self._plain.get(rows)) is not None:
-            return own
-        return self._plain[min(self._plain, key=lambda other: abs(other - rows))] if self._plain else 0.0
+        """Seconds of a plain step; before there was one, of that of the next fewer rows that had one, so that
+        guesses are not thought to win more than they do; 0: none ran."""
+        if (own := self._plain.get(rows)) is not None or not self._plain:
+            return own or 0.0
+        return self._plain[max((n for n in self._plain if n < rows), default=min(self._plain))]
 
     def saved(self, rows: int, fewer: int) -> float:
         """Of a step of `rows`: what it takes less for fewer of them, or for the next more that a step had."""
@@ -353,9 +356,10 @@ class Speculation:
             row.predicted += guesses
             row.predicted_accepted += held
 
-    def record_step(self, rows: int, seconds: float) -> None:
-        """A plain step took `seconds`."""
-        self.times.record_step(rows, seconds)
+    def record_step(self, rows: int, seconds: float | None) -> None:
+        """A plain step took `seconds`; None: it tells nothing of others."""
+        if seconds is not None:
+            self.times.record_step(rows, seconds)
         self._win(LOST_SHARE)
 
     def look_interval(self, rows: int, vain: int) -> int:
