@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from . import attention, attention_packed, cuda_driver, segment_attention, segments
@@ -79,12 +78,14 @@ class Next:
     def arrays(self, counts: Sequence[int], size: int) -> tuple[mx.array, mx.array, mx.array]:
         """(size,) each: start, end and tokens before it of each next token. A row has as many of these as
         `counts` says, one row's behind the other's; zeros fill the arrays up."""
-        places, total = np.zeros((3, size), np.int32), sum(counts)
-        places[:, :total] = np.repeat([self.starts, self.ends, self.lengths], counts, axis=1)
-        of_row = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        places[1, :total] += of_row
-        places[2, :total] += of_row - 1
-        starts, ends, offset = mx.array(places)  # At once: an array of the host's takes CUDA 30 µs.
+        rows = list(zip(self.starts, self.ends, self.lengths, counts, strict=True))
+        places = (
+            [start for start, _, _, count in rows for _ in range(count)],
+            [end + i for _, end, _, count in rows for i in range(count)],
+            [length - 1 + i for _, _, length, count in rows for i in range(count)],
+        )
+        # As one array and its rows they took the host 0.1 ms more of a step of 1.
+        starts, ends, offset = (mx.array(at + [0] * (size - len(at)), mx.int32) for at in places)
         return starts, ends, offset
 
 

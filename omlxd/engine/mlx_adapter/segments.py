@@ -35,7 +35,6 @@ from itertools import pairwise
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
@@ -395,10 +394,8 @@ def tails_of(cache: Sequence[SegmentedBatchKVCache], count: int) -> list[Tails]:
                 else:
                     _written[address[0]] = tail
             unknown = shared
-        # At once: 30 arrays of the host's took CUDA a millisecond, whenever a row of 16 grew.
-        tables = mx.array(np.array([[tail.address for tail in leaf.tails] for leaf in cache], np.uint64))
-        for leaf, table in zip(cache, tables, strict=True):
-            leaf.table = table
+        for leaf in cache:
+            leaf.table = mx.array([tail.address for tail in leaf.tails], mx.uint64)
     most = round_up(max(cache[0].ends) + count, TAIL_STEP)
     return [Tails(cast(mx.array, leaf.table), most) for leaf in cache]
 

@@ -29,7 +29,16 @@ from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import DRAFT, MOST_FLAT_ROWS, WIDTHS, Offer, RowSpeculator, Speculation, filled_up
+from .speculation import (
+    DRAFT,
+    MOST_FLAT_ROWS,
+    STEADY,
+    WIDTHS,
+    Offer,
+    RowSpeculator,
+    Speculation,
+    filled_up,
+)
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -42,7 +51,8 @@ class Turn:
     began, checked  on the clock: when the call began, when its pass with guesses began
     behind   the turn before started no step ahead
     waited   `wait` was called before: the time of this turn is no whole step's
-    first    no plain step of the same rows came right before
+    plain    plain steps of the same rows that came right before
+    looked   seconds that went into looking for guesses
     spared   seconds that do not count against the guesses
     guesses  of a row in its pass; 0: there was no such pass
     drawn    what the call returned; `read` of them come from a step that began before
@@ -52,7 +62,8 @@ class Turn:
     rows: int
     behind: bool
     waited: bool
-    first: bool
+    plain: int
+    looked: float = 0.0
     checked: float = 0.0
     spared: float = 0.0
     guesses: float = 0
@@ -96,7 +107,7 @@ class DecodeBatch:
         self._logprobs: tuple[list[SamplerRow], StepLogprobs | None] = [], None
         self._waited = False
         self._behind = False  # The last turn started no step ahead.
-        self._goes_on = False  # It was a plain step of the same rows.
+        self._plain = 0  # Plain steps since then, of the same rows.
         self._turn: Turn | None = None
         self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
 
@@ -146,7 +157,7 @@ class DecodeBatch:
         """The rows have changed."""
         self._sampler = None
         self._steps = self._rest = self._vain = 0
-        self._goes_on = False
+        self._plain = 0
         self._flat = self._most_flat()
         self._speculates, kept = self._may_speculate(), self._speculators
         self._speculators = {
@@ -210,8 +221,8 @@ class DecodeBatch:
         if not self._speculates:
             return self._step()
         assert self._speculation is not None
-        self._turn = turn = Turn(clock(), len(self.rows), self._behind, self._waited, not self._goes_on)
-        self._waited = self._goes_on = False
+        self._turn = turn = Turn(clock(), len(self.rows), self._behind, self._waited, self._plain)
+        self._waited, self._plain = False, 0
         looks, self._rest = not self._rest, max(0, self._rest - 1)
         read: list[Draw] = []
         plan: list[tuple[list[int], list[Any]]] = []
@@ -231,6 +242,7 @@ class DecodeBatch:
             plan = self._plan(rooms, offers, width)
             self._vain = 0 if plan else self._vain + 1
             self._rest = self._speculation.look_interval(len(self.rows), self._vain) - 1
+            turn.looked = clock() - turn.began
         drawn = self._check(plan) if plan else self._step()
         turn.drawn, turn.read = read + drawn, len(read)
         self._behind = bool(plan)
@@ -256,8 +268,9 @@ class DecodeBatch:
             for row, speculator in self._speculators.items():
                 speculator.won += tokens[row] - took
         elif turn.drawn and not turn.waited:
-            self._goes_on = True
-            self._speculation.record_step(turn.rows, None if turn.first else seconds)
+            self._plain = turn.plain + 1
+            steady = turn.plain >= STEADY
+            self._speculation.record_step(turn.rows, seconds - turn.looked, steady=steady)
 
     def _catch_up(self) -> None:
         """Give the speculators the tokens of steps before which nobody looked."""
@@ -477,7 +490,7 @@ class DecodeBatch:
         """Wait for the tokens of the step before; what guesses and grammars know is then up to them."""
         if inputs is None or not any(unread):
             return []
-        tokens = cast(list[int], inputs.tolist())
+        tokens, turn = cast(list[int], inputs.tolist()), self._turn
         samplers, logprobs = self._logprobs  # Rows may have left since, or joined.
         likely = dict(zip(map(id, samplers), likelihoods(samplers, logprobs), strict=True))
         draws: list[Draw] = []
@@ -485,9 +498,12 @@ class DecodeBatch:
             if new:
                 draws.append((row, token, likely.get(id(row.sampler))))
                 _advance(row, token)
-                if self._speculates and not self._rest:  # The next turn looks; a step is on its way.
-                    speculator = self._speculators[row]
-                    speculator.add_tokens([*row.tokens[len(speculator.tokens) :], token])
+        if turn is not None and not self._rest:  # The next turn looks, and a step is on its way.
+            began = clock()
+            for row, token, _ in draws:
+                speculator = self._speculators[row]
+                speculator.add_tokens([*row.tokens[len(speculator.tokens) :], token])
+            turn.looked += clock() - began
         return draws
 
 

@@ -150,6 +150,9 @@ thought to cost one step and costs three was made six times before that was know
 STEPS = 9
 """Newest plain steps, whose median counts."""
 
+STEADY = 4
+"""Plain steps of the same rows, one behind the other, before one is steady."""
+
 PROMPTS = 9
 """Longest passes of prompts, which foretell what more tokens cost."""
 
@@ -194,9 +197,15 @@ class PassTimes:
             del self._prompts[min(self._prompts)]
         self._thought.clear()
 
-    def record_step(self, rows: int, seconds: float) -> None:
-        """A plain step took `seconds`. The one before it was plain, too: behind a pass, or behind rows that
-        join, the first takes longer."""
+    def record_step(self, rows: int, seconds: float, *, steady: bool = True) -> None:
+        """A plain step took `seconds`.
+
+        steady  plain steps of the same rows came before it. Those behind a pass or a row that joins take
+                longer: 16 rows of SmolLM2 on an H100, 3.1 ms for 1.8, so that passes with guesses were
+                thought to cost 1.6 steps, cost 2.7, and lost. They show what a step takes at most
+        """
+        if not steady and seconds >= self._plain.get(rows, 0.0):
+            return
         if rows not in self._plain:
             self._thought.clear()
         steps = self._steps.setdefault(rows, deque(maxlen=STEPS))
@@ -232,11 +241,12 @@ class PassTimes:
         return seconds - cost * plain if new else 0.0
 
     def plain(self, rows: int) -> float:
-        """Seconds of a plain step; before there was one, of that of the next fewer rows that had one, so that
-        guesses are not thought to win more than they do; 0: none ran."""
+        """Seconds of a plain step; before there was one, between those of fewer and of more rows, or as the
+        next to them; 0: none ran."""
         if (own := self._plain.get(rows)) is not None or not self._plain:
             return own or 0.0
-        return self._plain[max((n for n in self._plain if n < rows), default=min(self._plain))]
+        counts = sorted(self._plain)
+        return float(np.interp(rows, counts, [self._plain[count] for count in counts]))
 
     def saved(self, rows: int, fewer: int) -> float:
         """Of a step of `rows`: what it takes less for fewer of them, or for the next more that a step had."""
@@ -356,10 +366,9 @@ class Speculation:
             row.predicted += guesses
             row.predicted_accepted += held
 
-    def record_step(self, rows: int, seconds: float | None) -> None:
-        """A plain step took `seconds`; None: it tells nothing of others."""
-        if seconds is not None:
-            self.times.record_step(rows, seconds)
+    def record_step(self, rows: int, seconds: float, *, steady: bool = True) -> None:
+        """A plain step took `seconds`, as `PassTimes.record_step` has it."""
+        self.times.record_step(rows, seconds, steady=steady)
         self._win(LOST_SHARE)
 
     def look_interval(self, rows: int, vain: int) -> int:

@@ -463,7 +463,7 @@ def test_what_a_batch_may_cost_follows_from_what_fewer_rows_took():
     assert shared.times.cost(2, 2) == pytest.approx(5.0 / 1.5, abs=0.02), (
         "five tokens of one row took as long"
     )
-    assert shared.times.plain(4) == 1.5, "the next fewer rows"
+    assert shared.times.plain(4) == 1.5, "as many as nearly"
     alone = measured({0: 1.0}, rows=8)
     assert alone.times.cost(1, 2) == 3.0, "before a step of one row was made"
 
