@@ -36,7 +36,6 @@ from itertools import pairwise
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
@@ -380,7 +379,7 @@ class SegmentedBatchKVCache(EvenBatchKVCache):
         self._set_ends(ends)
 
 
-@lru_cache(maxsize=1)  # Layers ask alike: an array of the host's takes CUDA 30 µs.
+@lru_cache(maxsize=1)  # Layers ask alike: a row leaves in 1.5 ms for 1.8 (30 layers, CUDA).
 def _array_of(starts: tuple[int, ...]) -> mx.array:
     return mx.array(starts)
 
@@ -401,10 +400,8 @@ def tails_of(cache: Sequence[SegmentedBatchKVCache], count: int) -> list[Tails]:
                 else:
                     _written[address[0]] = tail
             unknown = shared
-        addresses = np.array([[tail.address for tail in leaf.tails] for leaf in cache], np.uint64)
-        # In one piece: 30 arrays of the host's take CUDA a millisecond.
-        for leaf, table in zip(cache, mx.split(mx.array(addresses.reshape(-1, 3)), len(cache)), strict=True):
-            leaf.table = table
+        for leaf in cache:
+            leaf.table = mx.array([tail.address for tail in leaf.tails], mx.uint64)
     most = round_up(max(cache[0].ends) + count, TAIL_STEP)
     return [Tails(cast(mx.array, leaf.table), most) for leaf in cache]
 

@@ -103,10 +103,10 @@ with such steps, as multiples of the speed without guesses, with a look at each 
 400 tokens, 16 streams 1.45 and 1.52, one 2.17 and 2.00; logs 1.89 and 1.89, 2.80 and 2.80; prose of 150
 tokens 0.87 and 0.98, 1.01 and 1.00. Rarer from the first vain look on: logs 1.81 and 2.57."""
 
-LOOK_SHARE = 0.01
+LOOK_SHARE = 0.02
 """Of a step's time: what a look at each step may take. It is the host's time; longer steps leave some."""
 
-LOOK_S = 7e-6
+LOOK_S = 15e-6
 """Seconds for a row."""
 
 CAUTION = 0.5
