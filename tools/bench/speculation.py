@@ -16,8 +16,8 @@ one with guesses is compared with the mean of the other's time before and its ti
 Each prompt is sent by itself first, then answers of `--warm-up` tokens come, so that all but the ends of the
 prompts is cached. In each round answers of one token are timed, too, and taken off: what is left is decoding,
 from the first token of the last stream that begins to the last one of the last that ends. A row has tokens a
-second of both and their ratio; `best`, that of the shortest times of all rounds, where a machine that others
-use, too, is noisy; `of each`, the ratio of each stream's own tokens a second, summed; `alone`, that of a speed
+second of both and their ratio; `best`, that of the shortest times of all rounds, since a machine that others
+use is noisy; `of each`, the ratio of each stream's own tokens a second, summed; `alone`, that of a speed
 without guesses and the one before it, which the machine alone makes; and that of tokens a processor second of
 the daemons. All but `best` are medians or quartiles of the rounds. Then come how many guesses held, in all
 and of a row in a pass, and whether all answers are the same. The aim: at least 1.5 on edits, and never under
