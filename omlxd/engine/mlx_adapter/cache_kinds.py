@@ -29,7 +29,7 @@ from .cuda_driver import give_spare_back
 from .device import SAFETENSORS_DTYPE
 from .own_rows import OwnRowsKVCache
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
-from .segments import Segment, SegmentedBatchKVCache, SegmentedKVCache, let_go
+from .segments import Segment, SegmentedBatchKVCache, SegmentedKVCache, Tail
 
 Cache = list[Any]
 """One cache object a layer, of one sequence or of a batch."""
@@ -546,14 +546,18 @@ def _copier(batch: Cache) -> Callable[[Any], None]:
     return copied
 
 
-def keep_rows(batch: Cache, rows: Sequence[int]) -> None:
-    """Drop every other row of a batch cache."""
-    tails = ((row, tail) for layer in batch for row, tail in enumerate(getattr(layer, "tails", ())))
-    let_go([tail for row, tail in tails if row not in rows])
+def keep_rows(batch: Cache, rows: Sequence[int]) -> list[Tail]:
+    """Drop every other row of a batch cache.
+
+    Returns their tails, which the step on its way writes to. Keep them until it has been computed, and then
+    `let_go` of them: a tail that is freed before waits for it, 1 ms a row of SmolLM2 on an H100.
+    """
+    tails = [(row, tail) for layer in batch for row, tail in enumerate(getattr(layer, "tails", ()))]
     copied = _copier(batch)
     for layer in batch:
         layer.filter(list(rows))
         copied(layer)
+    return [tail for row, tail in tails if row not in rows]
 
 
 def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.array]:

@@ -251,13 +251,11 @@ class Tail:
 
 
 def let_go(tails: Sequence[Tail]) -> None:
-    """Wait once until no kernel writes to `tails`, which will be freed. Otherwise each of them waits."""
-    known = [tail for tail in tails if tail.address]
-    if known:
-        cuda_driver.wait()
-    for tail in known:
-        _written.pop(tail.address[0], None)
-        tail.address = []
+    """No kernel writes to `tails` any more. Otherwise each of them waits for that before it is freed."""
+    for tail in tails:
+        if tail.address:
+            _written.pop(tail.address[0], None)
+            tail.address = []
 
 
 class SegmentedBatchKVCache(EvenBatchKVCache):

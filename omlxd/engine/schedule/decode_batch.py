@@ -101,6 +101,7 @@ class DecodeBatch:
         self.rows: list[Sequence] = []
         self._cache: mlx_adapter.Cache = []
         self._merged = False
+        self._left: list[mlx_adapter.Tail] = []  # Of rows that have left: a step on its way writes there.
         self._inputs: mx.array | None = None
         self._unread: list[bool] = []
         self._sampler: BatchSampler | None = None
@@ -194,7 +195,7 @@ class DecodeBatch:
             self._logprobs = [], None
         else:
             assert self._inputs is not None
-            mlx_adapter.keep_rows(self._cache, keep)
+            self._left += mlx_adapter.keep_rows(self._cache, keep)
             self._inputs = self._inputs[mx.array(keep)]
         self._compose()
 
@@ -387,6 +388,7 @@ class DecodeBatch:
         sampler = BatchSampler(each_sampler)
         sampled = sampler(logits)
         mx.eval(sampled, *(sampler.logprobs or ()))
+        self._let_go()
         likely = likelihoods(each_sampler, sampler.logprobs)
         drawn = iter(zip(cast(list[int], sampled.tolist()), likely, strict=True))
         draws: list[Draw] = []
@@ -437,8 +439,15 @@ class DecodeBatch:
             sequence.kv_length += 1
         if draws is None:
             draws = self._read(inputs, unread)
+        if any(unread):
+            self._let_go()
         self._logprobs = self._sampler.rows, logprobs
         return draws
+
+    def _let_go(self) -> None:
+        """The step before has been computed."""
+        mlx_adapter.let_go(self._left)
+        self._left.clear()
 
     def wait(self) -> None:
         """Until the step that was started last has been computed."""

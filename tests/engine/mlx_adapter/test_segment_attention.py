@@ -394,7 +394,10 @@ def test_nobody_gets_a_view_of_a_segment(folder: Path):
     assert copy.deepcopy(cache)[0].rows[1].segments[0] is segment
 
 
-def test_all_tails_of_a_row_that_leaves_are_waited_for_at_once(folder: Path, reference, monkeypatch):
+@pytest.mark.parametrize("computed", [True, False])
+def test_tails_of_a_row_that_leaves_wait_for_the_step_on_its_way(
+    computed: bool, folder: Path, reference, monkeypatch
+):
     monkeypatch.setattr(compiled_step, "fused_step", fuse)
     reference()
     loaded = load(folder, SEGMENT)
@@ -405,12 +408,15 @@ def test_all_tails_of_a_row_that_leaves_are_waited_for_at_once(folder: Path, ref
     gc.collect()
     waits: list[bool] = []
     monkeypatch.setattr(segments.cuda_driver, "wait", lambda: waits.append(gone in segments._written))
-    mlx_adapter.keep_rows(cache, [0, 2])
-    assert waits == [True] and second.address == [] and gone not in segments._written
+    left = mlx_adapter.keep_rows(cache, [0, 2])
+    assert second in left and len(left) == len(cache) and segments._written[gone] is second and not waits
     assert cache[0].tails == [first, third] and first.is_known and third.is_known
-    del second
+    if computed:
+        mlx_adapter.let_go(left)
+        assert second.address == [] and gone not in segments._written
+    del second, left
     gc.collect()
-    assert len(waits) == 1 and held, "nobody waits again"
+    assert len(waits) == (0 if computed else len(cache)) and held and gone not in segments._written
 
 
 def test_a_segment_that_goes_waits_for_what_reads_it(folder: Path, reference, monkeypatch):

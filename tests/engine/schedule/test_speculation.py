@@ -547,3 +547,36 @@ def test_penalties_of_rows_whose_prompts_end_together_know_each_guess(
         rig.on_engine(lambda: outputs.extend(rig.start(one, 20, sampling=sampling) for one in asked))
         assert [output.tokens() for output in outputs] == plain
     assert together == [2]
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_the_kv_of_rows_that_left_is_let_go_once_a_step_behind_them_was_read(
+    speculate: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The step on its way as they leave still writes there."""
+    keep, read = mlx_adapter.keep_rows, DecodeBatch._read
+    left, freed, waited = list[object](), list[object](), set[object]()
+
+    def keep_rows(cache: Any, rows: Any) -> list[Any]:
+        left.append(object())
+        return [*keep(cache, rows), left[-1]]
+
+    def has_waited(self: DecodeBatch, drawn: list[Any]) -> list[Any]:
+        waited.update(self._left if drawn else ())
+        return drawn
+
+    def let_go(tails: list[Any]) -> None:
+        assert waited.issuperset(tails)
+        freed.extend(tails)
+
+    monkeypatch.setattr(mlx_adapter, "keep_rows", keep_rows)
+    monkeypatch.setattr(mlx_adapter, "let_go", let_go)
+    monkeypatch.setattr(DecodeBatch, "_read", lambda self, *given: has_waited(self, read(self, *given)))
+    if speculate:
+        guess_by(monkeypatch, lambda tokens: tokens[-40:-33])
+        monkeypatch.setattr(mlx_adapter, "let_go", freed.extend)  # Behind a pass nothing is on its way.
+    with Rig(model, speculate=speculate) as rig:
+        outputs = [rig.start(prompt(30 + i, seed=i), 8 + 5 * i) for i in range(6)]
+        for output in outputs:
+            output.tokens(60)
+    assert left and len(left) - len(freed) <= 1, "but of the last that left"
