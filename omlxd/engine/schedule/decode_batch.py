@@ -51,7 +51,7 @@ class Turn:
     began, checked  on the clock: when the call began, when its pass with guesses began
     behind   the turn before started no step ahead
     waited   `wait` was called before: the time of this turn is no whole step's
-    plain    plain steps of the same rows that came right before
+    plain    steps without guesses, of the same rows, that came right before
     looked   seconds that went into looking for guesses
     spared   seconds that do not count against the guesses
     guesses  of a row in its pass; 0: there was no such pass
@@ -108,7 +108,7 @@ class DecodeBatch:
         self._logprobs: tuple[list[SamplerRow], StepLogprobs | None] = [], None
         self._waited = False
         self._behind = False  # The last turn started no step ahead.
-        self._plain = 0  # Plain steps since then, of the same rows.
+        self._plain = 0  # Steps in a row, of the same rows, without guesses.
         self._turn: Turn | None = None
         self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
 

@@ -468,6 +468,33 @@ def test_what_a_batch_may_cost_follows_from_what_fewer_rows_took():
     assert alone.times.cost(1, 2) == 3.0, "before a step of one row was made"
 
 
+def test_steps_behind_passes_show_what_a_step_takes_at_most():
+    times = PassTimes()
+    times.record_step(16, 3.1, steady=False)
+    assert not times.plain(16) and times.cost(16, 4) == float("inf"), "nothing is known yet"
+    for _ in range(9):
+        times.record_step(16, 2.0)
+    for _ in range(99):
+        times.record_step(16, 3.1, steady=False)
+    assert times.plain(16) == 2.0
+    for _ in range(9):
+        times.record_step(16, 1.5, steady=False)
+    assert times.plain(16) == 1.5
+
+
+def test_before_a_plain_step_a_pass_tells_no_cost():
+    times = PassTimes()
+    times.record_step(1, 1.0)
+    times.record_step(16, 2.5)
+    assert times.plain(6) == pytest.approx(1.5)
+    thought = times.cost(6, 4)
+    assert times.record_check(6, 4, 99.0) == pytest.approx(99.0 - 2 * thought * 1.5)
+    assert times.cost(6, 4) == thought
+    times.record_step(6, 1.2)
+    times.record_check(6, 4, 2.4)
+    assert times.cost(6, 4) == 2.0
+
+
 def test_what_failed_for_one_request_is_not_begun_with_by_the_next():
     shared = measured({0: 1.0, 2: 1.5})
     for _ in range(30):
