@@ -62,7 +62,7 @@ class OpenCall:
 class UsageExtension(Struct, frozen=True):
     """What no protocol has a field for, as `chat.Usage` has it; stands as `omlxd` in usage.
 
-    drafted, accepted  both or neither; so are model_drafted and model_accepted
+    model_drafted, model_accepted  both, or neither where no draft model guessed
     """
 
     cached_hot: int
@@ -74,9 +74,9 @@ class UsageExtension(Struct, frozen=True):
     prefill_s: float
     decode_s: float
     tokens_per_s: float
+    drafted: int
+    accepted: int
     peak_bytes: int = 0
-    drafted: int | UnsetType = UNSET
-    accepted: int | UnsetType = UNSET
     model_drafted: int | UnsetType = UNSET
     model_accepted: int | UnsetType = UNSET
     recomputed: int = 0
@@ -85,8 +85,6 @@ class UsageExtension(Struct, frozen=True):
 def usage_extension(usage: Usage) -> UsageExtension:
     computed = usage.prompt_tokens - usage.cached_tokens
     left_out = {"computed"}
-    if not usage.drafted:
-        left_out |= {"drafted", "accepted"}
     if not usage.model_drafted:
         left_out |= {"model_drafted", "model_accepted"}
     names = [name for name in UsageExtension.__struct_fields__ if name not in left_out]

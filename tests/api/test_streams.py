@@ -91,7 +91,8 @@ data: {"type":"message_delta","delta":{"stop_reason":"tool_use","stop_sequence":
 {"input_tokens":36,"cache_creation_input_tokens":0,"cache_read_input_tokens":64,"output_tokens":7,\
 "output_tokens_details":{"thinking_tokens":3},\
 "omlxd":{"cached_hot":48,"cached_cold":16,"computed":36,"ttft_s":0.25,"queue_s":0.0,"restore_s":0.0,\
-"prefill_s":0.0,"decode_s":0.0,"tokens_per_s":0.0}}}
+"prefill_s":0.0,"decode_s":0.0,"tokens_per_s":0.0,\
+"drafted":0,"accepted":0}}}
 
 event: message_stop
 data: {"type":"message_stop"}
@@ -181,6 +182,7 @@ OPENAI_USAGE = {
     "omlxd": {
         **{"cached_hot": 48, "cached_cold": 16, "computed": 36, "ttft_s": 0.25},
         **dict.fromkeys(("queue_s", "restore_s", "prefill_s", "decode_s", "tokens_per_s"), 0.0),
+        **{"drafted": 0, "accepted": 0},
     },
 }
 

@@ -127,11 +127,12 @@ async def test_choices_decode_at_the_same_time():
     assert (timings["predicted_n"], timings["predicted_per_second"]) == (12, 2.2)
 
 
-async def test_guesses_that_all_failed_are_told_with_how_many_held():
-    usage = Usage(prompt_tokens=9, completion_tokens=6, drafted=4)
+@pytest.mark.parametrize("drafted", [4, 0])
+async def test_guesses_are_told_although_none_held_or_none_was_made(drafted: int):
+    usage = Usage(prompt_tokens=9, completion_tokens=6, drafted=drafted)
     async with client(app_of(FakeEngine((TextDelta("a"), Finished("stop", usage))))) as http:
         omlxd = (await http.post(PATHS[0], json=body(PATHS[0]))).json()["usage"]["omlxd"]
-    assert (omlxd["drafted"], omlxd["accepted"]) == (4, 0)
+    assert (omlxd["drafted"], omlxd["accepted"]) == (drafted, 0)
     assert not omlxd.keys() & {"model_drafted", "model_accepted"}
 
 
