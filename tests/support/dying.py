@@ -94,14 +94,15 @@ class Dying:
 
 
 class Asking(threading.Thread):
-    """A request. `error`: what it was told, "" if it was answered; `ended`: when (monotonic)."""
+    """A request. `error`: what it was told, "" if it was answered; `ended`: when (monotonic). `heard`: a part
+    of its answer has come."""
 
     def __init__(self, daemon: Daemon, prompt: str, *, stream: bool):
         super().__init__(daemon=True)
         self._daemon_ = daemon
         self._content = body(daemon.model, prompt, max_tokens=300)
         self._stream = stream
-        self.error, self.ended = "", 0.0
+        self.error, self.ended, self.heard = "", 0.0, False
         self.start()
 
     def run(self) -> None:
@@ -114,7 +115,11 @@ class Asking(threading.Thread):
         if self._stream:
             with self._daemon_.stream("/v1/messages", self._content) as answer:
                 if answer.status_code == 200:
-                    events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+                    events = list[str]()
+                    for line in answer.iter_lines():
+                        if line.startswith("data: "):
+                            events.append(line[6:])
+                            self.heard = self.heard or "content_block_delta" in line
                     self.ended = time.monotonic()
                     last = json.loads(events[-1])
                     if last["type"] == "error":

@@ -32,6 +32,7 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
     wait_until(dying.stands, READY_S, dying.daemon.logged)
     asked.append(Asking(dying.daemon, prose(50, seed), stream=False))
     wait_until(lambda: dying.in_flight() >= 2, 30, dying.daemon.logged)
+    wait_until(lambda: asked[0].heard or moment != "decode", 30, dying.daemon.logged)
     engine = dying.engine()
     assert on_disk(dying.cache, temporary=True) or moment != "writing"
     assert all_on_disk(dying.cache) <= CAP
