@@ -549,8 +549,9 @@ def _copier(batch: Cache) -> Callable[[Any], None]:
 def keep_rows(batch: Cache, rows: Sequence[int]) -> list[Tail]:
     """Drop every other row of a batch cache.
 
-    Returns their tails, which the step on its way writes to. Keep them until it has been computed, and then
-    `let_go` of them: a tail that is freed before waits for it, 1 ms a row of SmolLM2 on an H100.
+    Returns the tails of those rows, which the step on its way still writes to. Keep them until that step has
+    been computed, then call `let_go`. A tail that is freed before waits for the step: 1 ms a row of SmolLM2
+    on an H100.
     """
     tails = [(row, tail) for layer in batch for row, tail in enumerate(getattr(layer, "tails", ()))]
     copied = _copier(batch)

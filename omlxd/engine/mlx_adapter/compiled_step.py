@@ -84,7 +84,7 @@ class Next:
             [end + i for _, end, _, count in rows for i in range(count)],
             [length - 1 + i for _, _, length, count in rows for i in range(count)],
         )
-        # As one array and its rows they took the host 0.1 ms more of a step of 1.
+        # One array, cut into these three, takes the host 0.1 ms longer (CUDA).
         starts, ends, offset = (mx.array(at + [0] * (size - len(at)), mx.int32) for at in places)
         return starts, ends, offset
 

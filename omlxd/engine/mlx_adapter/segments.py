@@ -251,7 +251,7 @@ class Tail:
 
 
 def let_go(tails: Sequence[Tail]) -> None:
-    """No kernel writes to `tails` any more. Otherwise each of them waits for that before it is freed."""
+    """Forget `tails`, which no kernel writes to any more. A tail that is freed before waits for the GPU."""
     for tail in tails:
         if tail.address:
             _written.pop(tail.address[0], None)
@@ -379,6 +379,7 @@ class SegmentedBatchKVCache(EvenBatchKVCache):
 
 @lru_cache(maxsize=1)  # Layers ask alike: a row leaves in 1.5 ms for 1.8 (30 layers, CUDA).
 def _array_of(starts: tuple[int, ...]) -> mx.array:
+    """Shared by layers: nobody changes it in place while rows have tails."""
     return mx.array(starts)
 
 

@@ -445,7 +445,7 @@ class DecodeBatch:
         return draws
 
     def _let_go(self) -> None:
-        """The step before has been computed."""
+        """Free the KV of rows that have left: the step that was on its way then has been computed."""
         mlx_adapter.let_go(self._left)
         self._left.clear()
 

@@ -61,10 +61,10 @@ class NgramProposer:
             self._mark_all()
         else:
             self._ids[begin:count] = tokens
-            marks, last = self._marks, len(self._marks) - 1
-            first, second, third = self._newest
+            marks, (first, second, third) = self._marks, self._newest
+            size = len(marks)
             for token in tokens:
-                marks[(first * FIRST + second * SECOND + third) & last] = 1
+                marks[_mark(size, first, second, third)] = 1
                 first, second, third = second, third, token
         self._newest = (*self._newest, *tokens)[-3:]
         if match is not None:
@@ -74,10 +74,10 @@ class NgramProposer:
 
     def _mark_all(self) -> None:
         """Make the marks of all triples but the newest."""
-        size = min(MOST_MARKS, 1 << (MARKS_PER_TOKEN * len(self._ids) - 1).bit_length())
+        size = min(MOST_MARKS, MARKS_PER_TOKEN * len(self._ids))
         self._marks = bytearray(size)
         ids = self._ids[: self._count].astype(np.int64)
-        np.frombuffer(self._marks, np.uint8)[_mark(ids[:-3], ids[1:-2], ids[2:-1]) & (size - 1)] = 1
+        np.frombuffer(self._marks, np.uint8)[_mark(size, ids[:-3], ids[1:-2], ids[2:-1])] = 1
 
     def match(self) -> int:
         """Tokens of the longest match, up to LONGEST_MATCH; 0: there is none, and nothing to guess."""
@@ -108,7 +108,7 @@ class NgramProposer:
     def _longest(self) -> tuple[int, int] | None:
         """Where the longest match ends, and its tokens; None: there is none."""
         last = self._count - 1
-        if last < MIN_MATCH or not self._marks[_mark(*self._newest) & (len(self._marks) - 1)]:
+        if last < MIN_MATCH or not self._marks[_mark(len(self._marks), *self._newest)]:
             return None
         ids = self._ids
         ends = np.flatnonzero(
@@ -129,10 +129,6 @@ class NgramProposer:
         return int((predicted if predicted.size else ends)[-1]), int(longest)
 
 
-FIRST, SECOND = 1_000_003, 8_191
-"""By which a triple's tokens are multiplied, for its mark."""
-
-
-def _mark(first: Any, second: Any, third: Any) -> Any:
-    """Of a triple, or of arrays of them: its last bits are the place of the mark."""
-    return first * FIRST + second * SECOND + third
+def _mark(size: int, first: Any, second: Any, third: Any) -> Any:
+    """The place of a triple's mark in a table of `size`; of arrays those of theirs."""
+    return (first * 1_000_003 + second * 8_191 + third) % size

@@ -151,7 +151,7 @@ STEPS = 9
 """Newest plain steps, whose median counts."""
 
 STEADY = 4
-"""Plain steps of the same rows, one behind the other, before one is steady."""
+"""A plain step is steady behind so many others in a row, of the same rows."""
 
 PROMPTS = 9
 """Longest passes of prompts, which foretell what more tokens cost."""
