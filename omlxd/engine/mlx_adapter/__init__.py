@@ -22,6 +22,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 """
 
 from . import lean_imports  # Before whatever imports transformers.
+from .addressed_rows import Tail, let_go
 from .arrays import blank_arrays, give_memory_back, limits, set_limits, trim_heap
 from .attention import reads_own_rows
 from .batch_kv import EvenBatchKVCache, round_up
@@ -86,5 +87,5 @@ from .prompt_shapes import fixed_shapes
 from .quantised import Quantisation
 from .row_attention import pays as rows_attend_alone
 from .row_attention import ratio as rows_alone_ratio
-from .segments import SEGMENT, LiveSegments, Segment, Tail, add_segment, let_go
+from .segments import SEGMENT, LiveSegments, Segment, add_segment
 from .vision import VLM_VERSION, blindness

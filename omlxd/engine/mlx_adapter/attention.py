@@ -24,6 +24,7 @@ import logging
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -31,7 +32,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from ...common.units import PREFILL_CHUNK
-from . import attention_packed, prompt_attention, prompt_shapes
+from . import attention_packed, prompt_attention, prompt_shapes, segment_attention
 from .attention_kernel import MOST_NEW, SPAN, Kernel
 from .device import backend
 
@@ -277,6 +278,7 @@ def _checked(width: int, group: int, dtype: Any, window: bool, sinks: bool) -> K
     kernel, began, far = Kernel(width, group, dtype, ring=window, sinks=sinks), time.perf_counter(), 0.0
     check = _Check(kernel, width, group, dtype, window, sinks)
     try:
+        kernel.compile_ahead()
         for end, new in ((ENDS[0], 1), (ENDS[1], 1), (ENDS[1], 5)):
             far = max(far, check.difference(end, new))
         far = max(far, check.step_difference())
@@ -318,7 +320,8 @@ class _Check:
         return mx.random.normal(shape, key=mx.random.key(seed)).astype(self._dtype)
 
     def difference(self, end: int, new: int) -> float:
-        """The largest from MLX's own in float32, for `new` tokens of each row; NaN is infinite."""
+        """The largest from MLX's own in float32, for `new` tokens of each row; NaN is infinite. So are other
+        bits of rows with arrays of their own."""
         capacity, window = end + 15, (end - 70 if new == 1 else end // 3) if self._window else 0
         shape = (2, 2, capacity, self._width)
         queries = self._some(0, (2, 2 * self._group, new, self._width))
@@ -326,7 +329,17 @@ class _Check:
         places = [0, end // 3], [end // 2, end]
         if window and new == 1:
             places = window_places([end // 2, 9 * end], end // 3, capacity, window)
-        got = self._kernel(queries, keys, values, places, self._scale, window=window, sinks=self._sinks)
+        how: dict[str, Any] = {"window": window, "sinks": self._sinks}
+        got = self._kernel(queries, keys, values, places, self._scale, **how)
+        newest = [
+            mx.concatenate(
+                [mx.roll(a[row : row + 1], new - at, 2)[:, :, :new] for row, at in enumerate(places[1])]
+            )
+            for a in (keys, values)
+        ]
+        own = self._over_tails(queries, (keys, values), places, newest, how)
+        if not mx.array_equal(own, got).item():
+            return float("inf")
         far = 0.0
         for row, (start, stop) in enumerate(zip(*places, strict=True)):
             columns = mx.arange(start, stop)
@@ -342,6 +355,26 @@ class _Check:
             apart = cast(float, mx.abs(got[row : row + 1].astype(mx.float32) - want).max().item())
             far = max(far, apart if apart == apart else float("inf"))
         return far
+
+    def _over_tails(
+        self, queries: mx.array, held: Any, places: Places, newest: Sequence[mx.array], how: dict[str, Any]
+    ) -> mx.array:
+        """What the kernel gives of rows with arrays of their own: rings that begin elsewhere, or one of the
+        rows in longer arrays."""
+        capacity = held[0].shape[2]
+        turn, more = (capacity // 2, 0) if how["window"] else (0, 64)
+        starts = [(start + turn) % capacity for start in places[0]]
+        ends = [to + end - start for to, start, end in zip(starts, *places, strict=True)]
+        rows = [
+            [
+                mx.pad(mx.roll(array[row : row + 1], turn, 2), [(0, 0), (0, 0), (0, more * row), (0, 0)])
+                for array in held
+            ]
+            for row in range(2)
+        ]
+        return segment_attention.over_tails_of(
+            self._kernel, queries, rows, (starts, ends), newest, self._scale, **how
+        )
 
     def step_difference(self) -> float:
         """The largest of what `Kernel.step` gives and puts, from what it should, and of a row of one span in

@@ -10,13 +10,14 @@ the new token's KV into its place, for compiled_step.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from . import nvrtc
-from .attention_source import WARPS, heads_at_once, source_of
+from .attention_source import WARPS, heads_at_once, put_source, source_of
 
 SPAN = 512
 """Tokens of a row that one block of threads reads. Cut at fixed places, not by how many rows there are.
@@ -66,6 +67,32 @@ MOST_WIDE = 16
 NO_WINDOW = 1 << 30
 
 
+class Tails(NamedTuple):
+    """A layer's KV of a batch whose rows have arrays of their own, behind what they hold in segments.
+
+    table  (rows, parts + 1) in uint64: addresses of a row's arrays, (1, KV heads, capacity, …) each, and that
+           capacity. There are two, keys and values, or six where both are packed (quantised.py)
+    most   columns; no row is longer
+    """
+
+    table: mx.array
+    most: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether keys and values are."""
+        return self.table.shape[1] > 3
+
+
+Held = tuple[mx.array, mx.array] | Tails
+"""Keys and values of all rows, (rows, KV heads, capacity, width) each, or what each row has."""
+
+
+def kept(held: Any) -> tuple[Any, Any]:
+    """(keys, values) that are written in place; of rows with arrays of their own (`held`, None)."""
+    return (held, None) if isinstance(held, Tails) else held
+
+
 class Kernel:
     """The kernels for one width, group and type. They compile at their first calls. Raises what NVRTC, the
     driver and MLX raise.
@@ -91,8 +118,22 @@ class Kernel:
         self._code: dict[tuple[str, int], tuple[str, bytes]] = {}
         # Each shape by itself: MLX looks through all shapes of a function one by one.
         self._compiled = lru_cache(64)(
-            lambda queries, keys, window: mx.compile(partial(self._attend, window=window))
+            lambda queries, held, window: mx.compile(partial(self._attend, window=window))
         )
+
+    def compile_ahead(self) -> None:
+        """Compile, side by side, what calls will need."""
+        one = [name + end for name in ("spans", "step") for end in ("", "_out")]
+        several = ["tiles"] if self.width <= TILE_WIDTH else ["several", "several_out"]
+        span = TILE_SPAN if self.width <= TILE_WIDTH else self.span
+        needed = {(own + name, self.span) for name in one for own in ("", "own_")}
+        needed |= {(own + name, span) for name in several for own in ("", "own_")}
+        with ThreadPoolExecutor(len(needed) + 2, thread_name_prefix="nvrtc") as aside:
+            list(aside.map(self._compile, (*needed, *{("merge", self.span), ("merge", span)})))
+
+    def _compile(self, key: tuple[str, int]) -> None:
+        function, source = source_of(key[0], self.width, self.group, self.dtype, key[1], **self._with)
+        self._code[key] = function, nvrtc.machine_code(source)
 
     def __call__(
         self,
@@ -112,47 +153,69 @@ class Kernel:
                 others, and goes on behind the last column in the first
         sinks   (heads,)
         """
-        starts, ends = (
-            constant(f"{name}{window}", tuple(at), mx.int32)
-            for name, at in zip(("starts", "ends"), places, strict=True)
-        )
+        starts, ends = constants_of(places, window)
         call = self._compiled(queries.shape, keys.shape, window)
         more = () if sinks is None else (sinks,)
-        return call(queries, keys, values, starts, ends, constant("scale", (scale,), mx.float32), *more)
+        scales = constant("scale", (scale,), mx.float32)
+        return call(queries, (keys, values), starts, ends, scales, *more)
+
+    def over_tails(
+        self,
+        queries: mx.array,
+        tails: Tails,
+        places: tuple[Sequence[int], Sequence[int]],
+        scale: float,
+        *,
+        fresh: Sequence[mx.array] = (),
+        behind: mx.array | None = None,
+        window: int = 0,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """As a call of the kernel, of rows with arrays of their own; a row's columns go on at its arrays'
+        beginning where those end and there is a `window`.
+
+        fresh   KV of a new token of each row, which is put into its place; or else it is there
+        behind  what `put` gave
+        """
+        starts, ends = constants_of(places, window)
+        scales = constant("scale", (scale,), mx.float32)
+        call = self._compiled((queries.shape, bool(fresh), sinks is None), tails.most, window)
+        return call(queries, tails, starts, ends, scales, sinks, fresh=fresh, behind=behind)
 
     def step(
         self,
         queries: mx.array,
         fresh: Sequence[mx.array],
-        held: tuple[mx.array, mx.array],
+        held: Held,
         starts: mx.array,
         ends: mx.array,
         scale: float,
         sinks: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Put `fresh`, KV of a new token of each row, into `held`, and attend: (out, keys, values).
+    ) -> tuple[mx.array, Any, Any]:
+        """Put `fresh`, KV of a new token of each row, into `held`, and attend: (out, keys, values), of which
+        `kept` gives the latter.
 
         fresh  (rows, KV heads, 1, width) each; empty where they are in `held`
-        held   (rows, KV heads, capacity, width), in one piece; written in place, column `ends[row] - 1`
+        held   in one piece; written in place, column `ends[row] - 1`
         """
         scales = constant("scale", (scale,), mx.float32)
-        return self._attend(queries, *held, starts, ends, scales, sinks, fresh=fresh), *held
+        return self._attend(queries, held, starts, ends, scales, sinks, fresh=fresh), *kept(held)
 
     def _attend(
         self,
         queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
+        held: Held,
         starts: mx.array,
         ends: mx.array,
         scale: mx.array,
         sinks: mx.array | None = None,
         *,
         fresh: Sequence[mx.array] = (),
+        behind: mx.array | None = None,
         window: int = 0,
     ) -> mx.array:
-        given = queries, keys, values, starts, ends, scale
-        *made, span = self.parts(*given, fresh=fresh, window=window, sinks=sinks, out=True)
+        how: dict[str, Any] = {"fresh": fresh, "behind": behind, "window": window, "sinks": sinks}
+        *made, span = self.parts(queries, held, starts, ends, scale, **how, out=True)
         if len(made) == 1:
             return made[0]
         rows, heads, new = queries.shape[:3]
@@ -170,13 +233,13 @@ class Kernel:
     def parts(
         self,
         queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
+        held: Held,
         starts: mx.array,
         ends: mx.array,
         scale: mx.array,
         *,
         fresh: Sequence[mx.array] = (),
+        behind: mx.array | None = None,
         window: int = 0,
         sinks: mx.array | None = None,
         out: bool = False,
@@ -187,7 +250,8 @@ class Kernel:
         out  if rows have no more than one span: (what attention gives, with `sinks`; tokens of a span)
         """
         rows, heads, new = queries.shape[:3]
-        kv_heads, capacity = keys.shape[1:3]
+        kv_heads, own = heads // self.group, isinstance(held, Tails)
+        arrays, capacity = ([held.table], held.most) if isinstance(held, Tails) else (held, held[0].shape[2])
         if new > 1 and self.width <= TILE_WIDTH:
             name, span, at_once = "tiles", TILE_SPAN, 16
         else:
@@ -197,11 +261,13 @@ class Kernel:
         alone = out and spans == 1 and name != "tiles"
         places = (rows, heads * new, spans)
         last = [sinks] if alone and sinks is not None else []
+        if own and name != "step":
+            last.insert(0, ends if behind is None else behind)
         made = self._run(
-            name + "_out" * alone,
+            "own_" * own + name + "_out" * alone,
             span,
-            [queries, *fresh, keys, values, starts, ends, scale, *last],
-            [capacity, new, kv_heads, window or NO_WINDOW],
+            [queries, *fresh, *arrays, starts, ends, scale, *last],
+            [*([] if own else [capacity]), new, kv_heads, window or NO_WINDOW],
             grid=(spans * 32 * WARPS, kv_heads * -(-self.group * new // at_once), rows),
             threadgroup=(32 * WARPS, 1, 1),
             output_shapes=[queries.shape] if alone else [(*places, self.width), (*places, 2)],
@@ -214,8 +280,7 @@ class Kernel:
     ) -> list[mx.array]:
         """One kernel, compiled at its first call."""
         if (name, span) not in self._code:
-            function, source = source_of(name, self.width, self.group, self.dtype, span, **self._with)
-            self._code[name, span] = function, nvrtc.machine_code(source)
+            self._compile((name, span))
         function, code = self._code[name, span]
         return mx.fast.precompiled_cuda_kernel(
             name=function,
@@ -225,6 +290,42 @@ class Kernel:
             ensure_row_contiguous=True,
             **how,
         )
+
+
+def put(fresh: Sequence[mx.array], tails: Tails, ends: mx.array) -> mx.array:
+    """Put KV of new tokens into rows' own arrays, so that the tokens of row r end at column `ends[r]`, and go
+    on at the arrays' beginning where those end. Returns what a kernel takes as `behind` that reads them.
+
+    fresh  a part each, (rows, KV heads, new tokens, …)
+    """
+    rows, heads, new = fresh[0].shape[:3]
+    function, code = _put_code(len(fresh))
+    return mx.fast.precompiled_cuda_kernel(
+        name=function,
+        compiled_source=code,
+        inputs=[*fresh, tails.table, ends],
+        scalars=[new, heads, *(part.shape[3] * part.dtype.size for part in fresh)],
+        grid=(rows * heads * 128, 1, 1),
+        threadgroup=(128, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+        ensure_row_contiguous=True,
+    )[0]
+
+
+@cache
+def _put_code(parts: int) -> tuple[str, bytes]:
+    function, source = put_source(parts)
+    return function, nvrtc.machine_code(source)
+
+
+def constants_of(places: Sequence[Sequence[int]], window: int = 0) -> tuple[mx.array, mx.array]:
+    """Starts and ends, (rows,) each; layers with the same `window` share them."""
+    starts, ends = places
+    return (
+        constant(f"starts{window}", tuple(starts), mx.int32),
+        constant(f"ends{window}", tuple(ends), mx.int32),
+    )
 
 
 _constants: dict[str, tuple[Any, mx.array]] = {}

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
-from . import nvrtc
-from .attention_kernel import MOST_NEW, constant
+from . import nvrtc, segment_attention
+from .attention_kernel import MOST_NEW, Tails, constant, constants_of, kept
 from .attention_source import HEADER, TYPES, WARPS
 from .attention_source import source_of as merge_source
 
@@ -114,7 +114,8 @@ _BODY = """
   const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, line = lane >> 2, quad = lane & 3;
-  const long of_row = (long)row * KV_HEADS + kv_head, column = of_row * capacity;
+  const long of_row = (long)row * KV_HEADS + kv_head;
+  HEAD
   PUT
   // Query m of a head's group: new token m / GROUP, head m % GROUP.
   long place[2];
@@ -370,6 +371,17 @@ _BODY = """
 
 _NAMES = [f"{kv}{part}" for kv in ("key", "value") for part in ("s", "_scales", "_biases")]
 
+_HEAD = "const long column = of_row * capacity;"
+
+_HEAD_BY_ADDRESS = """const unsigned long long* own = tails + row * 7;
+  const unsigned *keys = reinterpret_cast<const unsigned*>(own[0]);
+  const T* key_scales = reinterpret_cast<const T*>(own[1]);
+  const T* key_biases = reinterpret_cast<const T*>(own[2]);
+  const unsigned *values = reinterpret_cast<const unsigned*>(own[3]);
+  const T* value_scales = reinterpret_cast<const T*>(own[4]);
+  const T* value_biases = reinterpret_cast<const T*>(own[5]);
+  const long column = (long)kv_head * (long)own[6];"""
+
 _PUT = """if (to == end) {  // Nobody else reads the newest token.
     const long last = column + end - 1;
     for (int i = threadIdx.x; i < WORDS; i += 32 * WARPS) {
@@ -433,7 +445,8 @@ def _checked(width: int, group: int, dtype: Any, how: Quantisation) -> PackedKer
 def difference(kernel: Any, width: int, group: int, dtype: Any, how: Quantisation, new: int) -> float:
     """The largest from MLX's own in float32, for `new` tokens of each of two rows; NaN is infinite.
 
-    Infinite too if `step` puts or gives anything else than `kernel` does where the token is in its place.
+    Infinite too if `step` puts or gives anything else than `kernel` does where the token is in its place, or
+    if rows with arrays of their own have other bits.
     """
     end = 2 * SPAN + 17
     shape, scale = (2, 2, end + 15, width), width**-0.5
@@ -463,13 +476,23 @@ def difference(kernel: Any, width: int, group: int, dtype: Any, how: Quantisatio
         pairs = zip((put[0], *put[1], *put[2]), (got, *packed[0], *packed[1]), strict=True)
         if not all(mx.array_equal(a, b).item() for a, b in pairs):
             return float("inf")
+    newest = [
+        [mx.stack([part[row, :, at - new : at] for row, at in enumerate(ends)]) for part in parts]
+        for parts in packed
+    ]
+    held = [[part[row : row + 1] + 0 for part in (*packed[0], *packed[1])] for row in range(2)]
+    by_address = segment_attention.over_tails_of(kernel, queries, held, (starts, ends), newest, scale)
+    if not mx.array_equal(by_address, got).item():
+        return float("inf")
     return far if far == far else float("inf")
 
 
 def source_of(name: str, width: int, group: int, dtype: Any, how: Quantisation) -> tuple[str, str]:
-    """(function, CUDA source) of a kernel: spans or step."""
+    """(function, CUDA source) of a kernel: spans or step; `own_` before it where rows have arrays of their
+    own."""
     kind = TYPES[dtype]
     function = f"omlxd_packed_{name}_{kind}_{width}_{group}_{how.bits}_{how.group}"
+    own, steps = name.startswith("own_"), name.endswith("step")
     numbers = {"D": width, "GROUP": group, "SPAN": SPAN, "WARPS": WARPS, "BITS": how.bits, "G": how.group}
     numbers["AHEAD"] = int(width <= 128)
     constants = ", ".join(f"{word} = {number}" for word, number in numbers.items())
@@ -478,12 +501,14 @@ def source_of(name: str, width: int, group: int, dtype: Any, how: Quantisation) 
         types = ("const unsigned*", "const T*", "const T*") * 2
         return ", ".join(f"{kind} {prefix}{name}" for kind, name in zip(types, _NAMES, strict=True))
 
-    arguments = "const T* q, " + (pointers("put_") + ", " if name == "step" else "") + pointers("")
-    arguments += (
-        ", const int* starts, const int* ends, const float* scale, float* sums, float* weights, "
-        "const int capacity, const int new_tokens, const int KV_HEADS"
-    )
-    body = _BODY.replace("PUT\n", _PUT if name == "step" else "", 1)
+    arguments = "const T* q, " + (pointers("put_") + ", " if steps else "")
+    arguments += "const unsigned long long* tails" if own else pointers("")
+    arguments += ", const int* starts, const int* ends, const float* scale"
+    arguments += ", const int* behind" if own and not steps else ""
+    arguments += ", float* sums, float* weights" + ("" if own else ", const int capacity")
+    arguments += ", const int new_tokens, const int KV_HEADS"
+    body = _BODY.replace("HEAD\n", f"{_HEAD_BY_ADDRESS if own else _HEAD}\n", 1)
+    body = body.replace("PUT\n", _PUT if steps else "", 1)
     head = f"{HEADER}{_HEADER}using T = {kind};\nconstexpr int {constants};\n"
     bounds = f"__launch_bounds__({32 * WARPS})"
     return function, f'{head}extern "C" __global__ void {bounds} {function}({arguments}) {{\n{body}\n}}\n'
@@ -498,7 +523,7 @@ class PackedKernel:
     def __init__(self, width: int, group: int, dtype: Any, how: Quantisation):
         self._width, self._group, self._dtype, self.how = width, group, dtype, how
         self._code: dict[str, tuple[str, bytes]] = {}
-        self._compiled = lru_cache(64)(lambda queries, keys: mx.compile(partial(self._attend)))
+        self._compiled = lru_cache(64)(lambda queries, held: mx.compile(partial(self._attend)))
 
     def __call__(
         self,
@@ -509,43 +534,59 @@ class PackedKernel:
         scale: float,
     ) -> mx.array:
         """As `Kernel`'s; keys and values in parts, each (rows, KV heads, capacity, its words or groups)."""
-        starts, ends = (
-            constant(name, tuple(at), mx.int32) for name, at in zip(("starts", "ends"), places, strict=True)
-        )
         call = self._compiled(queries.shape, keys[0].shape)
-        return call(queries, keys, values, starts, ends, constant("scale", (scale,), mx.float32))
+        return call(queries, (keys, values), *constants_of(places), constant("scale", (scale,), mx.float32))
+
+    def over_tails(
+        self,
+        queries: mx.array,
+        tails: Tails,
+        places: Sequence[Sequence[int]],
+        scale: float,
+        *,
+        fresh: Sequence[Parts] = (),
+        behind: mx.array | None = None,
+    ) -> mx.array:
+        """As `Kernel.over_tails`."""
+        call = self._compiled((queries.shape, bool(fresh)), tails.most)
+        scales = constant("scale", (scale,), mx.float32)
+        return call(queries, tails, *constants_of(places), scales, fresh, behind)
 
     def step(
         self,
         queries: mx.array,
         fresh: Sequence[Parts],
-        held: tuple[Parts, Parts],
+        held: tuple[Parts, Parts] | Tails,
         starts: mx.array,
         ends: mx.array,
         scale: float,
         sinks: None = None,
-    ) -> tuple[mx.array, Parts, Parts]:
+    ) -> tuple[mx.array, Any, Any]:
         """As `Kernel.step`; `fresh` is packed, or nothing where it is in its place."""
         scales = constant("scale", (scale,), mx.float32)
-        return self._attend(queries, *held, starts, ends, scales, fresh), *held
+        return self._attend(queries, held, starts, ends, scales, fresh), *kept(held)
 
     def _attend(
         self,
         queries: mx.array,
-        keys: Parts,
-        values: Parts,
+        held: tuple[Parts, Parts] | Tails,
         starts: mx.array,
         ends: mx.array,
         scale: mx.array,
         fresh: Sequence[Parts] = (),
+        behind: mx.array | None = None,
     ) -> mx.array:
         rows, heads, new = queries.shape[:3]
-        kv_heads, capacity = keys[0].shape[1:3]
+        kv_heads, own = heads // self._group, isinstance(held, Tails)
+        capacity = held.most if isinstance(held, Tails) else held[0][0].shape[2]
         spans = -(-capacity // SPAN)
+        given = [part for parts in fresh for part in parts]
+        given += [held.table] if isinstance(held, Tails) else [*held[0], *held[1]]
+        last = [ends if behind is None else behind] if own and not fresh else []
         sums, weights = self._run(
-            "step" if fresh else "spans",
-            [queries, *(part for parts in (*fresh, keys, values) for part in parts), starts, ends, scale],
-            [capacity, new, kv_heads],
+            "own_" * own + ("step" if fresh else "spans"),
+            [queries, *given, starts, ends, scale, *last],
+            [*([] if own else [capacity]), new, kv_heads],
             grid=(spans * 32 * WARPS, kv_heads * -(-self._group * new // 16), rows),
             threadgroup=(32 * WARPS, 1, 1),
             output_shapes=[(rows, heads * new, spans, self._width), (rows, heads * new, spans, 2)],

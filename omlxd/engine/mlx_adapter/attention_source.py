@@ -1,4 +1,5 @@
-"""CUDA source of the kernels of attention: spans, step, several, tiles, merge; attention_kernel.py runs them.
+"""CUDA source of the kernels of attention: spans, step, several, tiles, merge, put; attention_kernel.py runs
+them.
 
 `HEADER` and `COPIES` are of other kernels' source too.
 """
@@ -149,14 +150,14 @@ _SPANS = """
   const int begin = starts[row], from = begin + span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, slot = lane / LANES, part = lane % LANES;
-  const long head = ((long)row * KV_HEADS + kv_head) * capacity;
+  HEAD
   const uint4* K = reinterpret_cast<const uint4*>(keys) + head * CHUNKS;
   const uint4* V = reinterpret_cast<const uint4*>(values) + head * CHUNKS;
   const uint4 none = make_uint4(0, 0, 0, 0);
   auto place = [&](int m) {
     return (((long)row * KV_HEADS + kv_head) * GROUP + m % GROUP) * fresh + m / GROUP;
   };
-  auto column = [&](int token) { return (long)(RING && token >= capacity ? token - capacity : token); };
+  COLUMN
   READ
   float qs[H][8 * EIGHTS], best[H], total[H], sum[H][8 * EIGHTS];
   int low[H], high[H];
@@ -269,6 +270,18 @@ _SPANS = """
   }
 """
 
+_HEAD = "const long head = ((long)row * KV_HEADS + kv_head) * capacity;"
+
+_HEAD_BY_ADDRESS = """const T* keys = reinterpret_cast<const T*>(tails[row * 3]);
+  const T* values = reinterpret_cast<const T*>(tails[row * 3 + 1]);
+  const int capacity = tails[row * 3 + 2];
+  const long head = (long)kv_head * capacity;"""
+"""Rows with arrays of their own: `Tails` of attention_kernel.py."""
+
+_COLUMN = """auto column = [&](int token) {
+    return (long)(RING && token >= capacity ? token - capacity : token);
+  };"""
+
 _PUT = """const long at = place(m) * gridDim.x + span;
     sums[at * D + d] = x;
     if (d == 0) { weights[at * 2] = top; weights[at * 2 + 1] = mass; }
@@ -314,9 +327,10 @@ _TILES = """
   const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
-  const long head = ((long)row * KV_HEADS + kv_head) * capacity * D;
-  const uint4* K = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(keys) + head);
-  const uint4* V = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(values) + head);
+  HEAD
+  const uint4* K = reinterpret_cast<const uint4*>(keys) + head * CHUNKS;
+  const uint4* V = reinterpret_cast<const uint4*>(values) + head * CHUNKS;
+  COLUMN
   // Query m of a head's group: new token m / GROUP, head m % GROUP.
   long place[2];
   int low[2], high[2];
@@ -347,7 +361,7 @@ _TILES = """
       #pragma unroll
       for (int c = 0; c < TURNS; c++) {
         const bool has = token < to && (CHUNKS % 4 == 0 || c * 4 + quad < CHUNKS);
-        k[i][c] = has ? K[(long)token * CHUNKS + c * 4 + quad] : none;
+        k[i][c] = has ? K[column(token) * CHUNKS + c * 4 + quad] : none;
       }
     }
     #pragma unroll
@@ -356,7 +370,7 @@ _TILES = """
       #pragma unroll
       for (int c = 0; c < TILES; c++) {
         const bool has = token < to && (CHUNKS % 8 == 0 || c * 8 + group < CHUNKS);
-        v[i][c] = has ? V[(long)token * CHUNKS + c * 8 + group] : none;
+        v[i][c] = has ? V[column(token) * CHUNKS + c * 8 + group] : none;
       }
     }
     float score[2][4];
@@ -471,10 +485,10 @@ _MERGE = """
 
 
 _ARGUMENTS = {
-    "spans": "const T* q, const T* keys, const T* values",
-    "step": "const T* q, const T* new_keys, const T* new_values, const T* keys, const T* values",
-    "several": "const T* q, const T* keys, const T* values",
-    "tiles": "const T* q, const T* keys, const T* values",
+    "spans": "const T* q",
+    "step": "const T* q, const T* new_keys, const T* new_values",
+    "several": "const T* q",
+    "tiles": "const T* q",
     "merge": "const float* sums, const float* weights",
 }
 _BODIES = {
@@ -490,36 +504,75 @@ TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16"}
 def source_of(
     name: str, width: int, group: int, dtype: Any, span: int, *, ring: bool = False, sinks: bool = False
 ) -> tuple[str, str]:
-    """(function, CUDA source) of a kernel: spans, step, several, tiles or merge; the first three end in
-    `_out` where a row has no more than one span.
+    """(function, CUDA source) of a kernel: spans, step, several, tiles or merge.
 
+    name   of the first three, `_out` behind it where a row has no more than one span; of the first four,
+           `own_` before it where rows have arrays of their own
     ring   a row that comes to the arrays' end goes on at their beginning; a token sees `window` tokens
     sinks  a logit of each head joins the sum that weights are divided by
     """
-    name, _, out = name.partition("_")
+    own = name.startswith("own_")
+    name, _, out = name.removeprefix("own_").partition("_")
     kind = TYPES[dtype]
     function = "_".join(
         ["omlxd_decode", name, kind, *map(str, (width, group, span))]
-        + [word for word, is_so in (("ring", ring), ("sinks", sinks), ("out", out)) if is_so]
+        + [word for word, is_so in (("ring", ring), ("sinks", sinks), ("out", out), ("own", own)) if is_so]
     )
     numbers = {"D": width, "GROUP": group, "SPAN": span, "WARPS": WARPS, "UNROLL": UNROLL}
     numbers |= {"H": heads_at_once(width, group, name == "several"), "LANES": lanes_of(width)}
     numbers |= {"RING": int(ring), "SINKS": int(sinks), "SEVERAL": int(name == "several")}
     constants = ", ".join(f"{word} = {number}" for word, number in numbers.items())
     takes_sinks = sinks and (name == "merge" or out)
-    arguments = f"{_ARGUMENTS[name]}, const int* starts, const int* ends"
+    arguments = _ARGUMENTS[name]
+    if name != "merge":
+        arguments += ", const unsigned long long* tails" if own else ", const T* keys, const T* values"
+    arguments += ", const int* starts, const int* ends"
     if name != "merge":
         arguments += ", const float* scale"
+    if own and name != "step":
+        arguments += ", const int* behind"
     arguments += ", const T* sinks" if takes_sinks else ""
     arguments += ", T* out" if out or name == "merge" else ", float* sums, float* weights"
     if name == "merge":
         arguments += ", const int span_count, const int queries, const int new_tokens"
     else:
-        arguments += ", const int capacity, const int new_tokens, const int KV_HEADS, const int window"
+        arguments += "" if own else ", const int capacity"
+        arguments += ", const int new_tokens, const int KV_HEADS, const int window"
     head = f"{HEADER}using T = {kind};\nconstexpr int {constants};\n"
     head += f"#define SINK(head) {'sinks[head].bits' if takes_sinks else '0'}\n"
-    body = _BODIES[name].replace("PUT", _PUT_OUT if out else _PUT)
+    body = _BODIES[name].replace("PUT", _PUT_OUT if out else _PUT).replace("COLUMN\n", f"{_COLUMN}\n")
+    body = body.replace("HEAD\n", f"{_HEAD_BY_ADDRESS if own else _HEAD}\n")
     return function, f'{head}extern "C" __global__ void {function}({arguments}) {{\n{body}\n}}\n'
+
+
+def put_source(parts: int) -> tuple[str, str]:
+    """(function, CUDA source) of a launch that puts new tokens into rows' own arrays.
+
+    Part p of a token's KV has `bytes_p` bytes a KV head, an even number. The tokens of a row end at column
+    `ends[row]`, and go on at the arrays' beginning where those end.
+    """
+    name = f"omlxd_put_{parts}"
+    pointers = ", ".join(f"const unsigned short* new_{p}" for p in range(parts))
+    sizes = ", ".join(f"const int bytes_{p}" for p in range(parts))
+    copies = "\n".join(
+        f"""  {{
+    unsigned short* to = reinterpret_cast<unsigned short*>(own[{p}]);
+    const int size = bytes_{p} / 2;
+    for (int i = threadIdx.x; i < new_tokens * size; i += blockDim.x) {{
+      const long column = (first + i / size) % capacity;
+      to[(kv_head * capacity + column) * size + i % size] = new_{p}[(long)blockIdx.x * new_tokens * size + i];
+    }}
+  }}"""
+        for p in range(parts)
+    )
+    return name, (
+        f'extern "C" __global__ void {name}({pointers}, const unsigned long long* tails, const int* ends, '
+        f"int* done, const int new_tokens, const int KV_HEADS, {sizes}) {{\n"
+        f"  const int row = blockIdx.x / KV_HEADS, kv_head = blockIdx.x % KV_HEADS;\n"
+        f"  const unsigned long long* own = tails + row * {parts + 1};\n"
+        f"  const long capacity = own[{parts}], first = ends[row] - new_tokens + capacity;\n"
+        f"{copies}\n  if (blockIdx.x == 0 && threadIdx.x == 0) *done = 1;\n}}\n"
+    )
 
 
 def most_heads(group: int) -> int:

@@ -79,12 +79,6 @@ def _fewer(lengths: mx.array, counts: tuple[int, ...]) -> mx.array:
     return lengths - mx.array(counts)
 
 
-@lru_cache(maxsize=1)  # Likewise.
-def rows_of(lengths: mx.array, rows: tuple[int, ...]) -> mx.array:
-    """The lengths of `rows`."""
-    return lengths[mx.array(rows)]
-
-
 def side_by_side(lengths: Sequence[int], end: int, capacity: int, *arrays: mx.array) -> mx.array:
     """The rows of `arrays`, (rows, heads, columns, dim) each, one behind the other. Their first `lengths`
     columns end at column `end` of `capacity`; the others are zeros."""
@@ -280,7 +274,11 @@ class WindowBatchKVCache(BatchRotatingKVCache):
         Such a pass leaves the windows in order, each with as many older tokens as its first one needs.
         """
         if all_rows := min(counts):
-            self.keys, self.values = self.keys[..., :-all_rows, :], self.values[..., :-all_rows, :]
+            # In one piece: a compiled step writes the next tokens into them.
+            self.keys, self.values = (
+                mx.contiguous(array[..., :-all_rows, :])
+                for array in cast(list[Any], [self.keys, self.values])
+            )
             self._idx -= all_rows
             self._offset -= all_rows
             self.offset = self.offset - all_rows

@@ -24,12 +24,14 @@ from mlx_lm.models.cache import (
 )
 
 from ...kv.layout import Group, KVLayout
+from . import attention
+from .addressed_rows import AddressedKVCache, Tail
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache, next_step, round_up
 from .cuda_driver import give_spare_back
 from .device import SAFETENSORS_DTYPE
 from .own_rows import OwnRowsKVCache
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
-from .segments import Segment, SegmentedBatchKVCache, SegmentedKVCache, Tail
+from .segments import Segment, SegmentedKVCache
 
 Cache = list[Any]
 """One cache object a layer, of one sequence or of a batch."""
@@ -88,7 +90,7 @@ class CacheKind:
                it has none yet
     restore    (cache, arrays as `state_of` gives them, tokens that they hold)
     batch      the class whose `merge` makes a batch of such caches, but for rows with arrays of their own
-               (own_rows.py); `state_of` reads it where per_token
+               (own_rows.py, addressed_rows.py); `state_of` reads it where per_token. None: there is none
     trim       forgets the last tokens of a pass of several, of one sequence; None: only by going back to what
                was there before (`before_pass`)
     quantise   makes an empty cache that keeps the same in fewer bits; None: it stays as it is
@@ -140,11 +142,11 @@ def _put_window(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None
 
 def _trim_window(cache: Any, tokens: int) -> None:
     """A pass of several tokens leaves the window in order, and behind it what the last of them needs."""
-    cache.keys, cache.values = (
-        array[..., : array.shape[2] - tokens, :] for array in (cache.keys, cache.values)
-    )
+    left = cache.keys.shape[2] - tokens
+    # In one piece: a compiled step writes the next token into them.
+    cache.keys, cache.values = (mx.contiguous(array[..., :left, :]) for array in (cache.keys, cache.values))
     cache.offset -= tokens
-    cache._idx = cache.keys.shape[2]
+    cache._idx = left
 
 
 def _numbered(cache: Any) -> dict[str, Any]:
@@ -157,13 +159,13 @@ def _put_numbered(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> No
 
 _ROWS = (
     CacheKind(KVCache, True, _pair, _put_pair, EvenBatchKVCache, KVCache.trim, QuantisedKVCache),
-    CacheKind(SegmentedKVCache, True, _pair, _put_pair, SegmentedBatchKVCache, KVCache.trim),
+    CacheKind(SegmentedKVCache, True, _pair, _put_pair, None, KVCache.trim),
     CacheKind(QuantisedKVCache, True, _packed, _put_packed, QuantisedBatchKVCache, QuantisedKVCache.trim),
     CacheKind(RotatingKVCache, False, _window, _put_window, WindowBatchKVCache, _trim_window),
     CacheKind(ArraysCache, False, _numbered, _put_numbered, ArraysCache, None),
 )
 KINDS = {kind.type: kind for kind in _ROWS}
-_BATCHED = {kind.batch: kind for kind in _ROWS}
+_BATCHED = {kind.batch: kind for kind in _ROWS if kind.batch is not None}
 
 
 def add_arrays_kind(type: Any) -> None:
@@ -263,14 +265,11 @@ def quantised(cache: Cache, how: Quantisation) -> Cache:
     return [map_leaves(replaced, layer) for layer in cache]
 
 
-def segmented(cache: Cache, *, own_tails: bool = False) -> Cache:
-    """`cache`, empty and of `KVCache`s alone, as one that can hold segments; empty if it has others.
-
-    own_tails  rows of its batches keep tails of their own
-    """
+def segmented(cache: Cache) -> Cache:
+    """`cache`, empty and of `KVCache`s alone, as one that can hold segments; empty if it has others."""
     if any(type(leaf) is not KVCache for leaf in cache):
         return []
-    return [SegmentedKVCache(name, own_tails=own_tails) for name, _ in leaves(cache)]
+    return [SegmentedKVCache(name) for name, _ in leaves(cache)]
 
 
 def is_batchable(cache: Cache) -> bool:
@@ -383,7 +382,9 @@ def can_take_back(cache: Cache, rows: int) -> bool:
     Nor beside windows, which can't forget a pass and then take it again.
     """
     held = [leaf for _, leaf in leaves(cache)]
-    windows = any(isinstance(leaf, RotatingKVCache | WindowBatchKVCache) for leaf in held)
+    windows = any(
+        isinstance(leaf, RotatingKVCache | WindowBatchKVCache) or getattr(leaf, "window", 0) for leaf in held
+    )
     kinds = [KINDS.get(type(leaf)) for leaf in held if not hasattr(leaf, "trim_rows")]
     recurrent = any(kind is not None and kind.trim is None for kind in kinds)
     return all(kinds) and not (recurrent and (windows or rows > 1))
@@ -494,7 +495,7 @@ def merge(caches: Sequence[Cache]) -> Cache:
 
 def _merge_leaves(*rows: Any) -> Any:
     if getattr(rows[0], "own_rows", False):
-        return OwnRowsKVCache(rows)
+        return AddressedKVCache(rows) if attention.installed() else OwnRowsKVCache(rows)
     kind = KINDS.get(type(rows[0]))
     return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
 
@@ -529,8 +530,7 @@ def _extend(batch: Cache, other: Cache, as_batch: Callable[[Any], Any]) -> None:
 
 def _copier(batch: Cache) -> Callable[[Any], None]:
     """What to call with each layer of `batch` that has a lazy copy: of a large batch it is made at once."""
-    held = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, OwnRowsKVCache)]
-    joint = [leaf for leaf in held if not getattr(leaf, "tails", ())]
+    joint = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, OwnRowsKVCache | AddressedKVCache)]
     if sum(array.nbytes for array in state_arrays(joint)) < LARGE:
         return lambda layer: None
 
@@ -553,7 +553,7 @@ def keep_rows(batch: Cache, rows: Sequence[int]) -> list[Tail]:
     been computed, then call `let_go`. A tail that is freed before waits for the step: 1 ms a row of SmolLM2
     on an H100.
     """
-    tails = [(row, tail) for layer in batch for row, tail in enumerate(getattr(layer, "tails", ()))]
+    tails = [(row, tail) for _, leaf in leaves(batch) for row, tail in enumerate(getattr(leaf, "tails", ()))]
     copied = _copier(batch)
     for layer in batch:
         layer.filter(list(rows))
@@ -569,24 +569,27 @@ def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.a
             own = leaf.rows[row]
             for tensor, array in _named(name, _pair(own)).items():
                 found[tensor] = _span(tensor, array, 0, getattr(own, "segments", ()), start, stop)
+        elif isinstance(leaf, AddressedKVCache):
+            if (kind := KINDS[leaf.row_type]).per_token:
+                for tensor, array in _named(name, kind.state_of(leaf.tails[row])).items():
+                    part = _span(tensor, array, 0, leaf.segments[row], start, stop)
+                    # Of one head it would be a view: see `addresses_of`.
+                    found[tensor] = (
+                        part if part.shape[1] > 1 else mx.concatenate([part, part[:, :, :0]], axis=2)
+                    )
         elif (kind := _BATCHED.get(type(leaf))) is not None and kind.per_token:
-            tails = getattr(leaf, "tails", ())
-            arrays = kind.state_of(tails[row] if tails else leaf)
-            for tensor, array in _named(name, arrays).items():
-                of_row, held = array if tails else array[row : row + 1], _row_segments(leaf, row)
-                found[tensor] = _span(tensor, of_row, leaf.starts[row], held, start, stop)
+            for tensor, array in _named(name, kind.state_of(leaf)).items():
+                found[tensor] = _span(tensor, array[row : row + 1], leaf.starts[row], (), start, stop)
     return found
-
-
-def _row_segments(leaf: Any, row: int) -> Sequence[Segment]:
-    return leaf.segments[row] if isinstance(leaf, SegmentedBatchKVCache) else ()
 
 
 def row_states(batch: Cache, row: int) -> dict[str, mx.array]:
     """`state_tensors` of one row of a batch."""
-    return {
-        tensor: array
-        for name, leaf in leaves(batch)
-        if (kind := _BATCHED.get(type(leaf))) is not None and not kind.per_token
-        for tensor, array in _named(name, kind.state_of(leaf.extract(row))).items()
-    }
+    found: dict[str, mx.array] = {}
+    for name, leaf in leaves(batch):
+        if isinstance(leaf, AddressedKVCache):
+            if leaf.window:
+                found |= _named(name, dict(zip(("keys", "values"), leaf.window_of(row), strict=True)))
+        elif (kind := _BATCHED.get(type(leaf))) is not None and not kind.per_token:
+            found |= _named(name, kind.state_of(leaf.extract(row)))
+    return found

@@ -32,13 +32,15 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from . import attention, attention_packed, cuda_driver, segment_attention, segments
+from .addressed_rows import AddressedKVCache, Tail, tails_of
+from .attention_kernel import Tails
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import COPIED, Cache, arrays_of
-from .fused_attention import ARCHITECTURES, MOST_NEW, Tails, owners_of
+from .fused_attention import ARCHITECTURES, MOST_NEW, owners_of
 from .fused_step import Between, FusedStep, Layer, Unfusable
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
-from .segments import SegmentedBatchKVCache, SegmentedKVCache, Tail
+from .segments import SegmentedKVCache
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +92,14 @@ class Next:
 
 
 def _window_of(layer: Any) -> int:
-    return getattr(layer, "max_size", 0)
+    return layer.window if isinstance(layer, AddressedKVCache) else getattr(layer, "max_size", 0)
 
 
 def _next(layer: Any, count: int = 1) -> Next | None:
     """None: the arrays have no room for `count` tokens, or keep their first tokens beside a window."""
+    if isinstance(layer, AddressedKVCache):
+        lengths = [base + end + 1 for base, end in zip(layer.bases, layer.ends, strict=True)]
+        return Next(layer, *layer.places(1, 1), lengths) if layer.has_room(count) else None
     alone, ring = isinstance(layer, KVCache | RotatingKVCache | QuantisedKVCache), _shape(layer)[2]
     if window := _window_of(layer):
         lengths = [tokens + 1 for tokens in ([layer.offset] if alone else layer.tokens())]
@@ -102,13 +107,12 @@ def _next(layer: Any, count: int = 1) -> Next | None:
         if ring > window or grows or getattr(layer, "keep", 0):
             return None
         return Next(layer, *attention.window_places(lengths, layer._idx % window + 1, ring, window), lengths)
-    bases = getattr(layer, "bases", [0] * _shape(layer)[0])
-    ends = [layer.offset - bases[0]] if alone else layer.ends
+    base = getattr(layer, "base", 0)
+    ends = [layer.offset - base] if alone else layer.ends
     starts = [0] if alone else layer.starts
-    rooms = [tail.capacity for tail in _tails(layer)] or [ring] * len(ends)
-    if any(end + count > room for end, room in zip(ends, rooms, strict=True)):
+    if max(ends) + count > ring:
         return None
-    lengths = [base + end + 1 - start for base, start, end in zip(bases, starts, ends, strict=True)]
+    lengths = [base + end + 1 - start for start, end in zip(starts, ends, strict=True)]
     return Next(layer, starts, [end + 1 for end in ends], lengths)
 
 
@@ -125,7 +129,7 @@ def _tails(layer: Any) -> Sequence[Tail]:
 def _shape(layer: Any, name: str = "keys") -> tuple[int, ...]:
     """Of the array of keys (or values), or of the first where they are packed; (rows, …) of rows' tails."""
     if tails := _tails(layer):
-        return len(tails), *getattr(tails[0], name).shape[1:]
+        return len(tails), *tails[0].parts[0].shape[1:]
     held = getattr(layer, name)
     return tuple((held[0] if isinstance(held, list) else held).shape)
 
@@ -185,20 +189,20 @@ class StepKV:
         fresh = self._fresh
         if fresh is None or keys is not fresh[0] or values is not fresh[1] or mask is not None:
             raise Untraceable("attention does not read the KV that its cache gave")
-        held: Any = self.keys, self.values
-        put, ends = () if self.done else fresh, (self.starts, self.ends)
-        step: Any = None
-        dtype = (self.keys if self.how is None else self.keys[1]).dtype
-        if fresh[0].dtype != dtype or _shape(self) != _shape(self, "values"):
-            raise Untraceable("keys and values of several kinds")
+        held, ends, step = self.held, (self.starts, self.ends), None
+        if not isinstance(held, Tails):  # addressed_rows.py has looked at those.
+            dtype = (self.keys if self.how is None else self.keys[1]).dtype
+            if fresh[0].dtype != dtype or _shape(self) != _shape(self, "values"):
+                raise Untraceable("keys and values of several kinds")
         if self.how is not None:
-            packed = attention_packed.kernel_for(queries, *held, self.how) if sinks is None else None
-            step = packed and packed.step(queries, tuple(map(self.how.pack, put)), held, *ends, scale)
+            its = self.how.pack(fresh[0]), self.how.pack(fresh[1])
+            packed = attention_packed.kernel_for(queries, *its, self.how) if sinks is None else None
+            step = packed and packed.step(queries, () if self.done else its, held, *ends, scale)
         elif self.shared is None:
-            kernel = attention.kernel_for(queries, self.keys, self._window > 0, sinks)
-            step = kernel and kernel.step(queries, put, held, *ends, scale, sinks)
+            kernel = attention.kernel_for(queries, fresh[0], self._window > 0, sinks)
+            step = kernel and kernel.step(queries, () if self.done else fresh, held, *ends, scale, sinks)
         elif sinks is None:
-            over_segments = segments.kernel_for(queries, self.keys)
+            over_segments, put = segments.kernel_for(queries, fresh[0]), () if self.done else fresh
             step = over_segments and over_segments.step(queries, put, held, self.shared, *ends, scale)
         if step is None:
             raise Untraceable("no kernel for this attention")
@@ -246,18 +250,13 @@ def steps_share(model: Any) -> bool:
     return segment_attention.in_use()
 
 
-def keeps_own_tails(model: Any) -> bool:
-    """Whether rows of a batch may keep tails of their own: fused steps read them by address."""
+def reads_by_address(model: Any, shares: bool) -> bool:
+    """Whether fused steps of `model`, if it has any, read rows' own arrays; `shares`: behind segments too."""
     fused = vars(model).get("omlxd_fused") or None
-    try:
-        if fused is not None:
-            example = partial(segment_attention.example, fused.heads)
-            if fused.reads_tails(StepKV) and fused.reads_tails(StepKV, example):
-                return True
-            log.info("rows of a batch are copied as others join and leave: by address their bits are others")
-    except Exception as error:
-        log.warning("rows of a batch are copied as others join and leave: %s", error)
-    return False
+    if fused is None:
+        return True
+    example = partial(segment_attention.example, fused.heads)
+    return fused.reads_tails(StepKV) and (not shares or fused.reads_tails(StepKV, example))
 
 
 def _make_room(cache: Cache, count: int) -> None:
@@ -292,7 +291,7 @@ def _blank(layer: Any, held: Any, count: int) -> mx.array:
 
 TRACED = (
     *(KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache),
-    *(SegmentedKVCache, SegmentedBatchKVCache, QuantisedKVCache, QuantisedBatchKVCache),
+    *(SegmentedKVCache, QuantisedKVCache, QuantisedBatchKVCache, AddressedKVCache),
 )
 """Classes of the layers of a cache, no other subclass."""
 
@@ -323,26 +322,26 @@ class CompiledStep:
             return None
         first = cache[0]
         tails, shared = _tails(first), getattr(first, "shared", None)
-        if shared is not None and ((first.keys is None and not tails) or not segment_attention.in_use()):
+        if shared is not None and ((not tails and first.keys is None) or not segment_attention.in_use()):
             return None
         counts = counts or [tokens.shape[1]] * len(tokens)
         count, fused = max(counts), self._fuses(tokens, tails[0].keys if tails else first.keys)
         several = fused and 1 < count <= MOST_NEW and tokens.size <= self.most_tokens(cache)
-        if not (fused or (steps and not tails)) or not (count == 1 or several):
+        if not (fused or steps or tails) or not (count == 1 or several):
             return None
         windows = [_window_of(layer) for layer in cache]
         places = _places(cache, windows, count)
-        if fused and (not steps or places[windows[0]] is None):
+        if (fused and not steps) or ((fused or tails) and not all(places.values())):
             _make_room(cache, count)
             places = _places(cache, windows, count)
         if not all(places.values()):
             return None
         size = tokens.size
-        keys: list[Any] = segments.tails_of(cache, count) if tails else [layer.keys for layer in cache]
+        keys: list[Any] = tails_of(cache, count, count) if tails else [layer.keys for layer in cache]
         shape: tuple[Any, ...] = size, *(_shape(at.layer) for at in places.values() if at is not None)
         if tails:
-            shape = size, len(tails), keys[0].most
-        self._how = next((layer.how for layer in cache if hasattr(layer, "how")), None)
+            shape = size, len(tails), *(keys[windows.index(window)].most for window in places)
+        self._how = next((how for layer in cache if (how := getattr(layer, "how", None))), None)
         held: list[Any] = []
         if shared is not None:
             shared = first.shared_by(counts, size) if count > 1 else shared
@@ -350,7 +349,7 @@ class CompiledStep:
             shape += shared.table.shape[0], *shared[3:]
         if shape not in self._functions and not fused and steps < AFTER:
             return None
-        values = [layer.values for layer in cache]
+        values = [() if tails else layer.values for layer in cache]
         try:
             function = self._function(shape, cache, windows, fused)
             arrays = [at.arrays(counts, size) for at in places.values() if at is not None]
@@ -365,8 +364,10 @@ class CompiledStep:
         # Of a step it is lazy: an array of the host's takes CUDA 30 µs, and few passes ask for this one.
         offset = arrays[0][2] + 1 if size == len(counts) else mx.array(at.lengths) + (count - 1)
         for layer, own_keys, own_values, window in zip(cache, keys, values, windows, strict=True):
-            if not tails:
-                layer.keys, layer.values = own_keys, own_values
+            if isinstance(layer, AddressedKVCache):
+                layer.advance(count)
+                continue
+            layer.keys, layer.values = own_keys, own_values
             if isinstance(layer, RotatingKVCache):
                 layer._idx = layer._idx % window + 1
                 layer.offset += 1
@@ -385,7 +386,7 @@ class CompiledStep:
     def most_tokens(self, cache: Cache) -> int:
         """Tokens of a pass, at most `MOST_NEW` of a row, that has the bits of steps; 0: no pass has them."""
         fused = self._fused
-        if self._off or fused is None or not fused.is_repeatable or hasattr(cache[0], "how"):
+        if self._off or fused is None or not fused.is_repeatable or getattr(cache[0], "how", None):
             return 0
         return fused.most_rows if all(type(layer) in TRACED for layer in cache) else 0
 
@@ -424,7 +425,7 @@ class CompiledStep:
         kvs = [
             StepKV(
                 *((its, None) if isinstance(its, Tails) else its),
-                *(*places, 0, own, self._how if isinstance(its[0], list) else None, owners),
+                *(*places, 0, own, self._how_of(its if isinstance(its, Tails) else its[0]), owners),
             )
             for its, own in zip(held, shared, strict=True)
         ]
@@ -456,7 +457,7 @@ class CompiledStep:
                 *at[window],
                 window,
                 its,
-                self._how if isinstance(own_keys, list) else None,
+                self._how_of(own_keys),
                 *owners,
             )
             for own_keys, own_values, window, its in of_layers
@@ -467,7 +468,13 @@ class CompiledStep:
             logits = self._model(tokens, cache=layers)
         if not all(layer.done for layer in layers):
             raise Untraceable("a layer does not attend by its cache")
-        return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
+        kept = [((), ()) if isinstance(layer.held, Tails) else layer.held for layer in layers]
+        return logits, [keys for keys, _ in kept], [values for _, values in kept]
+
+    def _how_of(self, keys: Any) -> Quantisation | None:
+        """How `keys` are packed: of rows with arrays of their own, `Tails`."""
+        packed = keys.is_packed if isinstance(keys, Tails) else isinstance(keys, list)
+        return self._how if packed else None
 
 
 def _call_layers(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 
 from . import nvrtc
+from .attention_kernel import Held, Tails
 from .attention_source import COPIES, HEADER, TYPES, most_heads
 from .products_kernel import MOST_ROWS
 from .segment_kernel import read_source
@@ -569,18 +570,6 @@ def _compiled(heads: Heads, shape: Shape) -> tuple[str, bytes]:
     return function, nvrtc.machine_code(source)
 
 
-class Tails(NamedTuple):
-    """A layer's KV of a batch whose rows have arrays of their own, behind what they hold in segments.
-
-    table  (rows, 3) in uint64: addresses of keys and of values, (1, KV heads, capacity, width) each, and that
-           capacity
-    most   columns; no row is longer
-    """
-
-    table: mx.array
-    most: int
-
-
 def owners_of(counts: Sequence[int], size: int) -> mx.array:
     """(size,) in int32: of new tokens of rows, of which each has as many as `counts` says, one row's behind
     the other's, `MOST_NEW` times the row plus the token's place among its own; -1: nobody's."""
@@ -678,7 +667,7 @@ class FusedAttention:
         self,
         norms: tuple[mx.array, mx.array] | None,
         turns: mx.array,
-        held: tuple[mx.array, mx.array] | Tails,
+        held: Held,
         starts: mx.array,
         ends: mx.array,
         owners: mx.array | None = None,

@@ -19,7 +19,8 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
 from . import products, segment_attention
-from .fused_attention import FusedAttention, Heads, Tails, fits, owners_of
+from .attention_kernel import Tails
+from .fused_attention import FusedAttention, Heads, fits, owners_of
 from .layer_products import AT_ONCE, LayerProducts
 from .segment_attention import Shared
 

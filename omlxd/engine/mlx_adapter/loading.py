@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model as mlx_load_model
 from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
@@ -24,11 +25,13 @@ from ...common.files import read_small
 from ...errors import AdapterError, ModelError
 from ...kv.layout import KVLayout
 from . import attention, products, row_attention, segments, tower, vision
+from .addressed_rows import AddressedKVCache
 from .cache_kinds import (
     Cache,
     StateLayout,
     arrays_of,
     can_take_back,
+    copied,
     extend,
     is_batchable,
     keep_rows,
@@ -43,14 +46,16 @@ from .cache_kinds import (
     states_of,
     trim,
 )
-from .compiled_step import AFTER, CompiledStep, keeps_own_tails, steps_share
+from .compiled_step import AFTER, CompiledStep, reads_by_address, steps_share
 from .device import backend
 from .fused_step import may_fuse
 from .mapped import MappedWeights
 from .multi_lora import Adapters, read_adapter
 from .own_rows import OwnRowsKVCache
-from .quantised import Quantisation
+from .quantised import Quantisation, QuantisedKVCache
 from .segments import LiveSegments, SegmentedKVCache
+
+log = logging.getLogger(__name__)
 
 
 class LayerHook:
@@ -199,14 +204,16 @@ def load(
     obstacle = reuse_obstacle(cache)
     batchable = is_batchable(cache)
     if batchable and attention.installed():
-        _attend_unequal(model)
+        CompiledStep(model)  # Whether its steps are fused, the checks below ask.
     layout = None if obstacle else layout_of(cache)
     exact = layout is not None and (backend() != "cpu" or all(g.dtype == "F32" for g in layout.groups))
     shares = batchable and exact and blind is None
     hook = LayerHook(model)
     live = share_prefixes(model, segment if shares else 0, segments_pay and backend() != "cpu")
-    if batchable and not attention.installed() and row_attention.pays() and not has_own_rows(model):
+    if batchable and not has_own_rows(model) and (attention.installed() or row_attention.pays()):
         use_own_rows(model)
+    if batchable and attention.installed():
+        _attend_unequal(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -351,9 +358,8 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     """From now on `model`'s caches can hold segments of so many tokens.
 
     Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut. `by_kernel`: nor where
-    steps that read them are not fused. Where segments are shared and no kernel of ours reads them, rows of a
-    batch keep arrays of their own. Kernels take segments of equal length, so where there are any no short one
-    is cut.
+    steps that read them are not fused. Rows that share segments keep arrays of their own in a batch. Kernels
+    take segments of equal length, so where there are any no short one is cut.
     """
     fresh = _make_cache(model)
     if not tokens or not segmented(fresh()):
@@ -361,39 +367,61 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     segments.install()
     if not segments.can_share(model, lambda: segmented(fresh())):
         return LiveSegments()
-    share = attention.installed() and steps_share(model)
-    if by_kernel and not (share and vars(model).get("omlxd_fused")):
+    if attention.installed() and not steps_share(model):
         return LiveSegments()
-    own_tails = share and keeps_own_tails(model)
-    object.__setattr__(model, "omlxd_own_rows", own_tails)
-    model.make_cache = lambda: segmented(fresh(), own_tails=own_tails)
-    if not share and not use_own_rows(model):
+    if by_kernel and not vars(model).get("omlxd_fused"):
+        return LiveSegments()
+    model.make_cache = lambda: segmented(fresh())
+    if not use_own_rows(model):
         model.make_cache = fresh
         return LiveSegments()
     return LiveSegments(tokens, 0 if attention.installed() else segments.SHORT_SEGMENT)
 
 
 def use_own_rows(model: Any) -> bool:
-    """Whether rows of `model`'s batches keep arrays of their own from now on (own_rows.py).
+    """Whether rows of `model`'s batches keep arrays of their own from now on (own_rows.py and, on CUDA,
+    addressed_rows.py).
 
-    Passes of a batch are put together, and none is computed.
+    Passes of a batch are put together, and none is computed but on CUDA, where rows must have the logits that
+    they have alone.
     """
     fresh = _make_cache(model)
     try:
+        segments_too = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
+        if attention.installed() and not reads_by_address(model, segments_too):
+            raise RuntimeError("fused steps have other bits")
         for new in (1, 2, row_attention.MOST_NEW + 1):
-            rows = [_with_own_rows(fresh()) for _ in range(2)]
-            for row in rows:
-                model(mx.zeros((1, 2), mx.int32), cache=row)
-            batch = merge(rows)
-            own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, OwnRowsKVCache)]
-            model(mx.zeros((2, new), mx.int32), cache=batch)
-            if not own or any(leaf.pending for leaf in own):
-                return False
-    except Exception:
+            _try_own_rows(model, lambda: _with_own_rows(fresh()), new)
+    except Exception as error:
+        log.info("rows of a batch are copied as others join and leave: %s", error)
         return False
     model.make_cache = lambda: _with_own_rows(fresh())
     object.__setattr__(model, "omlxd_own_rows", True)
     return True
+
+
+def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None:
+    """Raise what a pass of `new` tokens of two rows with arrays of their own raises, or RuntimeError."""
+    tokens, rows = mx.arange(2 * new).reshape(2, new) % 7, [make_cache(), make_cache()]
+    for length, row in enumerate(rows, 2):
+        model(mx.zeros((1, length), mx.int32), cache=row)
+    alone = [model(tokens[i : i + 1], cache=copied(row)) for i, row in enumerate(rows)]
+    batch = merge(rows)
+    own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, OwnRowsKVCache | AddressedKVCache)]
+    together = model(tokens, cache=batch)
+    if not own or any(leaf.pending for leaf in own):
+        raise RuntimeError("the model's attention does not read them one by one")
+    if attention.installed():
+        want = mx.concatenate(alone).astype(mx.float32)
+        squares = mx.square(together.astype(mx.float32) - want).mean() / mx.square(want).mean()
+        far = cast(float, mx.sqrt(squares).item())
+        if not far < CLOSE:  # NaN too
+            raise RuntimeError(f"logits differ by {far:.3g} from those of rows alone")
+
+
+CLOSE = 0.1
+"""Root of the mean square of what a check's logits differ by, as a share of theirs. bfloat16 rounds by some
+hundredths; a row that reads another's KV, or a token less, differs by ten times that."""
 
 
 def has_own_rows(model: Any) -> bool:
@@ -407,7 +435,8 @@ def _make_cache(model: Any) -> Callable[[], Cache]:
 
 def _with_own_rows(cache: Cache) -> Cache:
     for _, leaf in leaves(cache):
-        if type(leaf) in (KVCache, SegmentedKVCache):
+        on_cuda = attention.installed() and type(leaf) in (QuantisedKVCache, RotatingKVCache)
+        if type(leaf) in (KVCache, SegmentedKVCache) or (on_cuda and not getattr(leaf, "keep", 0)):
             leaf.own_rows = True
     return cache
 

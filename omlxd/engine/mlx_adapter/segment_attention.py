@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from . import nvrtc, segment_kernel
-from .attention_kernel import TILE_SPAN, Kernel, constant
+from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept, put
 from .fused_attention import MOST_GROUP, WIDTHS, Heads
 from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, merge_source, segments_source
 
@@ -105,6 +105,38 @@ def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
     return addresses
 
 
+def over_tails_of(
+    kernel: Any,
+    queries: mx.array,
+    rows: Sequence[Sequence[mx.array]],
+    places: tuple[Sequence[int], Sequence[int]],
+    newest: Sequence[Any],
+    scale: float,
+    **how: Any,
+) -> mx.array:
+    """What `kernel.over_tails` gives of `rows`, the arrays of each, once the `newest` tokens are put there.
+
+    newest  keys and values of as many tokens of each row as there are queries, or their parts; what the rows
+            have in their place is wiped out first
+    """
+    new = queries.shape[2]
+    parts = [part for held in newest for part in (held if isinstance(held, list) else [held])]
+    for arrays, end in zip(rows, places[1], strict=True):
+        for array in arrays:
+            for column in (at % array.shape[2] for at in range(end - new, end)):
+                array[:, :, column : column + 1] = mx.zeros_like(array[:, :, :1])
+    addresses = addresses_of([array for arrays in rows for array in arrays]).reshape(len(rows), -1)
+    capacities = mx.array([[arrays[0].shape[2]] for arrays in rows], mx.uint64)
+    most = max(arrays[0].shape[2] for arrays in rows)
+    tails = Tails(mx.concatenate([addresses, capacities], axis=1), most)
+    behind = put(parts, tails, mx.array(list(places[1]), mx.int32)) if new > 1 else None
+    out = kernel.over_tails(
+        queries, tails, places, scale, fresh=() if new > 1 else newest, behind=behind, **how
+    )
+    mx.eval(out)
+    return out
+
+
 AT_ONCE = 24
 """Arrays of a launch that asks for addresses."""
 
@@ -161,39 +193,51 @@ class SegmentKernel:
         scale: float,
     ) -> mx.array:
         """As `attention_kernel.Kernel`, whose `keys` and `values` are the rows' tails here."""
-        starts, ends = (
-            constant(name, tuple(at), mx.int32) for name, at in zip(("starts", "ends"), places, strict=True)
-        )
-        return self._attend(queries, shared, keys, values, starts, ends, scale)
+        return self._attend(queries, shared, (keys, values), *constants_of(places), scale)
+
+    def over_tails(
+        self,
+        queries: mx.array,
+        tails: Tails,
+        places: tuple[Sequence[int], Sequence[int]],
+        scale: float,
+        *,
+        shared: Shared,
+        fresh: Sequence[mx.array] = (),
+        behind: mx.array | None = None,
+    ) -> mx.array:
+        """As `Kernel.over_tails`."""
+        return self._attend(queries, shared, tails, *constants_of(places), scale, fresh, behind)
 
     def step(
         self,
         queries: mx.array,
         fresh: Sequence[mx.array],
-        held: Pair,
+        held: Held,
         shared: Shared,
         starts: mx.array,
         ends: mx.array,
         scale: float,
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    ) -> tuple[mx.array, Any, Any]:
         """As `Kernel.step`."""
-        return self._attend(queries, shared, *held, starts, ends, scale, fresh), *held
+        return self._attend(queries, shared, held, starts, ends, scale, fresh), *kept(held)
 
     def _attend(
         self,
         queries: mx.array,
         shared: Shared,
-        keys: mx.array,
-        values: mx.array,
+        held: Held,
         starts: mx.array,
         ends: mx.array,
         scale: float,
         fresh: Sequence[mx.array] = (),
+        behind: mx.array | None = None,
     ) -> mx.array:
         scales = constant("scale", (scale,), mx.float32)
         tail_sums, tail_weights, cut = self._tails.parts(
-            queries, keys, values, starts, ends, scales, fresh=fresh
+            queries, held, starts, ends, scales, fresh=fresh, behind=behind
         )
+        kv_heads = queries.shape[1] // self._tails.group
         rows, heads, new, width = queries.shape
         parts, segments = -(-shared.tokens // SPAN), shared.table.shape[0]
         most, most_tiles = parts * shared.most, segment_kernel.most_tiles(width)
@@ -202,8 +246,8 @@ class SegmentKernel:
         sums, weights = self._code.run(
             "",
             [queries, shared.addresses, shared.table, scales],
-            [segments, shared.tokens, rows, new, most, keys.shape[1]],
-            grid=(tiles * 32 * WARPS, keys.shape[1], segments * parts),
+            [segments, shared.tokens, rows, new, most, kv_heads],
+            grid=(tiles * 32 * WARPS, kv_heads, segments * parts),
             threadgroup=(32 * WARPS, 1, 1),
             shared_memory=max(ring, WARPS * 8 * most_tiles * (width + 4) * 4),
             output_shapes=[(rows, heads * new, most, width), (rows, heads * new, most, 2)],

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -41,16 +40,12 @@ from mlx_lm.models.cache import KVCache
 
 from . import attention, cuda_driver, segment_attention
 from .attention import attend_by
-from .batch_kv import GROW_STEP, MOST_ROOM, EvenBatchKVCache, round_up, rows_of, side_by_side
-from .fused_attention import Tails
+from .batch_kv import GROW_STEP, round_up
 from .row_attention import fold
 from .segment_attention import SegmentKernel, Shared
 
 SEGMENT = 2048
 """Tokens. With 4,096, four rows of the bench took as long and held 283 MB more."""
-
-TAIL_STEP = 1024
-"""Tokens. A step is compiled anew for each multiple of these that the longest tail passes."""
 
 SHORT_SEGMENT = 256
 """Tokens. Behind its full segments a prompt has a short one, of a multiple of these.
@@ -124,15 +119,13 @@ class SegmentedKVCache(KVCache):
 
     layer      its name in the layout
     joint      attention reads a joint copy of segments and tail
-    own_tails  rows of a batch of these keep tails of their own
     unread     what `update_and_fetch` gave, until `attend` gets it
     """
 
-    def __init__(self, layer: str = "", *, own_tails: bool = False):
+    def __init__(self, layer: str = ""):
         super().__init__()
         self.layer = layer
         self.joint = True
-        self.own_tails = own_tails
         self.segments: list[Segment] = []
         self.base = 0
         self.unread: Pair | None = None
@@ -147,12 +140,12 @@ class SegmentedKVCache(KVCache):
     def shared(self) -> Shared | None:
         """What the kernel reads beside the tail; None: no segment."""
         if self._shared is None and self.segments:
-            self._shared = _shared([self.segments], self.layer)
+            self._shared = shared_of([self.segments], self.layer)
         return self._shared
 
     def shared_by(self, counts: Sequence[int], size: int) -> Shared | None:
-        """As `SegmentedBatchKVCache.shared_by`, of one row."""
-        return self.shared and _shared_by([self.segments], counts, size, self.layer)
+        """`shared` of a pass of `size` rows: the tokens of this one, and nobody's."""
+        return self.shared and shared_by([self.segments], counts, size, self.layer)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         if not self.segments:
@@ -214,212 +207,18 @@ class SegmentedKVCache(KVCache):
         return list(zip(*cuts, strict=True))
 
 
-class Tail:
-    """A layer's KV of one row, behind its segments: two arrays, (1, heads, capacity, dim) each.
-
-    `address`: its row in the table of `Tails`; empty until a kernel needs it.
-    """
-
-    __slots__ = ("__weakref__", "address", "keys", "values")
-
-    def __init__(self, keys: mx.array, values: mx.array):
-        self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
-        self.address: list[int] = []
-
-    @property
-    def capacity(self) -> int:
-        """Tokens."""
-        return self.keys.shape[2]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether `address` is of these arrays, not of those before they grew."""
-        return self.address[2:] == [self.capacity]
-
-    def grow(self, end: int, more: int) -> None:
-        """Make room for `more` tokens behind column `end`. Copies this tail, and no other."""
-        if self.address:
-            _written.pop(self.address[0], None)
-        capacity = round_up(end + max(more, min(end // 4, MOST_ROOM)))
-        self.keys, self.values = (
-            side_by_side([end], end, capacity, array) for array in (self.keys, self.values)
-        )
-
-    def __del__(self) -> None:
-        if self.address:  # As of a segment.
-            cuda_driver.wait()
-
-
-def let_go(tails: Sequence[Tail]) -> None:
-    """Forget `tails`, which no kernel writes to any more. A tail that is freed before waits for the GPU."""
-    for tail in tails:
-        if tail.address:
-            _written.pop(tail.address[0], None)
-            tail.address = []
-
-
-class SegmentedBatchKVCache(EvenBatchKVCache):
-    """Of a batch: rows' tails, and each row's own list of segments.
-
-    Rows have `tails` of their own where the kernel reads these by address: joining and leaving copies
-    nobody's KV, and a row grows alone. The first pass of another kind joins them, padded on the left, in
-    `keys` and `values`, and so they stay.
-
-    8B shape in bfloat16, one H100, milliseconds until the first step behind it is computed, as one array and
-    with own tails: the last of 32 rows of 500 to 1,647 tokens joins, 45 to 54 and 18 to 19; one of them
-    leaves, 86 to 88 and 30 to 32. A step takes 8.85 to 8.96 and 8.76 to 8.83.
-
-    `offset` counts all tokens of a row; columns, `starts` and `ends` are of the tails.
-    """
-
-    def __init__(self, left_padding: list[int]):
-        super().__init__(left_padding)
-        self.layer = ""
-        self.segments: list[list[Segment]] = [[] for _ in left_padding]
-        self.tails: list[Tail] = []
-        self.table: mx.array | None = None  # As `Tails` has it.
-        self.unread: Pair | None = None
-        self._shared: Shared | None = None
-
-    @property
-    def bases(self) -> list[int]:
-        """Tokens before each row's tail."""
-        return [sum(one.pair(self.layer)[0].shape[2] for one in row) for row in self.segments]
-
-    @property
-    def shared(self) -> Shared | None:
-        """What the kernel reads beside the tails; None: no row has a segment."""
-        if self._shared is None and any(self.segments):
-            self._shared = _shared(self.segments, self.layer)
-        return self._shared
-
-    def shared_by(self, counts: Sequence[int], size: int) -> Shared | None:
-        """`shared` of a pass of `size` rows: the tokens of each row, `counts` of them, and nobody's."""
-        return self.shared and _shared_by(self.segments, counts, size, self.layer)
-
-    @classmethod
-    def merge(cls, caches: Sequence[SegmentedKVCache]) -> SegmentedBatchKVCache:
-        batch, lengths = cls([0] * len(caches)), [cache.offset - cache.base for cache in caches]
-        if all(cache.own_tails and cache.keys is not None for cache in caches):
-            own = [Tail(cast(Any, cache.keys), cast(Any, cache.values)) for cache in caches]
-            batch._set_tails(own, [0] * len(caches), lengths, mx.array(lengths))
-        else:
-            tails: list[KVCache] = []
-            for cache, length in zip(caches, lengths, strict=True):
-                tails.append(tail := KVCache())
-                tail.keys, tail.values, tail.offset = cache.keys, cache.values, length
-            merged = super().merge(tails)
-            batch = merged if isinstance(merged, cls) else batch  # Where nobody has a tail.
-        batch.layer = caches[0].layer
-        batch.segments = [list(cache.segments) for cache in caches]
-        if any(batch.segments):
-            batch.offset = batch.offset + mx.array([cache.base for cache in caches])
-        return batch
-
-    def make_room(self, count: int) -> None:
-        """For `count` tokens behind each of `tails`."""
-        for tail, end in zip(self.tails, self.ends, strict=True):
-            if end + count > tail.capacity:
-                tail.grow(end, count)
-                self.table = None
-
-    def join_tails(self) -> None:
-        """Put them into one array of keys and one of values."""
-        if not self.tails:
-            return
-        ends, longest = self.ends, max(self.ends)
-        for name in ("keys", "values"):
-            each = [getattr(tail, name) for tail in self.tails]
-            setattr(self, name, side_by_side(ends, longest, round_up(longest + 1), *each))
-        self._set_starts([start + longest - end for start, end in zip(self.starts, ends, strict=True)])
-        self._set_ends([longest] * len(ends))
-        self.tails, self.table = [], None
-
-    def update_and_fetch(self, keys: Any, values: Any) -> Any:
-        self.join_tails()
-        if not any(self.segments):
-            return super().update_and_fetch(keys, values)
-        _check_read(self)
-        super().update_and_fetch(keys, values)
-        self.unread = self.keys, self.values
-        return self.unread
-
-    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
-        self.join_tails()
-        return OWN_MASK if any(self.segments) else super().make_mask(N, return_array, **kwargs)
-
-    def extend(self, other: Any) -> None:
-        if self.tails and other.tails:
-            starts, ends = self.starts + other.starts, self.ends + other.ends
-            offset = mx.concatenate([self.offset, other.offset])
-            self._set_tails([*self.tails, *other.tails], starts, ends, offset)
-        else:
-            self.join_tails()
-            other.join_tails()
-            super().extend(other)
-        self.segments += other.segments
-        self._shared = None
-
-    def filter(self, batch_indices: Any) -> None:
-        if self.tails:
-            tails, starts, ends = (
-                [of[row] for row in batch_indices] for of in (self.tails, self.starts, self.ends)
-            )
-            self._set_tails(tails, starts, ends, rows_of(cast(Any, self.offset), tuple(batch_indices)))
-        else:
-            super().filter(batch_indices)
-        self.segments = [self.segments[row] for row in batch_indices]
-        self._shared = None
-
-    def _set_tails(self, tails: list[Tail], starts: list[int], ends: list[int], offset: mx.array) -> None:
-        self.tails, self.table, self.offset = tails, None, offset
-        self._starts, self.left_padding = starts, _array_of(tuple(starts))
-        self._set_ends(ends)
-
-
-@lru_cache(maxsize=1)  # Layers ask alike: a row leaves in 1.5 ms for 1.8 (30 layers, CUDA).
-def _array_of(starts: tuple[int, ...]) -> mx.array:
-    """Shared by layers: nobody changes it in place while rows have tails."""
-    return mx.array(starts)
-
-
-def tails_of(cache: Sequence[SegmentedBatchKVCache], count: int) -> list[Tails]:
-    """Of each layer of a batch whose rows have tails of their own, for a pass of `count` tokens a row."""
-    if any(leaf.table is None for leaf in cache):
-        unknown = [tail for leaf in cache for tail in leaf.tails if not tail.is_known]
-        while unknown:
-            arrays = [array for tail in unknown for array in (tail.keys, tail.values)]
-            found = cast(list[list[int]], segment_attention.addresses_of(arrays).reshape(-1, 2).tolist())
-            shared: list[Tail] = []
-            for tail, address in zip(unknown, found, strict=True):
-                tail.address = [*address, tail.capacity]
-                if _written.get(address[0], tail) is not tail:  # Of requests with one prompt: n > 1.
-                    tail.keys, tail.values = tail.keys + 0, tail.values + 0
-                    shared.append(tail)
-                else:
-                    _written[address[0]] = tail
-            unknown = shared
-        for leaf in cache:
-            leaf.table = mx.array([tail.address for tail in leaf.tails], mx.uint64)
-    most = round_up(max(cache[0].ends) + count, TAIL_STEP)
-    return [Tails(cast(mx.array, leaf.table), most) for leaf in cache]
-
-
-_written: weakref.WeakValueDictionary[int, Tail] = weakref.WeakValueDictionary()
-"""Tails by the address of their keys. The kernel writes there, which MLX does not see: it lets copies of a
-cache share arrays."""
-
-
-def _shared(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
+def shared_of(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
+    """What these rows hold, in a layer; one of them has a segment."""
     places = segment_attention.places_of(rows)
     held = [rows[row][index] for row, index in places.holders]
     number, tokens = held[0].layers.index(layer), held[0].pair(layer)[0].shape[2]
     return Shared(_addresses(held)[number], places.table, places.counts, tokens, places.most, places.widest)
 
 
-def _shared_by(rows: Sequence[Sequence[Segment]], counts: Sequence[int], size: int, layer: str) -> Shared:
+def shared_by(rows: Sequence[Sequence[Segment]], counts: Sequence[int], size: int, layer: str) -> Shared:
+    """`shared_of` a pass of `size` rows: the tokens of each row, `counts` of them, and nobody's."""
     tokens = [own for own, count in zip(rows, counts, strict=True) for _ in range(count)]
-    return _shared([*tokens, *[()] * (size - len(tokens))], layer)
+    return shared_of([*tokens, *[()] * (size - len(tokens))], layer)
 
 
 def _addresses(held: list[Segment]) -> list[mx.array]:
@@ -478,25 +277,14 @@ def attend(
     if unread[0] is keys and unread[1] is values:
         cache.unread = None
     _check_read(cache)
-    alone = isinstance(cache, SegmentedKVCache)
-    plain = sinks is None and (mask is OWN_MASK or (alone and (mask is None or isinstance(mask, str))))
-    if plain and not (alone and cache.joint) and (kernel := kernel_for(queries, keys)) is not None:
-        places = ([0], [cache.offset - cache.base]) if alone else (cache.starts, cache.ends)
-        if queries.shape[2] <= kernel.most_new:
-            return kernel(queries, cast(Shared, cache.shared), keys, values, places, scale)
-    if alone:
-        if not cache.joint and plain and queries.shape[2] <= FEW:
-            parts = [*(segment.pair(cache.layer) for segment in cache.segments), cache.keys_and_values()]
-            return fold(queries, [], [parts], scale)
-        return _next(queries, *cache.whole(), cache=cache, scale=scale, mask=mask, sinks=sinks)
-    if sinks is not None or mask is not OWN_MASK:
-        raise RuntimeError("rows of this model can't share a prefix: serve it with --share-prefix off")
-    tails = zip(cache.starts, cache.ends, strict=True)
-    own = [
-        (cache.keys[row : row + 1, :, start:end], cache.values[row : row + 1, :, start:end])
-        for row, (start, end) in enumerate(tails)
-    ]
-    return by_rows(queries, cache.layer, cache.segments, own, scale)
+    plain = sinks is None and (mask is None or isinstance(mask, str)) and not cache.joint
+    if plain and (kernel := kernel_for(queries, keys)) is not None and queries.shape[2] <= kernel.most_new:
+        places = [0], [cache.offset - cache.base]
+        return kernel(queries, cast(Shared, cache.shared), keys, values, places, scale)
+    if plain and queries.shape[2] <= FEW:
+        parts = [*(segment.pair(cache.layer) for segment in cache.segments), cache.keys_and_values()]
+        return fold(queries, [], [parts], scale)
+    return _next(queries, *cache.whole(), cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 def by_rows(
@@ -544,12 +332,6 @@ def can_share(model: Any, make_cache: Any) -> bool:
             single = _behind_a_segment(model, make_cache())
             model(mx.zeros((1, new), mx.int32), cache=single)
             if any(leaf.unread is not None for leaf in single):
-                return False
-            if not segment_attention.in_use():  # own_rows.py
-                continue
-            batch: Any = [SegmentedBatchKVCache.merge([leaf, leaf]) for leaf in single]
-            model(mx.zeros((2, new), mx.int32), cache=batch)
-            if any(leaf.unread is not None for leaf in batch):
                 return False
     except Exception:
         return False

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from omlxd.engine.mlx_adapter import (
     Quantisation,
+    addressed_rows,
     attention,
     attention_kernel,
     attention_packed,
@@ -21,14 +22,48 @@ from omlxd.engine.mlx_adapter import (
     segment_attention,
     segments,
 )
+from omlxd.engine.mlx_adapter.attention_kernel import Tails
 from omlxd.engine.mlx_adapter.segment_attention import Shared
 
 
 class Reference:
     """Attends row by row over each row's own columns. Counts its calls, and those of several new tokens."""
 
-    calls = several = steps = 0
+    calls = several = steps = by_address = 0
     most_new = attention_kernel.MOST_NEW
+
+    def compile_ahead(self) -> None:
+        """Nothing to compile."""
+
+    def over_tails(
+        self,
+        queries: Any,
+        tails: Tails,
+        places: tuple[list[int], list[int]],
+        scale: float,
+        *,
+        fresh: Any = (),
+        behind: mx.array | None = None,
+        window: int = 0,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """As `Kernel.over_tails`; writes in place."""
+        Reference.by_address += 1
+        assert max(end - start for start, end in zip(*places, strict=True)) <= tails.most
+        if fresh:
+            put_by_number(fresh, tails, mx.array(places[1]))
+        out = []
+        for row, (start, end) in enumerate(zip(*places, strict=True)):
+            held, columns = arrays_by_number(tails, row), mx.arange(start, end)
+            assert end <= held[0].shape[2] or window
+            inorder = self.joined([array[:, :, columns % array.shape[2]] for array in held])
+            query, own = queries[row : row + 1], ([0], [end - start])
+            out.append(self(query, *inorder, own, scale, window=window, sinks=sinks))
+        return mx.concatenate(out)
+
+    def joined(self, parts: list[mx.array]) -> list[Any]:
+        """Keys and values."""
+        return parts
 
     def __call__(
         self,
@@ -68,8 +103,14 @@ class Reference:
         scale: float,
         sinks: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """As `Kernel.step`, for a compiled step; makes new arrays instead of writing in place."""
+        """As `Kernel.step`, for a compiled step; makes new arrays instead of writing in place, but where it
+        is told addresses."""
         Reference.steps += 1
+        if isinstance(held, Tails):
+            places = cast(Any, (starts.tolist(), ends.tolist()))
+            window = max(end - start for start, end in zip(*places, strict=True))
+            how = {"window": window, "sinks": sinks}
+            return self.over_tails(queries, held, places, scale, fresh=fresh, **how), held, cast(Any, None)
         ring = held[0].shape[2]
         keys, values = put_newest(held, fresh, (ends - 1) % ring + 1) if fresh else held
         columns = (starts[:, None] + mx.arange(ring)) % ring
@@ -91,6 +132,23 @@ def partial_attention(
     scores = (queries * scale) @ keys.swapaxes(-1, -2)
     scores = scores if seen is None else mx.where(seen, scores, -mx.inf)
     return mx.softmax(scores, axis=-1) @ values, mx.logsumexp(scores, axis=-1, keepdims=True)
+
+
+def arrays_by_number(tails: Tails, row: int) -> list[mx.array]:
+    *numbers, capacity = np.array(tails.table)[row].tolist()
+    arrays = [SegmentReference.arrays[number] for number in numbers]
+    assert {array.shape[2] for array in arrays} == {capacity}
+    return arrays
+
+
+def put_by_number(fresh: Any, tails: Tails, ends: mx.array) -> mx.array:
+    """As attention_kernel.put, in arrays that known numbers stand for."""
+    parts = [part for held in fresh for part in (held if isinstance(held, list) else [held])]
+    for row, end in enumerate(np.array(ends).tolist()):
+        for part, array in zip(parts, arrays_by_number(tails, row), strict=True):
+            new = part.shape[2]
+            array[:, :, mx.arange(end - new, end) % array.shape[2]] = part[row : row + 1]
+    return mx.array([1])
 
 
 class SegmentReference:
@@ -124,8 +182,35 @@ class SegmentReference:
         ends: mx.array,
         scale: float,
     ) -> tuple[mx.array, mx.array, mx.array]:
+        if isinstance(held, Tails):
+            places = starts.tolist(), ends.tolist()
+            out = self.over_tails(queries, held, places, scale, shared=shared, fresh=fresh)
+            return out, held, cast(Any, None)
         keys, values = put_newest(held, fresh, ends)
         return self._attend(queries, shared, keys, values, starts, ends, scale), keys, values
+
+    def over_tails(
+        self,
+        queries: mx.array,
+        tails: Tails,
+        places: Any,
+        scale: float,
+        *,
+        shared: Shared,
+        fresh: Any = (),
+        behind: mx.array | None = None,
+    ) -> mx.array:
+        """As `SegmentKernel.over_tails`; writes in place."""
+        Reference.by_address += 1
+        if fresh:
+            put_by_number(fresh, tails, mx.array(places[1]))
+        each = [arrays_by_number(tails, row) for row in range(len(queries))]
+        most = max(array.shape[2] for arrays in each for array in arrays)
+        held = [
+            mx.concatenate([with_room(array, most) for array in arrays]) for arrays in zip(*each, strict=True)
+        ]
+        starts, ends = (mx.array(at) for at in places)
+        return self._attend(queries, shared, held[0], held[1], starts, ends, scale)
 
     def _attend(
         self,
@@ -166,6 +251,13 @@ def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         return mx.array(numbers, mx.uint64)
 
     monkeypatch.setattr(segment_attention, "addresses_of", addresses_of)
+    for module in (addressed_rows, segment_attention):
+        monkeypatch.setattr(module, "put", put_by_number)
+
+
+def with_room(array: mx.array, capacity: int) -> mx.array:
+    """With more columns behind."""
+    return mx.pad(array, [(0, 0), (0, 0), (0, capacity - array.shape[2]), (0, 0)])
 
 
 def only_seen(arrays: Iterable[mx.array], seen: mx.array) -> list[mx.array]:
@@ -186,6 +278,9 @@ class PackedReference(Reference):
 
     def __init__(self, how: Quantisation):
         self._how = how
+
+    def joined(self, parts: list[mx.array]) -> list[Any]:
+        return [parts[:3], parts[3:]]
 
     def __call__(
         self,
@@ -211,6 +306,8 @@ class PackedReference(Reference):
         scale: float,
         sinks: mx.array | None = None,
     ) -> tuple[mx.array, Any, Any]:
+        if isinstance(held, Tails):
+            return super().step(queries, fresh, held, starts, ends, scale)
         columns = (ends - 1)[:, None, None, None]
         keys, values = (
             [
@@ -239,7 +336,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
         if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
             monkeypatch.setattr(module, "scaled_dot_product_attention", attention.mlx_own)
     kernel = Reference()
-    Reference.calls = Reference.several = Reference.steps = 0
+    Reference.calls = Reference.several = Reference.steps = Reference.by_address = 0
     over_segments = SegmentReference()
     SegmentReference.calls = SegmentReference.several = 0
     known_addresses(monkeypatch)

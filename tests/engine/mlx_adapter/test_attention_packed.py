@@ -14,7 +14,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, attention_packed, compiled_step
 from omlxd.engine.mlx_adapter.quantised import QuantisedBatchKVCache, QuantisedKVCache
 
-from .conftest import PackedReference, Reference
+from .conftest import PackedReference, Reference, known_addresses
 from .test_compiled_step import STEPS, Steps, batch_of
 
 WIDE = {"head_dim": 64}
@@ -105,7 +105,8 @@ def test_what_it_can_not_read_goes_on_to_mlx(reference):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_check_finds_a_kernel_that_differs(bits: int):
+def test_the_check_finds_a_kernel_that_differs(bits: int, monkeypatch: pytest.MonkeyPatch):
+    known_addresses(monkeypatch)
     how = Quantisation(bits)
 
     class Off(PackedReference):

@@ -14,13 +14,14 @@ from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, compiled_step, fused_step, loading
-from omlxd.engine.mlx_adapter.fused_attention import MOST_NEW, FusedAttention, Heads, Shape, Tails, source_of
+from omlxd.engine.mlx_adapter.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.fused_attention import MOST_NEW, FusedAttention, Heads, Shape, source_of
 from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
 from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET
 from omlxd.engine.mlx_adapter.segment_attention import Shared
 from omlxd.engine.schedule.speculation import flat_size
 
-from .conftest import SegmentReference, only_seen, put_newest
+from .conftest import SegmentReference, only_seen, put_newest, with_room
 from .test_compiled_step import STEPS, Steps, batch_of
 
 FUSED = ("llama", "qwen3")
@@ -57,7 +58,7 @@ class Attend:
                 for of in np.array(held.table)[:, :2].T.tolist()
             ]
             most = max(array.shape[2] for array in own[0])
-            joint = [mx.concatenate([_with_room(array, most) for array in arrays]) for arrays in own]
+            joint = [mx.concatenate([with_room(array, most) for array in arrays]) for arrays in own]
             out, *now = self(new, norms, turns, joint, starts, ends, owners, shared)
             for arrays, array in zip(own, now, strict=True):
                 for row, tail in enumerate(arrays):
@@ -104,10 +105,6 @@ class Attend:
         out = x + 0
         out[..., a], out[..., b] = one * cosine - two * sine, one * sine + two * cosine
         return out
-
-
-def _with_room(array: mx.array, capacity: int) -> mx.array:
-    return mx.pad(array, [(0, 0), (0, 0), (0, capacity - array.shape[2]), (0, 0)])
 
 
 def _of_rows(shared: Shared, rows: mx.array) -> Shared:
@@ -415,6 +412,7 @@ def test_a_source_for_each_kind_of_heads():
 
 def test_a_shape_traces_some_layers_once(tmp_path, reference, fused, monkeypatch: pytest.MonkeyPatch):
     reference()
+    monkeypatch.setattr(loading, "use_own_rows", lambda model: False)  # A trace has no addresses.
     traced, own = [], FusedStep.layers
     monkeypatch.setattr(FusedStep, "layers", lambda *given: traced.append(1) or own(*given))
     loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "qwen3"))

@@ -21,6 +21,7 @@ from rig import Rig
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import (
     CompiledStep,
+    addressed_rows,
     attention_kernel,
     attention_source,
     compiled_step,
@@ -29,7 +30,9 @@ from omlxd.engine.mlx_adapter import (
     segment_kernel,
     segments,
 )
-from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads, Tails
+from omlxd.engine.mlx_adapter.addressed_rows import AddressedKVCache
+from omlxd.engine.mlx_adapter.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads
 from omlxd.engine.mlx_adapter.segment_attention import places_of
 from omlxd.engine.schedule import decode_batch, end_steps
 from omlxd.engine.schedule.decode_batch import DecodeBatch
@@ -203,7 +206,7 @@ def test_rows_keep_their_own_tails(folder: Path, want, reference, monkeypatch):
         assert logits is not None
         np.testing.assert_allclose(np.array(logits[:, -1]), expected[steps.at][:2], atol=2e-4)
         steps.at += 1
-    assert attend.by_address >= 2 * layers and cache[0].keys is None
+    assert attend.by_address >= 2 * layers
     held, addresses = first.keys, list(first.address)
     for _ in range(second.capacity - cache[0].ends[1] + 1):  # Until the second must grow.
         steps.compiled(mx.array([[1], [1]]), cache, 9)
@@ -220,21 +223,17 @@ def test_rows_keep_their_own_tails(folder: Path, want, reference, monkeypatch):
     assert cache[0].tails == [first, second]
     gc.collect()
     waits.clear()  # For segments that went.
-    loaded.model(tokens, cache=cache)  # Of another kind: joins them.
-    assert not cache[0].tails and cache[0].keys is not None
-    assert len(waits) == 2 * (layers - 1), "nobody frees what a kernel may read"
-    del first, second, held
-    assert len(waits) == 2 * layers
+    before = Reference.by_address
+    loaded.model(tokens, cache=cache)  # Of another kind.
+    assert Reference.by_address == before + layers and cache[0].tails == [first, second]
     mlx_adapter.trim(cache, [1, 1])
     logits = steps.compiled(tokens, cache, 0)
-    assert logits is not None and cache[0].keys is not None
-    np.testing.assert_allclose(np.array(logits[:, -1]), expected[2][:2], atol=2e-4)
-    mlx_adapter.extend(cache, row(loaded, 2, LENGTHS[2]))
-    mlx_adapter.keep_rows(cache, [1, 2])
-    assert not cache[0].tails, "they stay so"
-    logits = steps.compiled(mx.array([[11 + 7 * 3], [12]]), cache, 0)
     assert logits is not None
-    np.testing.assert_allclose(np.array(logits[0, -1]), expected[3][1], atol=2e-4)
+    np.testing.assert_allclose(np.array(logits[:, -1]), expected[2][:2], atol=2e-4)
+    mlx_adapter.keep_rows(cache, [1])
+    assert len(waits) == layers - 1, "nobody frees what a kernel may read"
+    del first, second, held
+    assert len(waits) == layers
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -293,7 +292,7 @@ def test_rows_that_begin_as_copies_write_to_arrays_of_their_own(folder: Path, re
         return numbers if asked[1:] else mx.repeat(numbers.reshape(-1, 2, 2)[:, :1], 2, axis=1).reshape(-1)
 
     monkeypatch.setattr(segment_attention, "addresses_of", equal_at_first)
-    tables = segments.tails_of(cache, 1)
+    tables = addressed_rows.tails_of(cache, 1, 1)
     assert asked == [4 * len(cache), 2 * len(cache)], "those of the second row are copied"
     for table in tables:
         first, second = np.array(table.table)[:, 0].tolist()
@@ -313,8 +312,11 @@ def test_rows_whose_tails_the_kernel_does_not_read_are_copied(folder: Path, refe
 
     monkeypatch.setattr(compiled_step, "fused_step", fuse_wrongly)
     reference()
-    cache = batch(load(folder, SEGMENT), LENGTHS)
-    assert cache[0].keys is not None and not cache[0].tails
+    with caplog.at_level("INFO"):
+        loaded = load(folder, SEGMENT)
+    assert not loaded.segments.tokens, "nothing reads them"
+    assert not isinstance(batch(loaded, LENGTHS)[0], AddressedKVCache)
+    assert "copied as others join and leave: fused steps have other bits" in caplog.text
 
 
 def test_guesses_and_ends_of_prompts_are_read_by_it_too(folder: Path, reference):
@@ -407,16 +409,18 @@ def test_tails_of_a_row_that_leaves_wait_for_the_step_on_its_way(
     gone, held = second.address[0], list(cache[0].segments)  # A segment that goes waits, too.
     gc.collect()
     waits: list[bool] = []
-    monkeypatch.setattr(segments.cuda_driver, "wait", lambda: waits.append(gone in segments._written))
+    monkeypatch.setattr(segments.cuda_driver, "wait", lambda: waits.append(gone in addressed_rows._written))
     left = mlx_adapter.keep_rows(cache, [0, 2])
-    assert second in left and len(left) == len(cache) and segments._written[gone] is second and not waits
+    assert (
+        second in left and len(left) == len(cache) and addressed_rows._written[gone] is second and not waits
+    )
     assert cache[0].tails == [first, third] and first.is_known and third.is_known
     if computed:
         mlx_adapter.let_go(left)
-        assert second.address == [] and gone not in segments._written
+        assert second.address == [] and gone not in addressed_rows._written
     del second, left
     gc.collect()
-    assert len(waits) == (0 if computed else len(cache)) and held and gone not in segments._written
+    assert len(waits) == (0 if computed else len(cache)) and held and gone not in addressed_rows._written
 
 
 def test_a_segment_that_goes_waits_for_what_reads_it(folder: Path, reference, monkeypatch):
@@ -445,15 +449,13 @@ def test_short_requests_go_as_if_nothing_were_shared(folder: Path, reference):
     assert Reference.calls > 0 and SegmentReference.calls == 0
 
 
-def test_without_a_kernel_a_gpu_shares_only_if_told_to(folder: Path, reference, monkeypatch):
+def test_without_a_kernel_a_gpu_shares_nothing(folder: Path, reference, monkeypatch):
     reference()
     monkeypatch.setattr(segments, "kernel_for", lambda queries, keys: None)
     monkeypatch.setattr(segment_attention, "in_use", lambda: False)
     model = mlx_adapter.load(folder).model
-    assert mlx_adapter.share_prefixes(model, SEGMENT, by_kernel=True).tokens == 0
-    assert mlx_adapter.share_prefixes(model, SEGMENT).tokens == SEGMENT
-    loaded = mlx_adapter.load(folder, segment=SEGMENT)
-    assert CompiledStep(loaded.model)(mx.array([[1]]), row(loaded, 0, LENGTHS[0]), 9) is None
+    for by_kernel in (True, False):
+        assert mlx_adapter.share_prefixes(model, SEGMENT, by_kernel=by_kernel).tokens == 0
 
 
 @pytest.mark.parametrize("fused", [True, False])
