@@ -382,7 +382,7 @@ def can_take_back(cache: Cache, rows: int) -> bool:
     Recurrent states only of one row: what held is computed again, and rows of unequal number would be padded.
     Nor beside windows, which can't forget a pass and then take it again.
     """
-    held = [leaf for _, leaf in leaves(cache)]
+    held = [leaf.rows[0] if isinstance(leaf, OwnRowsKVCache) else leaf for _, leaf in leaves(cache)]
     windows = any(isinstance(leaf, RotatingKVCache | WindowBatchKVCache) for leaf in held)
     kinds = [KINDS.get(type(leaf)) for leaf in held if not hasattr(leaf, "trim_rows")]
     recurrent = any(kind is not None and kind.trim is None for kind in kinds)
@@ -408,7 +408,10 @@ def put_back(states: Sequence[RecurrentState], position: int) -> None:
 def trim(cache: Cache, counts: Sequence[int]) -> None:
     """Forget the last `counts[row]` tokens of each row, after a pass of several; recurrent states stay."""
     for _, leaf in leaves(cache):
-        if hasattr(leaf, "trim_rows"):
+        if isinstance(leaf, OwnRowsKVCache):
+            for row, count in zip(leaf.rows, counts, strict=True):
+                trim([row], [count])
+        elif hasattr(leaf, "trim_rows"):
             leaf.trim_rows(counts)
         elif (forget := KINDS[type(leaf)].trim) is not None and counts[0]:
             forget(leaf, counts[0])
@@ -565,17 +568,24 @@ def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.a
     """Per-token KV of tokens `start` to `stop` of one row of a batch; lazy slices, evaluate them soon."""
     found: dict[str, mx.array] = {}
     for name, leaf in leaves(batch):
+        if (kind := _kind_of_rows(leaf)) is None or not kind.per_token:
+            continue
         if isinstance(leaf, OwnRowsKVCache):
             own = leaf.rows[row]
-            for tensor, array in _named(name, _pair(own)).items():
+            for tensor, array in _named(name, kind.state_of(own)).items():
                 found[tensor] = _span(tensor, array, 0, getattr(own, "segments", ()), start, stop)
-        elif (kind := _BATCHED.get(type(leaf))) is not None and kind.per_token:
+        else:
             tails = getattr(leaf, "tails", ())
             arrays = kind.state_of(tails[row] if tails else leaf)
             for tensor, array in _named(name, arrays).items():
                 of_row, held = array if tails else array[row : row + 1], _row_segments(leaf, row)
                 found[tensor] = _span(tensor, of_row, leaf.starts[row], held, start, stop)
     return found
+
+
+def _kind_of_rows(leaf: Any) -> CacheKind | None:
+    """The row of the class that a row of a batch's leaf has by itself."""
+    return KINDS[type(leaf.rows[0])] if isinstance(leaf, OwnRowsKVCache) else _BATCHED.get(type(leaf))
 
 
 def _row_segments(leaf: Any, row: int) -> Sequence[Segment]:
@@ -587,6 +597,6 @@ def row_states(batch: Cache, row: int) -> dict[str, mx.array]:
     return {
         tensor: array
         for name, leaf in leaves(batch)
-        if (kind := _BATCHED.get(type(leaf))) is not None and not kind.per_token
+        if (kind := _kind_of_rows(leaf)) is not None and not kind.per_token
         for tensor, array in _named(name, kind.state_of(leaf.extract(row))).items()
     }

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model as mlx_load_model
 from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
@@ -49,7 +49,7 @@ from .fused_step import may_fuse
 from .mapped import MappedWeights
 from .multi_lora import Adapters, read_adapter
 from .own_rows import OwnRowsKVCache
-from .quantised import Quantisation
+from .quantised import Quantisation, QuantisedKVCache
 from .segments import LiveSegments, SegmentedKVCache
 
 
@@ -376,12 +376,18 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
 def use_own_rows(model: Any) -> bool:
     """Whether rows of `model`'s batches keep arrays of their own from now on (own_rows.py).
 
-    Passes of a batch are put together, and none is computed.
+    Rows of all layers with KV; or else, as where windows are masked otherwise, of those with plain KV alone.
     """
+    plain = KVCache, SegmentedKVCache
+    return any(_use_own_rows(model, kinds) for kinds in ((*plain, QuantisedKVCache, RotatingKVCache), plain))
+
+
+def _use_own_rows(model: Any, kinds: tuple[type, ...]) -> bool:
+    """Passes of a batch are put together, and none is computed."""
     fresh = _make_cache(model)
     try:
         for new in (1, 2, row_attention.MOST_NEW + 1):
-            rows = [_with_own_rows(fresh()) for _ in range(2)]
+            rows = [_with_own_rows(fresh(), kinds) for _ in range(2)]
             for row in rows:
                 model(mx.zeros((1, 2), mx.int32), cache=row)
             batch = merge(rows)
@@ -391,7 +397,7 @@ def use_own_rows(model: Any) -> bool:
                 return False
     except Exception:
         return False
-    model.make_cache = lambda: _with_own_rows(fresh())
+    model.make_cache = lambda: _with_own_rows(fresh(), kinds)
     object.__setattr__(model, "omlxd_own_rows", True)
     return True
 
@@ -405,9 +411,9 @@ def _make_cache(model: Any) -> Callable[[], Cache]:
     return getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
 
 
-def _with_own_rows(cache: Cache) -> Cache:
+def _with_own_rows(cache: Cache, kinds: tuple[type, ...]) -> Cache:
     for _, leaf in leaves(cache):
-        if type(leaf) in (KVCache, SegmentedKVCache):
+        if type(leaf) in kinds:
             leaf.own_rows = True
     return cache
 

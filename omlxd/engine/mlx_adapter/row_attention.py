@@ -6,8 +6,8 @@ the query heads of a KV head are the rows of one product. On Metal a row is a ca
 
 `install` puts `attend` in place of mlx-lm's `scaled_dot_product_attention`. At the first pass of a model,
 which is at its load, both ways are timed on this machine (`Costs`); `omlxd doctor` says what came out. Where
-attention by rows pays, each row of a batch keeps its KV in its own arrays (own_rows.py). It has not run on a
-Mac.
+attention by rows pays, each row of a batch keeps its KV in its own arrays (own_rows.py): windows and packed
+KV too, which MLX's own attention reads, row by row. It has not run on a Mac.
 On CUDA attention.py has kernels of its own.
 
 SmolLM2's heads (9 on 3 of 64, float32), processor milliseconds a layer on two CPUs beside other work, the
