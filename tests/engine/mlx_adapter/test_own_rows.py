@@ -108,8 +108,9 @@ def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch
         found.append(loaded.model(mx.array([[11], [12], [13]]), cache=batch)[:, -1])
         out.append([np.array(array.astype(mx.float32)) for array in (*found, *kept)])
     for got, want in zip(*out, strict=True):
-        # A last bit may take a number to the next one that packed KV has.
-        np.testing.assert_allclose(got, want, atol=3e-3 if family in PACKED else 3e-4)
+        # A last bit may take a number to the next one that packed KV has; and this Gemma 4 makes much of one.
+        loose = family in (*PACKED, "gemma4_text")
+        np.testing.assert_allclose(got, want, atol=3e-3 if loose else 3e-4)
 
 
 @pytest.mark.parametrize("family", [*WINDOWS, *PACKED[:3]])
