@@ -323,9 +323,10 @@ class AddressedKVCache:
         """Forget the last `counts[row]` tokens of each row."""
         self.ends = [end - count for end, count in zip(self.ends, counts, strict=True)]
 
-    def window_of(self, row: int) -> tuple[mx.array, mx.array]:
+    def window_of(self, row: int) -> dict[str, mx.array]:
         """Copies of keys and values of a row's window, in order."""
-        return self.tails[row].in_order(max(0, self.ends[row] - self.window), self.ends[row])
+        held = self.tails[row].in_order(max(0, self.ends[row] - self.window), self.ends[row])
+        return dict(zip(("keys", "values"), held, strict=True))
 
 
 def _empty(held: Any, capacity: int) -> Any:

@@ -1,4 +1,4 @@
-"""Per-token KV of a batch, and how arrays of KV grow."""
+"""KV of a batch whose rows keep no arrays of their own (own_rows.py), and how arrays of KV grow."""
 
 from __future__ import annotations
 

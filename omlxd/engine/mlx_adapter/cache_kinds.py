@@ -381,7 +381,7 @@ def can_take_back(cache: Cache, rows: int) -> bool:
     Recurrent states only of one row: what held is computed again, and rows of unequal number would be padded.
     Nor beside windows, which can't forget a pass and then take it again.
     """
-    held = [leaf for _, leaf in leaves(cache)]
+    held = [leaf.rows[0] if isinstance(leaf, OwnRowsKVCache) else leaf for _, leaf in leaves(cache)]
     windows = any(
         isinstance(leaf, RotatingKVCache | WindowBatchKVCache) or getattr(leaf, "window", 0) for leaf in held
     )
@@ -409,7 +409,10 @@ def put_back(states: Sequence[RecurrentState], position: int) -> None:
 def trim(cache: Cache, counts: Sequence[int]) -> None:
     """Forget the last `counts[row]` tokens of each row, after a pass of several; recurrent states stay."""
     for _, leaf in leaves(cache):
-        if hasattr(leaf, "trim_rows"):
+        if isinstance(leaf, OwnRowsKVCache):
+            for row, count in zip(leaf.rows, counts, strict=True):
+                trim([row], [count])
+        elif hasattr(leaf, "trim_rows"):
             leaf.trim_rows(counts)
         elif (forget := KINDS[type(leaf)].trim) is not None and counts[0]:
             forget(leaf, counts[0])
@@ -565,31 +568,38 @@ def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.a
     """Per-token KV of tokens `start` to `stop` of one row of a batch; lazy slices, evaluate them soon."""
     found: dict[str, mx.array] = {}
     for name, leaf in leaves(batch):
+        if (kind := _kind_of_rows(leaf)) is None or not kind.per_token:
+            continue
         if isinstance(leaf, OwnRowsKVCache):
             own = leaf.rows[row]
-            for tensor, array in _named(name, _pair(own)).items():
+            for tensor, array in _named(name, kind.state_of(own)).items():
                 found[tensor] = _span(tensor, array, 0, getattr(own, "segments", ()), start, stop)
         elif isinstance(leaf, AddressedKVCache):
-            if (kind := KINDS[leaf.row_type]).per_token:
-                for tensor, array in _named(name, kind.state_of(leaf.tails[row])).items():
-                    part = _span(tensor, array, 0, leaf.segments[row], start, stop)
-                    # Of one head it would be a view: see `addresses_of`.
-                    found[tensor] = (
-                        part if part.shape[1] > 1 else mx.concatenate([part, part[:, :, :0]], axis=2)
-                    )
-        elif (kind := _BATCHED.get(type(leaf))) is not None and kind.per_token:
+            for tensor, array in _named(name, kind.state_of(leaf.tails[row])).items():
+                part = _span(tensor, array, 0, leaf.segments[row], start, stop)
+                is_view = part.shape[1] == 1  # See `addresses_of`.
+                found[tensor] = mx.concatenate([part, part[:, :, :0]], axis=2) if is_view else part
+        else:
             for tensor, array in _named(name, kind.state_of(leaf)).items():
                 found[tensor] = _span(tensor, array[row : row + 1], leaf.starts[row], (), start, stop)
     return found
+
+
+def _kind_of_rows(leaf: Any) -> CacheKind | None:
+    """The row of the class that a row of a batch's leaf has by itself."""
+    if isinstance(leaf, AddressedKVCache):
+        return KINDS[leaf.row_type]
+    return KINDS[type(leaf.rows[0])] if isinstance(leaf, OwnRowsKVCache) else _BATCHED.get(type(leaf))
 
 
 def row_states(batch: Cache, row: int) -> dict[str, mx.array]:
     """`state_tensors` of one row of a batch."""
     found: dict[str, mx.array] = {}
     for name, leaf in leaves(batch):
-        if isinstance(leaf, AddressedKVCache):
-            if leaf.window:
-                found |= _named(name, dict(zip(("keys", "values"), leaf.window_of(row), strict=True)))
-        elif (kind := _BATCHED.get(type(leaf))) is not None and not kind.per_token:
-            found |= _named(name, kind.state_of(leaf.extract(row)))
+        if (kind := _kind_of_rows(leaf)) is None or kind.per_token:
+            continue
+        of_row = (
+            leaf.window_of(row) if isinstance(leaf, AddressedKVCache) else kind.state_of(leaf.extract(row))
+        )
+        found |= _named(name, of_row)
     return found

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, cast
@@ -382,22 +383,27 @@ def use_own_rows(model: Any) -> bool:
     """Whether rows of `model`'s batches keep arrays of their own from now on (own_rows.py and, on CUDA,
     addressed_rows.py).
 
-    Passes of a batch are put together, and none is computed but on CUDA, where rows must have the logits that
-    they have alone.
+    Rows of all layers with KV; or else, as where windows are masked otherwise, of those with plain KV alone.
+    On CUDA a row must have the logits that it has alone; elsewhere passes are put together, and none is
+    computed.
     """
-    fresh = _make_cache(model)
-    try:
-        segments_too = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
-        if attention.installed() and not reads_by_address(model, segments_too):
-            raise RuntimeError("fused steps have other bits")
-        for new in (1, 2, row_attention.MOST_NEW + 1):
-            _try_own_rows(model, lambda: _with_own_rows(fresh()), new)
-    except Exception as error:
-        log.info("rows of a batch are copied as others join and leave: %s", error)
-        return False
-    model.make_cache = lambda: _with_own_rows(fresh())
-    object.__setattr__(model, "omlxd_own_rows", True)
-    return True
+    fresh, plain, obstacle = _make_cache(model), (KVCache, SegmentedKVCache), ""
+    for kinds in ((*plain, QuantisedKVCache, RotatingKVCache), plain):
+        make_cache = partial(_with_own_rows, fresh, kinds)
+        try:
+            shares = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
+            if attention.installed() and not reads_by_address(model, shares):
+                raise RuntimeError("fused steps have other bits")
+            for new in (1, 2, row_attention.MOST_NEW + 1):
+                _try_own_rows(model, make_cache, new)
+        except Exception as error:
+            obstacle = obstacle or str(error)
+            continue
+        model.make_cache = make_cache
+        object.__setattr__(model, "omlxd_own_rows", True)
+        return True
+    log.info("rows of a batch are copied as others join and leave: %s", obstacle)
+    return False
 
 
 def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None:
@@ -405,13 +411,15 @@ def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None
     tokens, rows = mx.arange(2 * new).reshape(2, new) % 7, [make_cache(), make_cache()]
     for length, row in enumerate(rows, 2):
         model(mx.zeros((1, length), mx.int32), cache=row)
-    alone = [model(tokens[i : i + 1], cache=copied(row)) for i, row in enumerate(rows)]
+    alone: list[mx.array] = []
+    if attention.installed():
+        alone = [model(tokens[i : i + 1], cache=copied(row)) for i, row in enumerate(rows)]
     batch = merge(rows)
     own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, OwnRowsKVCache | AddressedKVCache)]
     together = model(tokens, cache=batch)
     if not own or any(leaf.pending for leaf in own):
         raise RuntimeError("the model's attention does not read them one by one")
-    if attention.installed():
+    if alone:
         want = mx.concatenate(alone).astype(mx.float32)
         squares = mx.square(together.astype(mx.float32) - want).mean() / mx.square(want).mean()
         far = cast(float, mx.sqrt(squares).item())
@@ -433,10 +441,10 @@ def _make_cache(model: Any) -> Callable[[], Cache]:
     return getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
 
 
-def _with_own_rows(cache: Cache) -> Cache:
+def _with_own_rows(fresh: Callable[[], Cache], kinds: tuple[type, ...]) -> Cache:
+    cache = fresh()
     for _, leaf in leaves(cache):
-        on_cuda = attention.installed() and type(leaf) in (QuantisedKVCache, RotatingKVCache)
-        if type(leaf) in (KVCache, SegmentedKVCache) or (on_cuda and not getattr(leaf, "keep", 0)):
+        if type(leaf) in kinds:
             leaf.own_rows = True
     return cache
 

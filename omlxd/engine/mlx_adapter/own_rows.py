@@ -2,7 +2,8 @@
 
 In place of one array with all rows, padded to the longest, which is copied whenever a row joins, leaves or
 outgrows it (batch_kv.py). Attention goes row by row, as it does where that pays (row_attention.py); rows that
-begin with the same segments read those once, together (segments.py).
+begin with the same segments read those once, together (segments.py). Windows and packed KV (quantised.py) are
+read as they are of a row alone: by MLX's own attention, with the row's own mask.
 
 `loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. On CUDA
 fused steps read rows' own arrays by address (segments.py), and all others read one array.
@@ -17,8 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from . import row_attention, segments
-from .attention import note_given
+from . import attention, row_attention, segments
 from .row_attention import Pair
 from .segments import OWN_MASK
 
@@ -26,16 +26,18 @@ from .segments import OWN_MASK
 class OwnRowsKVCache:
     """A layer of a batch.
 
-    rows     a cache of one sequence each
+    rows     a cache of one sequence each, all of one class
     pending  `update_and_fetch` gave out the new tokens, and `attend` has not got them yet
+    masks    of the newest pass, one a row, where that keeps a window or packed KV
 
     `update_and_fetch` gives the new tokens alone; `attend` reads the others from `rows`. `make_mask` gives no
     array. Raises RuntimeError where the model attends otherwise.
     """
 
-    def __init__(self, rows: Iterable[KVCache]):
+    def __init__(self, rows: Iterable[Any]):
         self.rows = list(rows)
         self.pending = False
+        self.masks: list[Any] = []
 
     @property
     def offset(self) -> mx.array:
@@ -50,13 +52,23 @@ class OwnRowsKVCache:
         if self.pending:
             raise RuntimeError("this model's attention does not read the rows of a batch one by one")
         self.pending = True
-        note_given(keys, values, self)
+        attention.note_given(keys, values, self)
+        self.masks = []
         for row, *new in zip(self.rows, _each(keys), _each(values), strict=True):
-            _append(row, *new)
+            if self._plain:
+                _append(row, *new)
+                continue
+            self.masks.append(row.make_mask(keys.shape[2], window_size=None, return_array=False))
+            row.update_and_fetch(*new)
         return keys, values
 
+    @property
+    def _plain(self) -> bool:
+        """Whether rows keep all tokens, and as they are."""
+        return isinstance(self.rows[0], KVCache)
+
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> str:
-        if window_size or return_array:
+        if return_array or (window_size and window_size != getattr(self.rows[0], "max_size", 0)):
             raise RuntimeError("a layer wants a mask of its own")
         return OWN_MASK
 
@@ -68,14 +80,18 @@ class OwnRowsKVCache:
             raise RuntimeError("a layer masks more than what comes after a token")
         self.pending = False
         tails = [cast(Pair, row.keys_and_values()) for row in self.rows]
+        if not self._plain:
+            each = zip(_each(queries), tails, self.rows, self.masks, strict=True)
+            return _joined(
+                [attention.mlx_own(query, *tail, row, scale, mask, sinks) for query, tail, row, mask in each]
+            )
         held = [getattr(row, "segments", ()) for row in self.rows]
         if any(held):
             if sinks is not None:
                 raise RuntimeError("this model can't share a prefix: serve it with --share-prefix off")
             return segments.by_rows(queries, cast(Any, self.rows[0]).layer, held, tails, scale)
         each = zip(_each(queries), tails, strict=True)
-        out = [row_attention.one_row(query, *tail, scale, sinks) for query, tail in each]
-        return out[0] if len(out) == 1 else mx.concatenate(out)
+        return _joined([row_attention.one_row(query, *tail, scale, sinks) for query, tail in each])
 
     def extend(self, other: OwnRowsKVCache) -> None:
         self.rows += other.rows
@@ -83,10 +99,8 @@ class OwnRowsKVCache:
     def filter(self, batch_indices: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in batch_indices]
 
-    def trim_rows(self, counts: Sequence[int]) -> None:
-        """Forget the last `counts[row]` tokens of each row."""
-        for row, count in zip(self.rows, counts, strict=True):
-            row.offset -= count
+    def extract(self, row: int) -> Any:
+        return self.rows[row]
 
 
 def _append(row: Any, keys: mx.array, values: mx.array) -> None:
@@ -105,6 +119,10 @@ def _append(row: Any, keys: mx.array, values: mx.array) -> None:
 def _each(x: mx.array) -> list[mx.array]:
     """Its rows, (1, …) each."""
     return [x] if x.shape[0] == 1 else cast(Any, mx.split(x, x.shape[0]))
+
+
+def _joined(rows: list[mx.array]) -> mx.array:
+    return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
 
 @lru_cache(maxsize=1)  # Layers of a pass ask alike.

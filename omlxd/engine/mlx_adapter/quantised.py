@@ -1,4 +1,5 @@
-"""Per-token KV in 8 or 4 bits: caches of one sequence and of a batch.
+"""Per-token KV in 8 or 4 bits: caches of one sequence, and of a batch whose rows keep no arrays of their own
+(own_rows.py).
 
 mlx-lm's `QuantizedKVCache` is for one sequence; nothing of its kind can be batched (0.32.2). These two
 keep the same numbers (`mx.quantize`, a group of neighbours in a head at a time, so a token's bytes

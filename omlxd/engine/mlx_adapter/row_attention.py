@@ -6,8 +6,8 @@ the query heads of a KV head are the rows of one product. On Metal a row is a ca
 
 `install` puts `attend` in place of mlx-lm's `scaled_dot_product_attention`. At the first pass of a model,
 which is at its load, both ways are timed on this machine (`Costs`); `omlxd doctor` says what came out. Where
-attention by rows pays, each row of a batch keeps its KV in its own arrays (own_rows.py). It has not run on a
-Mac.
+attention by rows pays, each row of a batch keeps its KV in its own arrays (own_rows.py): windows and packed
+KV too, which MLX's own attention reads, row by row. It has not run on a Mac.
 On CUDA attention.py has kernels of its own.
 
 SmolLM2's heads (9 on 3 of 64, float32), processor milliseconds a layer on two CPUs beside other work, the
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import base
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from . import attention
 from .device import backend
@@ -113,11 +113,12 @@ def attend(
     if hasattr(rows, "rows"):  # own_rows.py
         return rows.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
-    plain = sinks is None and not hasattr(cache, "by_mlx")
-    plain = plain and (mask == "causal" if isinstance(mask, str) else mask is None and new == 1)
-    if plain and new <= MOST_NEW and len(queries) == 1 and isinstance(cache, KVCache):
-        costs, length = costs_for(queries, keys) if keys.shape == values.shape else None, keys.shape[2]
-        if costs is not None and costs.pays([length], length):
+    few = new <= MOST_NEW and len(queries) == 1 and not hasattr(cache, "by_mlx")
+    if few and isinstance(cache, KVCache | RotatingKVCache) and keys.shape == values.shape:
+        costs, length = costs_for(queries, keys), keys.shape[2]  # Measured for windows and sinks, too.
+        plain = sinks is None and isinstance(cache, KVCache)
+        plain = plain and (mask == "causal" if isinstance(mask, str) else mask is None and new == 1)
+        if plain and costs is not None and costs.pays([length], length):
             return one_row(queries, keys, values, scale)
     return _next(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 

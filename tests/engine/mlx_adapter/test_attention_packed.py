@@ -11,7 +11,13 @@ import pytest
 from families import build_family
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, attention_packed, compiled_step
+from omlxd.engine.mlx_adapter import (
+    CompiledStep,
+    Quantisation,
+    attention_packed,
+    compiled_step,
+    row_attention,
+)
 from omlxd.engine.mlx_adapter.quantised import QuantisedBatchKVCache, QuantisedKVCache
 
 from .conftest import PackedReference, Reference, known_addresses
@@ -22,7 +28,10 @@ LENGTHS = (5, 40, 17)
 
 
 @pytest.fixture
-def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> mlx_adapter.LoadedModel:
+def loaded(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> mlx_adapter.LoadedModel:
+    monkeypatch.setattr(row_attention, "pays", lambda: False)  # Rows of a batch are one array, as on CUDA.
     family, bits = request.param
     return mlx_adapter.load(build_family(family, tmp_path / family, changes=WIDE), Quantisation(bits))
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from families import build_family
+from family_configs import WINDOW
+from mlx_lm.models.cache import ArraysCache
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import loading, row_attention
+from omlxd.engine.mlx_adapter import Quantisation, loading, row_attention
 from omlxd.engine.mlx_adapter import segments as segments_module
+from omlxd.engine.mlx_adapter.batch_kv import WindowBatchKVCache
+from omlxd.engine.mlx_adapter.device import compute_dtype
 from omlxd.engine.mlx_adapter.own_rows import OwnRowsKVCache
 from omlxd.engine.mlx_adapter.segments import Segment, SegmentedKVCache
 
-OWN = ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1")
-JOINT = ("deepseek_v3", "gemma3n", "mamba2", "recurrent_gemma")
-"""MLA's latents and what layers derive from another's KV are read otherwise; the others keep no such KV."""
+PACKED = ("qwen3 8", "qwen3 4", "gemma3_text 8", "qwen3_next 4")
+"""Families, and bits of their per-token KV."""
+WINDOWS = ("gemma3_text", "gemma4_text", "gpt_oss", "olmo3")
+OWN = ("llama", "qwen3", "qwen3_next", "falcon_h1", "recurrent_gemma", *WINDOWS, *PACKED)
+JOINT = ("deepseek_v3", "gemma3n", "mamba2")
+"""MLA's latents and what layers derive from another's KV are read otherwise; the last keeps no such KV."""
 
 
 @pytest.fixture(params=[True, False], ids=["pays", "does not pay"])
@@ -31,6 +39,14 @@ def rows_of(cache: Any) -> Iterator[OwnRowsKVCache]:
     return (leaf for _, leaf in loading.leaves(cache) if isinstance(leaf, OwnRowsKVCache))
 
 
+def load(name: str, root: Path, changes: Mapping[str, Any] | None = None) -> mlx_adapter.LoadedModel:
+    """Of a family, and with KV in so many bits: `qwen3 8`."""
+    family, _, bits = name.partition(" ")
+    changes = {"head_dim": 64} | dict(changes or {}) if bits else changes
+    folder = build_family(family, root / family, changes=changes)
+    return mlx_adapter.load(folder, Quantisation(int(bits)) if bits else None)
+
+
 def prefilled(loaded: mlx_adapter.LoadedModel, length: int, seed: int) -> mlx_adapter.Cache:
     cache = mlx_adapter.new_cache(loaded.model, 128)
     mx.eval(loaded.model(mx.random.randint(5, 200, (1, length), key=mx.random.key(seed)), cache=cache))
@@ -40,17 +56,31 @@ def prefilled(loaded: mlx_adapter.LoadedModel, length: int, seed: int) -> mlx_ad
 
 @pytest.mark.parametrize("family", [*OWN, *JOINT])
 def test_which_models_use_them(family: str, pays: bool, tmp_path):
-    loaded = mlx_adapter.load(build_family(family, tmp_path / family))
+    loaded = load(family, tmp_path)
     batch = mlx_adapter.merge([prefilled(loaded, 9, 0), prefilled(loaded, 9, 1)])
     assert bool(list(rows_of(batch))) == (pays and family in OWN)
+    joint = [leaf for _, leaf in loading.leaves(batch) if not isinstance(leaf, OwnRowsKVCache)]
+    assert not (pays and family in OWN) or {type(leaf) for leaf in joint} <= {ArraysCache}
+
+
+def test_windows_that_are_masked_otherwise_stay_joint(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_attention, "pays", lambda: True)
+    loaded = load("gemma3_text", tmp_path)
+    batch = mlx_adapter.merge([prefilled(loaded, 9, 0)])
+    assert len(list(rows_of(batch))) == 4
+    loaded.model.model.window_size += 1
+    del loaded.model.make_cache
+    assert mlx_adapter.use_own_rows(loaded.model)
+    batch = mlx_adapter.merge([prefilled(loaded, 9, 0)])
+    assert [type(leaf) for leaf in batch] == [WindowBatchKVCache, OwnRowsKVCache] * 2
 
 
 @pytest.mark.parametrize("family", OWN)
 def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
-    folder, out = build_family(family, tmp_path / family), list[list[np.ndarray]]()
+    out = list[list[np.ndarray]]()
     for own in (True, False):
         monkeypatch.setattr(row_attention, "pays", lambda own=own: own)
-        loaded = mlx_adapter.load(folder)
+        loaded = load(family, tmp_path)
         rows = [prefilled(loaded, length, seed) for seed, length in enumerate((70, 9, 33))]
         batch = mlx_adapter.merge([rows[0]])
         for cache in rows[1:]:
@@ -65,7 +95,12 @@ def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch
             lengths = [73, 14, 35]
         for step in range(3):
             found.append(loaded.model(mx.array([[step + 7]] * 3), cache=batch)[:, -1])
-        kept = [*mlx_adapter.row_tensors(batch, 2, 5, lengths[2] + 3).values()]
+        tensors = mlx_adapter.row_tensors(batch, 2, 5, lengths[2] + 3)
+        states = mlx_adapter.row_states(batch, 2)
+        assert loaded.layout is not None and loaded.states is not None
+        assert set(tensors) == {name for group in loaded.layout.groups for name in group.names}
+        assert {name: array.shape for name, array in states.items()} == loaded.states.shapes(lengths[2] + 3)
+        kept = [array for array in (*tensors.values(), *states.values()) if array.dtype != mx.uint32]
         mlx_adapter.keep_rows(batch, [0, 2])
         found.append(loaded.model(mx.array([[11], [12]]), cache=batch)[:, -1])
         joined = prefilled(loaded, 20, 9)
@@ -73,46 +108,91 @@ def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch
         found.append(loaded.model(mx.array([[11], [12], [13]]), cache=batch)[:, -1])
         out.append([np.array(array.astype(mx.float32)) for array in (*found, *kept)])
     for got, want in zip(*out, strict=True):
-        np.testing.assert_allclose(got, want, atol=3e-4)
+        # A last bit may take a number to the next one that packed KV has; and this Gemma 4 makes much of one.
+        loose = family in (*PACKED, "gemma4_text")
+        np.testing.assert_allclose(got, want, atol=3e-3 if loose else 3e-4)
 
 
-def test_joins_and_leaves_copy_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("family", [*WINDOWS, *PACKED[:3]])
+def test_a_row_has_the_bits_that_it_has_alone(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """As others join and leave, in passes of one token and of several, until windows come round."""
     monkeypatch.setattr(row_attention, "pays", lambda: True)
-    loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "qwen3"))
+    monkeypatch.setattr(row_attention.Costs, "pays", lambda *_: True)
+    loaded = load(family, tmp_path)
+    lengths = (2 * WINDOW + 6, 9, WINDOW + 1)
+    alone = [prefilled(loaded, length, seed) for seed, length in enumerate(lengths)]
+    batch = mlx_adapter.merge([mlx_adapter.copied(alone[0])])
+    mlx_adapter.extend_batch(batch, mlx_adapter.merge([mlx_adapter.copied(cache) for cache in alone[1:]]))
+
+    def check(new: int, seed: int, forget: list[int]) -> None:
+        tokens = mx.random.randint(5, 200, (len(alone), new), key=mx.random.key(seed))
+        got = loaded.model(tokens, cache=batch)
+        mlx_adapter.trim(batch, forget)
+        for row, cache in enumerate(alone):
+            want = loaded.model(tokens[row : row + 1], cache=cache)
+            mlx_adapter.trim(cache, [forget[row]])
+            assert mx.array_equal(got[row : row + 1], want), (new, seed, row)
+
+    for step in range(WINDOW + 3):
+        check(*(5, step, [2, 0, 4]) if step % 8 == 1 else (1, step, [0] * 3))
+    batch = mlx_adapter.copied(batch)
+    mlx_adapter.keep_rows(batch, [2, 0])
+    alone = [alone[2], alone[0], prefilled(loaded, 20, 9)]
+    mlx_adapter.extend(batch, mlx_adapter.copied(alone[2]))
+    for step in range(4):
+        check(3 - 2 * (step % 2), 100 + step, [0] * 3)
+    for row, cache in enumerate(alone):
+        length = next(leaf.offset for _, leaf in loading.leaves(cache))
+        want = {**mlx_adapter.token_range(cache, 3, length), **mlx_adapter.state_tensors(cache)}
+        got = {**mlx_adapter.row_tensors(batch, row, 3, length), **mlx_adapter.row_states(batch, row)}
+        assert set(got) == set(want) and all(mx.array_equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3 8", "gemma3_text"])
+def test_joins_and_leaves_copy_nothing(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_attention, "pays", lambda: True)
+    tokens = 1 << 15
+    loaded = load(family, tmp_path, {"sliding_window": tokens - 100} if family in WINDOWS else None)
 
     def held(length: int) -> mlx_adapter.Cache:
-        cache = mlx_adapter.new_cache(loaded.model, length)
-        assert loaded.layout is not None
+        cache, kept = mlx_adapter.new_cache(loaded.model, length), length - 100
+        assert loaded.layout is not None and loaded.states is not None
         arrays = {
-            name: mx.zeros((1, group.heads, length - 100, group.dim))
+            name: mx.zeros((1, group.heads, kept, group.dim), compute_dtype(group.dtype))
             for group in loaded.layout.groups
             for name in group.names
         }
-        mlx_adapter.append_tokens(cache, arrays, 0, length - 100, length)
+        mlx_adapter.append_tokens(cache, arrays, 0, kept, length)
+        states = {name: mx.zeros(shape) for name, shape in loaded.states.shapes(kept).items()}
+        mlx_adapter.put_states(cache, states, kept)
         mx.eval(mlx_adapter.state_arrays(cache))
         return cache
 
-    tokens = 1 << 15
     size = sum(array.nbytes for array in mlx_adapter.state_arrays(held(tokens)))
-    batch = mlx_adapter.merge([held(tokens)])
+    batch, before, work = mlx_adapter.merge([held(tokens)]), 0, 0
+
+    def peak(tokens: list[int]) -> int:
+        """Beside what is held `before`, and what attention of each row takes in any case."""
+        mx.reset_peak_memory()
+        mx.eval(loaded.model(mx.array(tokens)[:, None], cache=batch), mlx_adapter.state_arrays(batch))
+        return mx.get_peak_memory() - before - work * len(tokens)
+
+    work = peak([1]) - mx.get_active_memory()
+    assert work < size, "MLX copies packed KV that has room behind it, of a layer at a time"
     for _ in range(3):
         mlx_adapter.extend(batch, held(tokens))
     before = mx.get_active_memory()
     assert before >= 4 * size
-
-    def peak(tokens: list[int]) -> int:
-        mx.reset_peak_memory()
-        mx.eval(loaded.model(mx.array(tokens)[:, None], cache=batch), mlx_adapter.state_arrays(batch))
-        return mx.get_peak_memory() - before
-
     assert peak([1, 2, 3, 4]) < size // 4, "a step after joining"
     mlx_adapter.extend(batch, held(1024))
     assert peak([1, 2, 3, 4, 5]) < size // 2
     mlx_adapter.keep_rows(batch, [0, 3, 4])
     assert mx.get_active_memory() < before - 2 * size + size // 2
     assert peak([1, 2, 3]) < 0
-    (leaf, *_) = rows_of(batch)
-    assert [row.keys.shape[2] for row in leaf.rows] == [tokens, tokens, 1024], "none has grown"
+    for leaf in rows_of(batch):
+        room = [loading.arrays_of(row.keys)[0].shape[2] for row in leaf.rows]
+        full = getattr(leaf.rows[0], "max_size", tokens)
+        assert room[:2] == [full, full] and room[2] <= 924 + 256, "none has grown"
 
 
 @pytest.mark.parametrize("new", [1, 3])
