@@ -35,6 +35,24 @@ MOST_TAKEN_BACK = 16
 """Tokens that a window keeps besides: so many may be forgotten after a pass, and so many it may have."""
 
 
+CLOSE = 0.05
+"""Least distance between what a check computes twice that is more than rounding. bfloat16's is 0.01; rows
+that read others' tokens, or one token less, are at 0.3 and more."""
+
+
+def distance(got: mx.array, want: mx.array) -> float:
+    """Root of the mean square of their difference, as a share of that of `want`."""
+    got, want = got.astype(mx.float32), want.astype(mx.float32)
+    return cast(float, mx.sqrt(mx.square(got - want).mean() / mx.square(want).mean()).item())
+
+
+def check_kinds(layers: Sequence[Any]) -> None:
+    """Have the first layer of each kind compare the kernels with MLX's own. RuntimeError says they differ."""
+    kinds = {(layer.row_type, layer.window): layer for layer in reversed(layers) if hasattr(layer, "tails")}
+    for layer in kinds.values():
+        layer.is_checked = True
+
+
 def _parts(held: Any) -> list[mx.array]:
     return held if isinstance(held, list) else [held]
 
@@ -123,6 +141,7 @@ class AddressedKVCache:
     ends      tokens of each row, behind its `segments`
     tails     none until the first tokens come, of rows that have none
     pending   `update_and_fetch` gave out the new tokens, and `attend` has not got them yet
+    is_checked  `attend` compares with MLX's own attention
 
     `update_and_fetch` gives the new tokens alone; `attend` has the kernels read the others. `make_mask` gives
     no array. Raises RuntimeError where the model attends otherwise, or where there is no kernel for it.
@@ -145,7 +164,7 @@ class AddressedKVCache:
         if len(self.tails) not in (0, len(rows)):
             raise RuntimeError("rows with KV and without it don't mix")
         self.table: mx.array | None = None  # As `Tails` has it.
-        self.pending = False
+        self.pending = self.is_checked = False
         self._given: tuple[Any, Any] = None, None
         self._fresh: tuple[Any, ...] = ()  # To be put into the tails.
         self._behind: mx.array | None = None  # As `Kernel.over_tails` has it.
@@ -264,7 +283,12 @@ class AddressedKVCache:
             self._behind, fresh = put(parts, tails, constant("put", tuple(self.ends), mx.int32)), ()
         if new > most_new:
             return self._by_mlx(queries, scale, sinks)
-        return attend(queries, tails, places, scale, fresh=fresh, behind=self._behind)
+        out = attend(queries, tails, places, scale, fresh=fresh, behind=self._behind)
+        if self.is_checked:
+            mx.eval(out)  # So that the new token is in its place.
+            if not (far := distance(out, self._by_mlx(queries, scale, sinks))) < CLOSE:  # NaN too
+                raise RuntimeError(f"attention differs by {far:.3g} from MLX's own")
+        return out
 
     def _kernel(self, queries: mx.array, keys: mx.array, sinks: Any) -> tuple[Any, int]:
         """(what attends over `Tails`, new tokens that it takes)."""

@@ -188,12 +188,22 @@ def test_a_model_that_reads_its_kv_otherwise_is_copied(tmp_path, caplog):
     assert not addressed(batch) and not mlx_adapter.has_own_rows(loaded.model)
 
 
-def test_rows_whose_logits_differ_are_copied(tmp_path, monkeypatch: pytest.MonkeyPatch, caplog):
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3 8"])
+def test_rows_that_attend_otherwise_are_copied(
+    family: str, tmp_path, monkeypatch: pytest.MonkeyPatch, caplog
+):
     own = Reference.over_tails
     monkeypatch.setattr(Reference, "over_tails", lambda *given, **how: own(*given, **how)[::-1])
     with caplog.at_level("INFO"):
+        loaded = load(family, tmp_path)
+    assert "from MLX's own" in caplog.text and not mlx_adapter.has_own_rows(loaded.model)
+
+
+def test_rows_at_other_positions_are_copied(tmp_path, monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr(AddressedKVCache, "offset", property(lambda layer: mx.array(layer.ends) + 40))
+    with caplog.at_level("INFO"):
         loaded = load("qwen3", tmp_path)
-    assert "from those of rows alone" in caplog.text and not mlx_adapter.has_own_rows(loaded.model)
+    assert "layers.0.keys of a row differs by" in caplog.text and not mlx_adapter.has_own_rows(loaded.model)
 
 
 def test_a_model_without_shared_prefixes_has_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
