@@ -27,6 +27,7 @@ RUNS = {
     "cpu_prefill": ("{llama} --tokens 128", "| of attention: softmax |"),
     "prefill_gap": ("--shape tiny --prompt 512", "15 tokens of a turn"),
     "prompt_ends": ("{llama} --prefix 128 --ends 2x4 --rounds 1", "| 2 x 4 | one |"),
+    "joins": ("--model {llama} --rows 3 --context 40 --turns 2 --rounds 1", "| ratio |"),
     "images": ("--shape tiny --peers omlxd --rounds 1 --turns 1 --size 112x112", "| second turn, TTFT |"),
     "tower_gap": ("--size 224x112", "| parts |"),
     "streams": ("--model {llama} --contexts 40 40,50 --output 8", "| omlxd | 2 | 40 to 50 |"),

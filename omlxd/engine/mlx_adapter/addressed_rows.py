@@ -234,8 +234,8 @@ class AddressedKVCache:
 
     def most(self, new: int, more: int = 0) -> int:
         """`Tails.most` for what `places` gives."""
-        longest = max(self.ends) + more
-        return round_up(min(longest, self.window + new) if self.window else longest, TAIL_STEP)
+        longest = round_up(max(self.ends) + more, TAIL_STEP)
+        return min(longest, self.window + new - 1) if self.window else longest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self.pending:

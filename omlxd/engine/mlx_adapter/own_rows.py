@@ -6,7 +6,7 @@ begin with the same segments read those once, together (segments.py). Windows an
 read as they are of a row alone: by MLX's own attention, with the row's own mask.
 
 `loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. On CUDA
-fused steps read rows' own arrays by address (segments.py), and all others read one array.
+addressed_rows.py does the same.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A step is started before the one before it has been read, so the device never wa
 A row that ends is noticed one step late; its extra token is thrown away.
 
 One row keeps the cache that it was prefilled into: no merge, no padding, no mask. So do the rows of a batch
-where attention goes row by row, or reads rows by address (own_rows.py, segments.py of mlx_adapter/).
+where attention goes row by row, or reads rows by address (own_rows.py, addressed_rows.py of mlx_adapter/).
 Elsewhere joining copies every row's KV, as stock attention wants one array, so `best_batch` weighs it.
 
 A step may also check guesses (speculation.py); such a pass is read before the next one starts.
