@@ -13,7 +13,7 @@ from rig import BLOCK, Output, Rig
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.transport import StagedTransport
-from omlxd.engine.mlx_adapter import LiveSegments, attention, segments
+from omlxd.engine.mlx_adapter import LiveSegments, attention, loading, segments
 
 from .test_shared_prefix import Watching, assert_nothing_is_left
 
@@ -79,9 +79,10 @@ def test_a_block_longer_than_a_short_segment_is_not_cut():
 def test_where_kernels_read_segments_all_are_full(model: Path, monkeypatch: pytest.MonkeyPatch):
     assert mlx_adapter.load(model, segment=SEGMENT).segments.short == segments.SHORT_SEGMENT
     monkeypatch.setattr(attention, "installed", lambda: True)
-    monkeypatch.setattr(segments, "kernel_for", lambda queries, keys: None)
-    loaded = mlx_adapter.load(model, segment=SEGMENT)
-    assert (loaded.segments.tokens, loaded.segments.short) == (SEGMENT, 0)
+    monkeypatch.setattr(loading, "steps_share", lambda model: True)
+    monkeypatch.setattr(loading, "use_own_rows", lambda model: True)
+    shared = mlx_adapter.share_prefixes(mlx_adapter.load(model).model, SEGMENT)
+    assert (shared.tokens, shared.short) == (SEGMENT, 0)
 
 
 LENGTHS = (20, 127, 128, 129, 193, 511, 512, 513, 576, 577, 640, 641)
