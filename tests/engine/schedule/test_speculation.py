@@ -19,7 +19,7 @@ from rig import BLOCK, GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
-from omlxd.engine.schedule import speculation
+from omlxd.engine.schedule import decode_batch, speculation
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.ngram import LONGEST_MATCH, MIN_MATCH, NgramProposer
 from omlxd.engine.schedule.speculation import (
@@ -480,6 +480,47 @@ def test_steps_behind_passes_show_what_a_step_takes_at_most():
     for _ in range(9):
         times.record_step(16, 1.5, steady=False)
     assert times.plain(16) == 1.5
+
+
+def test_what_steps_behind_a_pass_take_longer_is_part_of_its_cost():
+    shared = measured(PASSES, rows=4)
+    assert shared.best_width([SURE] * 4) == 7 and not shared.times.after(4)
+    for _ in range(30):
+        shared.times.record_after(4, 0.8)
+    assert shared.times.after(4) == pytest.approx(0.8, abs=1e-3)
+    assert shared.best_width([SURE._replace(guesses=1)] * 4) == 0, "two tokens in 2.3 steps"
+    assert shared.best_width([SURE] * 4) == 7
+    shared.times.record_after(4, 99.0)
+    assert shared.times.after(4) < 0.8 + speculation.MOST_AFTER, "one slow step tells little"
+    for _ in range(30):
+        shared.times.record_after(4, -0.5)
+    assert shared.times.after(4) == 0.0
+
+
+def test_steps_behind_a_pass_are_charged_to_it(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Up to the first steady one, or to the next pass; what a row that joins makes slow is not."""
+    tokens, now = prompt(40), [0.0]
+    with Rig(model) as rig:
+        whole = tokens + rig.run(tokens, 60).got
+    at = {len(tokens) + more for more in (12, 13, 20, 21, 40, 41)}
+    guess_by(monkeypatch, lambda before: whole[len(before) :][:3] if len(before) in at else [])
+    after: list[float] = []
+    monkeypatch.setattr(decode_batch, "clock", lambda: now[0])
+    monkeypatch.setattr(PassTimes, "record_after", lambda times, rows, steps: after.append(steps))
+    own, behind = DecodeBatch.end_turn, [99]
+
+    def end_turn(batch: DecodeBatch) -> None:
+        turn = batch._turn
+        behind[0] = 0 if turn is not None and turn.guesses else behind[0] + 1
+        # Of steps behind a pass, the second and the third take half a step longer.
+        now[0] += 1.5 if behind[0] in (2, 3) else 1.0
+        own(batch)
+
+    monkeypatch.setattr(DecodeBatch, "end_turn", end_turn)
+    with Rig(model, speculate=True) as rig:
+        assert tokens + rig.run(tokens, 60).got == whole
+        rig.settle()
+    assert after == pytest.approx([1.0] * 3)
 
 
 def test_before_a_plain_step_a_pass_tells_no_cost():
