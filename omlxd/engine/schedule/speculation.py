@@ -141,8 +141,7 @@ SHARED_DECAY = 0.99
 """Likewise, in that of all requests."""
 
 NEWEST = 0.3
-"""Weight of the draft model's newest guesses in what one costs, and of the newest pass in what the steps
-behind one take longer."""
+"""Weight of the draft model's newest guesses in what one costs."""
 
 PASSES = 3
 """Newest passes of a kind, whose median counts. With a mean that took 0.3 of the newest, a kind that was
@@ -161,9 +160,6 @@ AGEING = 0.9998
 """Of a measured cost, with every plain step: passes that once were too slow are tried again, rarely. With
 0.999, 400 steps made 1.4 of a cost of 2.1: simulated, with passes that cost 3.3 steps, 16 stories of which
 one repeats nothing were at 0.96 of the speed without guesses, and at 0.99 with this and `PASSES`."""
-
-MOST_AFTER = 2.0
-"""Steps by which one pass may raise what those behind one are thought to take longer, before its weight."""
 
 DRAFT = "draft"
 """The kind of a draft model's guesses."""
@@ -190,7 +186,6 @@ class PassTimes:
         # The newest costs of a kind, by (rows, guesses).
         self._passes: defaultdict[tuple[int, float], deque[float]] = defaultdict(lambda: deque(maxlen=PASSES))
         self._thought: dict[tuple[int, float], float] = {}  # Costs of kinds that never ran.
-        self._after: dict[int, float] = {}  # By rows.
         self._prompts: dict[
             int, float
         ] = {}  # Seconds of the newest pass, by its tokens; of the longest ones.
@@ -244,19 +239,6 @@ class PassTimes:
             costs[guesses] = median_low(passes or [usual])
             self._thought.clear()
         return seconds - cost * plain if new else 0.0
-
-    def record_after(self, rows: int, steps: float) -> None:
-        """The plain steps behind a pass, up to the next one or a steady step, took so many steps longer.
-
-        Tokens of a pass are handed on meanwhile, and caches are cold: with 16 rows of SmolLM2 on H100s each
-        of the first five took 1.2 to 1.4 steps. While nobody counted that, four stories were at 0.94.
-        """
-        usual = self._after.get(rows, 0.0)
-        self._after[rows] = usual + NEWEST * (min(steps, usual + MOST_AFTER) - usual)
-
-    def after(self, rows: int) -> float:
-        """What the plain steps behind a pass take longer, in steps."""
-        return max(0.0, self._after.get(rows, 0.0))
 
     def plain(self, rows: int) -> float:
         """Seconds of a plain step; before there was one, between those of fewer and of more rows, or as the
@@ -345,12 +327,12 @@ class GuessCounts:
 class Speculation:
     """What the sequences of one engine share.
 
-    Guesses cost no more than they give: what passes with them win and lose is counted in plain steps. One is
-    made only where the credit covers its loss if guesses hold half as often as they did (`CAUTION`), and each
-    plain step adds `LOST_SHARE` of a step to that. So beside decoding without guesses that share is lost at
-    most, the first credit, a pass whose guesses fail, and what one of a new kind takes beyond expectation.
-    Rows whose own guesses have won may lose `OWN_SHARE` of that. No row waits for the guesses of others
-    without getting the time back.
+    Guesses cost no more than they give: what passes with them, and the steps right behind them, win and lose
+    is counted in plain steps. One is made only where the credit covers its loss if guesses hold half as often
+    as they did (`CAUTION`), and each plain step adds `LOST_SHARE` of a step to that. So beside decoding
+    without guesses that share is lost at most, the first credit, a pass whose guesses fail, and what one of a
+    new kind takes beyond expectation. Rows whose own guesses have won may lose `OWN_SHARE` of that. No row
+    waits for the guesses of others without getting the time back.
 
     repeatable  the same requests in the same order get the same answers: one whose draws depend on what was
                 drawn before, so on the passes, decodes plainly
@@ -451,7 +433,6 @@ class Speculation:
             return best, best_gain
         most = max(own.guesses for own in offers)
         seconds, plain, known = 0.0, self.times.plain(rows), self.times.checked
-        after = self.times.after(rows)
         if drafting and plain:
             seconds, known = self.draft_seconds.get(rows, 0.0), known and rows in self.draft_seconds
         for width in WIDTHS if known else WIDTHS[:1]:
@@ -460,8 +441,9 @@ class Speculation:
             if width > most or rows + all_guesses > (flat or MOST_TOKENS):
                 break
             guesses = flat_size(all_guesses, flat - rows) / rows if flat else width
-            cost = self.times.cost(rows, guesses, flat=flat > 0) + after
-            cost += seconds * width / plain if seconds else 0.0
+            cost = self.times.cost(rows, guesses, flat=flat > 0) + (
+                seconds * width / plain if seconds else 0.0
+            )
             if 1 + all_guesses / rows <= best_gain * cost:
                 continue
             sure = (expected_tokens(CAUTION * own.rate, n) for own, n in zip(offers, counts, strict=True))

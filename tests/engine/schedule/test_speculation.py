@@ -482,45 +482,37 @@ def test_steps_behind_passes_show_what_a_step_takes_at_most():
     assert times.plain(16) == 1.5
 
 
-def test_what_steps_behind_a_pass_take_longer_is_part_of_its_cost():
-    shared = measured(PASSES, rows=4)
-    assert shared.best_width([SURE] * 4) == 7 and not shared.times.after(4)
-    for _ in range(30):
-        shared.times.record_after(4, 0.8)
-    assert shared.times.after(4) == pytest.approx(0.8, abs=1e-3)
-    assert shared.best_width([SURE._replace(guesses=1)] * 4) == 0, "two tokens in 2.3 steps"
-    assert shared.best_width([SURE] * 4) == 7
-    shared.times.record_after(4, 99.0)
-    assert shared.times.after(4) < 0.8 + speculation.MOST_AFTER, "one slow step tells little"
-    for _ in range(30):
-        shared.times.record_after(4, -0.5)
-    assert shared.times.after(4) == 0.0
-
-
 def test_steps_behind_a_pass_are_charged_to_it(model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Up to the first steady one, or to the next pass; what a row that joins makes slow is not."""
+    """Up to the first steady one."""
     tokens, now = prompt(40), [0.0]
     with Rig(model) as rig:
         whole = tokens + rig.run(tokens, 60).got
     at = {len(tokens) + more for more in (12, 13, 20, 21, 40, 41)}
     guess_by(monkeypatch, lambda before: whole[len(before) :][:3] if len(before) in at else [])
-    after: list[float] = []
     monkeypatch.setattr(decode_batch, "clock", lambda: now[0])
-    monkeypatch.setattr(PassTimes, "record_after", lambda times, rows, steps: after.append(steps))
+    charged: list[list[float]] = []
     own, behind = DecodeBatch.end_turn, [99]
 
     def end_turn(batch: DecodeBatch) -> None:
         turn = batch._turn
         behind[0] = 0 if turn is not None and turn.guesses else behind[0] + 1
+        charged.extend([[]] if not behind[0] else [])
         # Of steps behind a pass, the second and the third take half a step longer.
         now[0] += 1.5 if behind[0] in (2, 3) else 1.0
+        before = [speculator.won for speculator in batch._speculators.values()]
         own(batch)
+        after = [speculator.won for speculator in batch._speculators.values()]
+        if charged:
+            charged[-1] += [a - b for a, b in zip(after, before, strict=True)]
 
     monkeypatch.setattr(DecodeBatch, "end_turn", end_turn)
     with Rig(model, speculate=True) as rig:
         assert tokens + rig.run(tokens, 60).got == whole
         rig.settle()
-    assert after == pytest.approx([1.0] * 3)
+    assert len(charged) == 3
+    for won in charged:  # The pass, the step begun behind it, those behind that.
+        assert won[0] > 0 and won[1] == pytest.approx(-1.0)
+        assert won[2:4] == pytest.approx([-0.5, -0.5]) and won[4:] == pytest.approx([0.0] * len(won[4:]))
 
 
 def test_before_a_plain_step_a_pass_tells_no_cost():
