@@ -38,6 +38,7 @@ class OwnRowsKVCache:
         self.rows = list(rows)
         self.pending = False
         self.masks: list[Any] = []
+        self._given: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -51,7 +52,7 @@ class OwnRowsKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self.pending:
             raise RuntimeError("this model's attention does not read the rows of a batch one by one")
-        self.pending = True
+        self.pending, self._given = True, (keys, values)
         attention.note_given(keys, values, self)
         self.masks = []
         for row, *new in zip(self.rows, _each(keys), _each(values), strict=True):
@@ -61,6 +62,12 @@ class OwnRowsKVCache:
             self.masks.append(row.make_mask(keys.shape[2], window_size=None, return_array=False))
             row.update_and_fetch(*new)
         return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the newest pass got, for layers that attend to this one's KV after it."""
+        if self._given is None:
+            raise RuntimeError("a layer reads another's KV before it is there")
+        return self._given
 
     @property
     def _plain(self) -> bool:
