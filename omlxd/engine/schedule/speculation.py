@@ -74,7 +74,7 @@ mean over the rows of a flat pass was to be 1.15, and 1.5 where a row was delaye
 | 2 edits beside two | 0.98, 1.09 | 0.99, 1.00 | 0.99, 3.80 | 0.99, 0.99 |
 
 SmolLM2 on an H100 is of the first kind: the host's work is the same for any number of rows. There edits,
-logs and prose of 16 streams are at 2.39, 1.04 and 1.02 (tools/bench/README.md). A batch on a CPU is of the
+logs and prose of 16 streams are at 1.94, 1.44 and 1.02 (tools/bench/README.md). A batch on a CPU is of the
 second kind, and so is one whose KV takes longer to read than the weights."""
 
 FLAT_GAIN = 1.15
