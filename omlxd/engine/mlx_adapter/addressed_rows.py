@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, cast
@@ -99,6 +100,10 @@ class Tail:
             tree_map(lambda part: _in_order(part, first, end), held) for held in (self.keys, self.values)
         )
         return keys, values
+
+    def __deepcopy__(self, memo: object) -> Tail:
+        keys, values = (tree_map(_copy, held) for held in (self.keys, self.values))
+        return Tail(keys, values)
 
     def __del__(self) -> None:
         if self.address:  # MLX does not know what a kernel writes to that was told addresses.
@@ -338,6 +343,12 @@ class AddressedKVCache:
             held = getattr(self, name)
             setattr(self, name, [held[row] for row in batch_indices] if held else [])
         self.table = self._shared = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AddressedKVCache:
+        other = copy(self)
+        other.tails, other.segments = deepcopy((self.tails, self.segments), memo)
+        other.table = None
+        return other
 
     def advance(self, count: int) -> None:
         """`count` new tokens of each row have been put into the tails."""

@@ -577,7 +577,7 @@ def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.a
         elif isinstance(leaf, AddressedKVCache):
             for tensor, array in _named(name, kind.state_of(leaf.tails[row])).items():
                 part = _span(tensor, array, 0, leaf.segments[row], start, stop)
-                is_view = part.shape[1] == 1  # See `addresses_of`.
+                is_view = part.shape[1] == 1 or part.shape == array.shape  # See `addresses_of`.
                 found[tensor] = mx.concatenate([part, part[:, :, :0]], axis=2) if is_view else part
         else:
             for tensor, array in _named(name, kind.state_of(leaf)).items():

@@ -113,6 +113,31 @@ def test_joining_and_leaving_copy_nothing_and_a_row_grows_alone(family: str, tmp
     assert all(t.capacity == WINDOW + addressed_rows.MOST_TAKEN_BACK for leaf in rings for t in leaf.tails)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3 8"])
+def test_a_copy_of_a_batch_goes_on_by_itself(family: str, tmp_path):
+    loaded = load(family, tmp_path)
+    first = mlx_adapter.merge([prefilled(loaded, 9, 0), prefilled(loaded, 30, 1)])
+    step = CompiledStep(loaded.model)
+    step(mx.array([[1], [2]]), first, 9)
+    second, out = mlx_adapter.copied(first), list[list[np.ndarray]]()
+    for cache, other in ((first, 5), (second, 6), (first, 5)):
+        loaded.model(mx.array([[other], [other]]), cache=cache)
+        mlx_adapter.trim(cache, [1, 1])
+        logits = loaded.model(mx.array([[7], [8]]), cache=cache)
+        mlx_adapter.trim(cache, [1, 1])
+        kept = mlx_adapter.row_tensors(cache, 1, 0, 31)
+        out.append([np.array(array) for array in (logits, *kept.values())])
+    for got, want in zip(out[1], out[0], strict=True):
+        np.testing.assert_array_equal(got, want)
+    for got, want in zip(out[2], out[0], strict=True):
+        np.testing.assert_array_equal(got, want)
+    addresses = [
+        {number for leaf in addressed(c) for tail in leaf.tails for number in tail.address[:-1]}
+        for c in (first, second)
+    ]
+    assert addresses[0] and addresses[1] and not addresses[0] & addresses[1]
+
+
 @pytest.mark.parametrize("new", [3, 70])
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks", "packed", "segments", "empty"])
 def test_more_tokens_than_the_kernels_take_are_read_by_mlx(
