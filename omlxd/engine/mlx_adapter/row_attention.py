@@ -45,8 +45,9 @@ MOST_NEW = 16
 LENGTHS = 128, 512
 """Tokens of each row in the measurement: what a call costs, and what a token adds."""
 
-ROWS, TURNS = 4, 5
-"""Of the measurement, which takes 20 to 100 ms on a CPU."""
+ROWS, TURNS = 4, 9
+"""Of the measurement, which takes 40 to 200 ms on a CPU. With 5 turns of one way before those of the other, a
+CPU under a load of 5 to 8 chose the slower way at three of seven starts."""
 
 FAVOUR = 1.1
 """Times MLX's own time that rows by themselves may take: then rows join without copies, a row's sums do not
@@ -217,14 +218,17 @@ def costs_for(queries: mx.array, keys: mx.array) -> Costs | None:
 
 
 def _measured(heads: int, kv_heads: int, width: int, dtype: Any, kv_dtype: Any) -> Costs:
-    def seconds(call: Callable[[], mx.array]) -> float:
-        mx.eval(call())
-        taken: list[float] = []
-        for _ in range(TURNS):
-            began = time.perf_counter()
+    def least(*calls: Callable[[], mx.array]) -> list[float]:
+        """Seconds of each. They take turns: others may use the machine too, and then slow all of them."""
+        taken: list[list[float]] = [[] for _ in calls]
+        for call in calls:
             mx.eval(call())
-            taken.append(time.perf_counter() - began)
-        return min(taken)  # Others may use the machine too.
+        for _ in range(TURNS):
+            for call, own in zip(calls, taken, strict=True):
+                began = time.perf_counter()
+                mx.eval(call())
+                own.append(time.perf_counter() - began)
+        return [min(own) for own in taken]
 
     own, alone = [], []
     queries = mx.random.normal((ROWS, heads, 1, width), key=mx.random.key(0)).astype(dtype)
@@ -235,23 +239,19 @@ def _measured(heads: int, kv_heads: int, width: int, dtype: Any, kv_dtype: Any) 
         )
         mask = mx.broadcast_to(mx.arange(length) >= 1, (ROWS, 1, 1, length))
         mx.eval(queries, keys, values, mask)
-        own.append(
-            seconds(
-                lambda k=keys, v=values, m=mask: mx.fast.scaled_dot_product_attention(
-                    queries, k, v, scale=1.0, mask=m
-                )
-            )
-        )
         pairs = [*zip(mx.split(keys, ROWS), mx.split(values, ROWS), strict=True)]
         each = mx.split(queries, ROWS)
         mx.eval(pairs, each)
-        alone.append(
-            seconds(
-                lambda q=each, p=pairs: mx.concatenate(
-                    [one_row(query, *pair, 1.0) for query, pair in zip(q, p, strict=True)]
-                )
-            )
+        together, apart = least(
+            lambda k=keys, v=values, m=mask: mx.fast.scaled_dot_product_attention(
+                queries, k, v, scale=1.0, mask=m
+            ),
+            lambda q=each, p=pairs: mx.concatenate(
+                [one_row(query, *pair, 1.0) for query, pair in zip(q, p, strict=True)]
+            ),
         )
+        own.append(together)
+        alone.append(apart)
     tokens = ROWS * (LENGTHS[1] - LENGTHS[0])
     column, token = (max(0.0, (b - a) / tokens) for a, b in (own, alone))
     call = max(0.0, own[0] - column * ROWS * LENGTHS[0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from itertools import count, islice
 from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -156,8 +158,8 @@ class SegmentReference:
     rows hold what, and where, as the kernel does."""
 
     calls = several = 0
-    arrays: ClassVar[dict[int, mx.array]] = {}
-    """By what stands for their addresses."""
+    arrays: ClassVar[WeakValueDictionary[int, mx.array]] = WeakValueDictionary()
+    """By what stands for their addresses, as long as somebody has them."""
     most_new = attention_kernel.MOST_NEW
 
     def __call__(
@@ -243,10 +245,11 @@ class SegmentReference:
 
 def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers in place of addresses."""
-    monkeypatch.setattr(SegmentReference, "arrays", arrays := {})
+    monkeypatch.setattr(SegmentReference, "arrays", arrays := WeakValueDictionary[int, mx.array]())
+    unused = count()
 
     def addresses_of(given: list[mx.array]) -> mx.array:
-        numbers = list(range(len(arrays), len(arrays) + len(given)))
+        numbers = list(islice(unused, len(given)))
         arrays.update(zip(numbers, given, strict=True))
         return mx.array(numbers, mx.uint64)
 
