@@ -39,13 +39,12 @@ def load_model(load: wire.Load) -> LoadedModel:
         mlx_adapter.SEGMENT if shares and mlx_adapter.SEGMENT % cache.block_size == 0 else 0,
         load.share_prefix == "auto",
     )
-    if load.share_prefix == "on" and not loaded.segments.tokens:
-        why = (
-            f"KV of {cache.kv_bits} bits is not"
-            if cache.kv_bits
-            else "what this model keeps of a prompt is not"
-        )
-        log.warning("--share-prefix on: %s: prefixes are not shared: %s held in segments", load.model_id, why)
+    if shares and not loaded.segments.tokens:
+        packed = f"KV of {cache.kv_bits} bits is not"
+        why = packed if cache.kv_bits else "what this model keeps of a prompt is not"
+        level = logging.WARNING if load.share_prefix == "on" else logging.INFO
+        words = "--share-prefix %s: %s: prefixes are not shared: %s held in segments"
+        log.log(level, words, load.share_prefix, load.model_id, why)
     return loaded
 
 
