@@ -289,10 +289,10 @@ def _blank(layer: Any, held: Any, count: int) -> mx.array:
     return mx.zeros((*words.shape[:2], count, words.shape[3] * 32 // layer.how.bits), scales.dtype)
 
 
-TRACED = (
+TRACED = {
     *(KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache),
     *(SegmentedKVCache, QuantisedKVCache, QuantisedBatchKVCache, AddressedKVCache),
-)
+}
 """Classes of the layers of a cache, no other subclass."""
 
 
@@ -318,9 +318,13 @@ class CompiledStep:
                 on, then what has no meaning. Where rows have fewer than others, their KV is trimmed later as
                 if they had as many
         """
-        if self._off or any(type(layer) not in TRACED for layer in cache):
+        kinds, first = {type(layer) for layer in cache}, cache[0]
+        if (
+            self._off
+            or not kinds <= TRACED
+            or (AddressedKVCache in kinds and not (len(kinds) == 1 and first.tails))
+        ):
             return None
-        first = cache[0]
         tails, shared = _tails(first), getattr(first, "shared", None)
         if shared is not None and ((not tails and first.keys is None) or not segment_attention.in_use()):
             return None

@@ -205,6 +205,23 @@ def test_attention_of_another_kind_is_an_error():
         AddressedKVCache([filled]).extend(AddressedKVCache([KVCache()]))
 
 
+def test_windows_that_are_masked_otherwise_stay_joint_beside_rows_by_address(tmp_path):
+    loaded = load("gemma3_text", tmp_path)
+    loaded.model.model.window_size += 1
+    del loaded.model.make_cache
+    assert mlx_adapter.use_own_rows(loaded.model)
+    alone = [prefilled(loaded, 9, 0), prefilled(loaded, WINDOW + 5, 1)]
+    batch = mlx_adapter.merge([mlx_adapter.copied(cache) for cache in alone])
+    assert len(addressed(batch)) == len(batch) // 2
+    for turn in range(compiled_step.AFTER + 2):
+        tokens = mx.array([[turn + 7], [turn + 8]])
+        assert CompiledStep(loaded.model)(tokens, batch, turn) is None
+        got = loaded.model(tokens, cache=batch)
+        for row, cache in enumerate(alone):
+            want = loaded.model(tokens[row : row + 1], cache=cache)
+            np.testing.assert_allclose(got[row : row + 1], want, atol=2e-3)
+
+
 def test_a_model_that_reads_its_kv_otherwise_is_copied(tmp_path, caplog):
     with caplog.at_level("INFO"):
         loaded = load("deepseek_v3", tmp_path)
