@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from family_configs import WINDOW
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from vision_families import build_vision_family
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, addressed_rows, compiled_step, loading
@@ -203,6 +204,21 @@ def test_attention_of_another_kind_is_an_error():
         AddressedKVCache([filled, KVCache()])
     with pytest.raises(RuntimeError, match="don't mix"):
         AddressedKVCache([filled]).extend(AddressedKVCache([KVCache()]))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "pixtral", "gemma4"])
+def test_models_that_take_images_have_them_too(family: str, tmp_path):
+    loaded = mlx_adapter.load(build_vision_family(family, tmp_path / family))
+    alone = [prefilled(loaded, 9, 0), prefilled(loaded, 30, 1)]
+    batch = mlx_adapter.merge([mlx_adapter.copied(cache) for cache in alone])
+    assert loaded.blind == "" and addressed(batch)
+    for turn in range(compiled_step.AFTER + 2):
+        tokens = mx.array([[turn + 7], [turn + 8]])
+        got = loaded.model(tokens, cache=batch)
+        for row, cache in enumerate(alone):
+            np.testing.assert_allclose(
+                got[row : row + 1], loaded.model(tokens[row : row + 1], cache=cache), atol=2e-3
+            )
 
 
 def test_windows_that_are_masked_otherwise_stay_joint_beside_rows_by_address(tmp_path):
