@@ -14,9 +14,9 @@ rows' own: the last of 32 rows of 500 to 1,647 tokens joins, 45 to 54 and 18 to 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -24,8 +24,9 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from . import attention, attention_packed, cuda_driver, segment_attention, segments
-from .attention_kernel import Tails, constant, put
+from .attention_kernel import Tails, constant, parts_of, put
 from .batch_kv import MOST_ROOM, round_up
+from .own_rows import RowsOfOwn, offsets_of
 from .segment_attention import Shared
 from .segments import OWN_MASK, Segment
 
@@ -33,12 +34,12 @@ TAIL_STEP = 1024
 """Tokens. A step is compiled anew for each multiple of these that the longest tail passes."""
 
 MOST_TAKEN_BACK = 16
-"""Tokens that a window keeps besides: so many may be forgotten after a pass, and so many it may have."""
-
+"""Tokens that a ring holds beside its window. A pass of so many overwrites no token that its first one sees,
+and its guesses can be forgotten. Before a longer pass the ring grows."""
 
 CLOSE = 0.05
-"""Least distance between what a check computes twice that is more than rounding. bfloat16's is 0.01; rows
-that read others' tokens, or one token less, are at 0.3 and more."""
+"""A check fails from this distance on. bfloat16's rounding is 0.01; rows that read others' tokens, or one
+token less, are at 0.3 and more."""
 
 
 def distance(got: mx.array, want: mx.array) -> float:
@@ -48,14 +49,11 @@ def distance(got: mx.array, want: mx.array) -> float:
 
 
 def check_kinds(layers: Sequence[Any]) -> None:
-    """Have the first layer of each kind compare the kernels with MLX's own. RuntimeError says they differ."""
+    """From now on the first layer of each kind compares its kernel with MLX's own attention. Where they
+    differ, its `attend` raises RuntimeError."""
     kinds = {(layer.row_type, layer.window): layer for layer in reversed(layers) if hasattr(layer, "tails")}
     for layer in kinds.values():
         layer.is_checked = True
-
-
-def _parts(held: Any) -> list[mx.array]:
-    return held if isinstance(held, list) else [held]
 
 
 class Tail:
@@ -68,12 +66,22 @@ class Tail:
     __slots__ = ("__weakref__", "address", "keys", "values")
 
     def __init__(self, keys: Any, values: Any):
-        self.keys, self.values = (tree_map(mx.contiguous, held) for held in (keys, values))
+        self.keys, self.values = keys, values
+        self.keys, self.values = self._mapped(mx.contiguous)
         self.address: list[int] = []
+
+    def _mapped(self, change: Callable[[mx.array], mx.array]) -> tuple[Any, Any]:
+        """Keys and values of changed arrays."""
+        return tree_map(change, self.keys), tree_map(change, self.values)
+
+    def copy_arrays(self) -> None:
+        """Have arrays that nobody else has."""
+        self.keys, self.values = self._mapped(_copy)
 
     @property
     def parts(self) -> list[mx.array]:
-        return [*_parts(self.keys), *_parts(self.values)]
+        """Arrays of keys, then of values."""
+        return [*parts_of(self.keys), *parts_of(self.values)]
 
     @property
     def capacity(self) -> int:
@@ -89,21 +97,14 @@ class Tail:
         """Have room for `capacity` tokens; those from `first` to `end` stay. Copies this tail alone."""
         if self.address:
             _written.pop(self.address[0], None)
-        self.keys, self.values = (
-            tree_map(lambda part: _laid_out(part, first, end, capacity), held)
-            for held in (self.keys, self.values)
-        )
+        self.keys, self.values = self._mapped(lambda part: _laid_out(part, first, end, capacity))
 
     def in_order(self, first: int, end: int) -> tuple[Any, Any]:
         """Copies of tokens `first` to `end`: keys and values."""
-        keys, values = (
-            tree_map(lambda part: _in_order(part, first, end), held) for held in (self.keys, self.values)
-        )
-        return keys, values
+        return self._mapped(lambda part: _in_order(part, first, end))
 
     def __deepcopy__(self, memo: object) -> Tail:
-        keys, values = (tree_map(_copy, held) for held in (self.keys, self.values))
-        return Tail(keys, values)
+        return Tail(*self._mapped(_copy))
 
     def __del__(self) -> None:
         if self.address:  # MLX does not know what a kernel writes to that was told addresses.
@@ -137,7 +138,7 @@ def let_go(tails: Sequence[Tail]) -> None:
             tail.address = []
 
 
-class AddressedKVCache:
+class AddressedKVCache(RowsOfOwn):
     """A layer of a batch. Of rows of one class: KVCache, SegmentedKVCache, QuantisedKVCache, RotatingKVCache.
 
     row_type  that class
@@ -145,14 +146,13 @@ class AddressedKVCache:
     how       keys and values are packed so, or None
     ends      tokens of each row, behind its `segments`
     tails     none until the first tokens come, of rows that have none
-    pending   `update_and_fetch` gave out the new tokens, and `attend` has not got them yet
     is_checked  `attend` compares with MLX's own attention
 
-    `update_and_fetch` gives the new tokens alone; `attend` has the kernels read the others. `make_mask` gives
-    no array. Raises RuntimeError where the model attends otherwise, or where there is no kernel for it.
+    `attend` has the kernels read the other tokens. Raises RuntimeError where there is no kernel for it, too.
     """
 
     def __init__(self, rows: Sequence[Any]):
+        super().__init__()
         first = rows[0]
         self.row_type = type(first)
         self.window: int = getattr(first, "max_size", 0)
@@ -169,8 +169,7 @@ class AddressedKVCache:
         if len(self.tails) not in (0, len(rows)):
             raise RuntimeError("rows with KV and without it don't mix")
         self.table: mx.array | None = None  # As `Tails` has it.
-        self.pending = self.is_checked = False
-        self._given: tuple[Any, Any] = None, None
+        self.is_checked = False
         self._fresh: tuple[Any, ...] = ()  # To be put into the tails.
         self._behind: mx.array | None = None  # As `Kernel.over_tails` has it.
         self._shared: Shared | None = None
@@ -178,13 +177,10 @@ class AddressedKVCache:
     def _tail_of(self, row: Any) -> Tail:
         if not self.window:
             return Tail(row.keys, row.values)
-        end, held = row.offset, row._temporal_order(row.keys).shape[2]
-        first, capacity = end - min(end, held, self.window), self._room(0, end, 1)
-        keys, values = (
-            _laid_out(row._temporal_order(array), first, end, capacity, end - held)
-            for array in (row.keys, row.values)
-        )
-        return Tail(keys, values)
+        ordered, end = [row._temporal_order(array) for array in (row.keys, row.values)], row.offset
+        held, capacity = ordered[0].shape[2], self._room(0, end, 1)
+        first = end - min(end, held, self.window)
+        return Tail(*(_laid_out(array, first, end, capacity, end - held) for array in ordered))
 
     def _room(self, capacity: int, end: int, more: int) -> int:
         """The capacity to have before `more` tokens come behind `end`, now that it is `capacity`."""
@@ -209,7 +205,7 @@ class AddressedKVCache:
     @property
     def offset(self) -> mx.array:
         """(rows,): tokens of each row."""
-        return _offsets(tuple(base + end for base, end in zip(self.bases, self.ends, strict=True)))
+        return offsets_of(tuple(base + end for base, end in zip(self.bases, self.ends, strict=True)))
 
     @property
     def state(self) -> list[mx.array]:
@@ -243,39 +239,26 @@ class AddressedKVCache:
         return min(longest, self.window + new - 1) if self.window else longest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self.pending:
-            raise RuntimeError("this model's attention does not read the rows of a batch one by one")
+        self._give(keys, values)
         count = keys.shape[2]
         fresh = [self.how.pack(array) for array in (keys, values)] if self.how else [keys, values]
         if not self.tails:
             self.tails = [Tail(*(_empty(held, self._room(0, 0, count)) for held in fresh)) for _ in self.ends]
-        if [part.dtype for held in fresh for part in _parts(held)] != [p.dtype for p in self.tails[0].parts]:
+        if [part.dtype for held in fresh for part in parts_of(held)] != [
+            p.dtype for p in self.tails[0].parts
+        ]:
             raise RuntimeError("new tokens are of another type than the KV before")
         self.make_room(count)
         self.ends = [end + count for end in self.ends]
-        self.pending, self._fresh, self._behind = True, tuple(fresh), None
-        return self._give(keys, values)
-
-    def _give(self, keys: Any, values: Any) -> tuple[mx.array, mx.array]:
-        self._given = keys, values
-        attention.note_given(keys, values, self)
+        self._fresh, self._behind = tuple(fresh), None
         return keys, values
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the newest tokens' pass got."""
-        keys, values = self._given
-        return self._give(keys, values)
-
-    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> str:
-        if return_array or (window_size or self.window) != self.window:
-            raise RuntimeError("a layer wants a mask of its own")
-        return OWN_MASK
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any
     ) -> mx.array:
         """(rows, heads, n, width), once `update_and_fetch` got the KV of these n tokens: `keys`, `values`."""
-        if mask is not OWN_MASK or self._given[0] is not keys or self._given[1] is not values:
+        given = self.keys_and_values()
+        if mask is not OWN_MASK or given[0] is not keys or given[1] is not values:
             raise RuntimeError("a layer masks more than what comes after a token, or reads other KV")
         if keys.shape != values.shape:
             raise RuntimeError("no kernel reads keys and values of unequal width")
@@ -284,7 +267,7 @@ class AddressedKVCache:
         fresh, self._fresh = self._fresh, ()
         attend, most_new = self._kernel(queries, keys, sinks)
         if fresh and new > 1:
-            parts = [part for held in fresh for part in _parts(held)]
+            parts = [part for held in fresh for part in parts_of(held)]
             self._behind, fresh = put(parts, tails, constant("put", tuple(self.ends), mx.int32)), ()
         if new > most_new:
             return self._by_mlx(queries, scale, sinks)
@@ -368,11 +351,6 @@ def _empty(held: Any, capacity: int) -> Any:
     return tree_map(lambda part: mx.zeros((1, part.shape[1], capacity, part.shape[3]), part.dtype), held)
 
 
-@lru_cache(maxsize=1)  # Layers of a pass ask alike.
-def _offsets(tokens: tuple[int, ...]) -> mx.array:
-    return mx.array(tokens)
-
-
 def tails_of(layers: Sequence[AddressedKVCache], new: int, more: int = 0) -> list[Tails]:
     """Of each layer, for what `places` gives."""
     if any(layer.table is None for layer in layers):
@@ -384,7 +362,7 @@ def tails_of(layers: Sequence[AddressedKVCache], new: int, more: int = 0) -> lis
             for tail in unknown:
                 tail.address = [*islice(found, len(tail.parts)), tail.capacity]
                 if _written.get(tail.address[0], tail) is not tail:  # Of requests with one prompt: n > 1.
-                    tail.keys, tail.values = (tree_map(_copy, held) for held in (tail.keys, tail.values))
+                    tail.copy_arrays()
                     shared.append(tail)
                 else:
                     _written[tail.address[0]] = tail

@@ -88,6 +88,11 @@ Held = tuple[mx.array, mx.array] | Tails
 """Keys and values of all rows, (rows, KV heads, capacity, width) each, or what each row has."""
 
 
+def parts_of(held: Any) -> list[mx.array]:
+    """The arrays of keys or of values: one, or three where they are packed."""
+    return held if isinstance(held, list) else [held]
+
+
 def kept(held: Any) -> tuple[Any, Any]:
     """(keys, values) that are written in place; of rows with arrays of their own (`held`, None)."""
     return (held, None) if isinstance(held, Tails) else held
@@ -192,8 +197,9 @@ class Kernel:
         scale: float,
         sinks: mx.array | None = None,
     ) -> tuple[mx.array, Any, Any]:
-        """Put `fresh`, KV of a new token of each row, into `held`, and attend: (out, keys, values), of which
-        `kept` gives the latter.
+        """Put `fresh`, KV of a new token of each row, into `held`, and attend.
+
+        Returns (out, keys, values), the last two as `kept` gives them.
 
         fresh  (rows, KV heads, 1, width) each; empty where they are in `held`
         held   in one piece; written in place, column `ends[row] - 1`

@@ -189,6 +189,7 @@ class StepKV:
         fresh = self._fresh
         if fresh is None or keys is not fresh[0] or values is not fresh[1] or mask is not None:
             raise Untraceable("attention does not read the KV that its cache gave")
+        put = () if self.done else fresh
         held, ends, step = self.held, (self.starts, self.ends), None
         if not isinstance(held, Tails):  # addressed_rows.py has looked at those.
             dtype = (self.keys if self.how is None else self.keys[1]).dtype
@@ -197,12 +198,12 @@ class StepKV:
         if self.how is not None:
             its = self.how.pack(fresh[0]), self.how.pack(fresh[1])
             packed = attention_packed.kernel_for(queries, *its, self.how) if sinks is None else None
-            step = packed and packed.step(queries, () if self.done else its, held, *ends, scale)
+            step = packed and packed.step(queries, its if put else (), held, *ends, scale)
         elif self.shared is None:
             kernel = attention.kernel_for(queries, fresh[0], self._window > 0, sinks)
-            step = kernel and kernel.step(queries, () if self.done else fresh, held, *ends, scale, sinks)
+            step = kernel and kernel.step(queries, put, held, *ends, scale, sinks)
         elif sinks is None:
-            over_segments, put = segments.kernel_for(queries, fresh[0]), () if self.done else fresh
+            over_segments = segments.kernel_for(queries, fresh[0])
             step = over_segments and over_segments.step(queries, put, held, self.shared, *ends, scale)
         if step is None:
             raise Untraceable("no kernel for this attention")
@@ -256,7 +257,11 @@ def reads_by_address(model: Any, shares: bool) -> bool:
     if fused is None:
         return True
     example = partial(segment_attention.example, fused.heads)
-    return fused.reads_tails(StepKV) and (not shares or fused.reads_tails(StepKV, example))
+    try:
+        return fused.reads_tails(StepKV) and (not shares or fused.reads_tails(StepKV, example))
+    except Exception as error:
+        log.warning("fused steps do not run over rows' own arrays: %s", error)
+        return False
 
 
 def _make_room(cache: Cache, count: int) -> None:

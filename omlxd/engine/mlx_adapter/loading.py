@@ -392,12 +392,13 @@ def use_own_rows(model: Any) -> bool:
     together, and none is computed.
     """
     fresh, plain, obstacle = _make_cache(model), (KVCache, SegmentedKVCache), ""
+    shares = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
+    if attention.installed() and not reads_by_address(model, shares):
+        log.info("rows of a batch are copied as others join and leave: fused steps have other bits")
+        return False
     for kinds in ((*plain, QuantisedKVCache, RotatingKVCache), plain):
         make_cache = partial(_with_own_rows, fresh, kinds)
         try:
-            shares = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
-            if attention.installed() and not reads_by_address(model, shares):
-                raise RuntimeError("fused steps have other bits")
             for new in (1, 2, row_attention.MOST_NEW + 1):
                 _try_own_rows(model, make_cache, new)
         except Exception as error:
@@ -422,11 +423,11 @@ def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None
     model(tokens, cache=batch)
     if not own or any(leaf.pending for leaf in own):
         raise RuntimeError("the model's attention does not read them one by one")
+    first = next(name for name, leaf in leaves(batch) if leaf is own[0])
     for row, cache in enumerate(alone):
         model(tokens[row : row + 1], cache=cache)
         want = token_range(cache, row + 2, row + 2 + new) | state_tensors(cache)
         got = row_tensors(batch, row, row + 2, row + 2 + new) | row_states(batch, row)
-        first = next(name for name, leaf in leaves(batch) if leaf is own[0])
         # Behind the first layers they may differ by more: rounding adds up.
         for name in (name for name in want if name.startswith(f"{first}.")):
             if want[name].dtype != mx.uint32 and not (far := distance(got[name], want[name])) < CLOSE:

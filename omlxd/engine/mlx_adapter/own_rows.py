@@ -23,37 +23,65 @@ from .row_attention import Pair
 from .segments import OWN_MASK
 
 
-class OwnRowsKVCache:
+class RowsOfOwn:
+    """What a layer of a batch whose rows keep arrays of their own gives a model.
+
+    window   tokens that a new one sees; 0: all
+    pending  `update_and_fetch` gave out the new tokens, and `attend` has not got them yet
+
+    `update_and_fetch` gives the new tokens alone; `attend` reads the others. `make_mask` gives no array.
+    Raises RuntimeError where the model attends otherwise.
+    """
+
+    window = 0
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._given: tuple[mx.array, mx.array] | None = None
+
+    def _give(self, keys: mx.array, values: mx.array) -> None:
+        """Note that the model gets the KV of new tokens."""
+        if self.pending:
+            raise RuntimeError("this model's attention does not read the rows of a batch one by one")
+        self.pending, self._given = True, (keys, values)
+        attention.note_given(keys, values, self)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the newest pass got, for layers that attend to this one's KV after it."""
+        if self._given is None:
+            raise RuntimeError("a layer reads another's KV before it is there")
+        return self._given
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> str:
+        if return_array or (window_size or self.window) != self.window:
+            raise RuntimeError("a layer wants a mask of its own")
+        return OWN_MASK
+
+
+class OwnRowsKVCache(RowsOfOwn):
     """A layer of a batch.
 
-    rows     a cache of one sequence each, all of one class
-    pending  `update_and_fetch` gave out the new tokens, and `attend` has not got them yet
+    rows     a cache of one sequence each, all of one class; `attend` reads them one by one
     masks    of the newest pass, one a row, where that keeps a window or packed KV
-
-    `update_and_fetch` gives the new tokens alone; `attend` reads the others from `rows`. `make_mask` gives no
-    array. Raises RuntimeError where the model attends otherwise.
     """
 
     def __init__(self, rows: Iterable[Any]):
+        super().__init__()
         self.rows = list(rows)
-        self.pending = False
+        self.window: int = getattr(self.rows[0], "max_size", 0)
         self.masks: list[Any] = []
-        self._given: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
         """(rows,): tokens of each row."""
-        return _offsets(tuple(row.offset for row in self.rows))
+        return offsets_of(tuple(row.offset for row in self.rows))
 
     @property
     def state(self) -> list[Any]:
         return [[row.keys, row.values] for row in self.rows if row.keys is not None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self.pending:
-            raise RuntimeError("this model's attention does not read the rows of a batch one by one")
-        self.pending, self._given = True, (keys, values)
-        attention.note_given(keys, values, self)
+        self._give(keys, values)
         self.masks = []
         for row, *new in zip(self.rows, _each(keys), _each(values), strict=True):
             if self._plain:
@@ -63,21 +91,10 @@ class OwnRowsKVCache:
             row.update_and_fetch(*new)
         return keys, values
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the newest pass got, for layers that attend to this one's KV after it."""
-        if self._given is None:
-            raise RuntimeError("a layer reads another's KV before it is there")
-        return self._given
-
     @property
     def _plain(self) -> bool:
         """Whether rows keep all tokens, and as they are."""
         return isinstance(self.rows[0], KVCache)
-
-    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> str:
-        if return_array or (window_size and window_size != getattr(self.rows[0], "max_size", 0)):
-            raise RuntimeError("a layer wants a mask of its own")
-        return OWN_MASK
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any
@@ -133,5 +150,6 @@ def _joined(rows: list[mx.array]) -> mx.array:
 
 
 @lru_cache(maxsize=1)  # Layers of a pass ask alike.
-def _offsets(tokens: tuple[int, ...]) -> mx.array:
+def offsets_of(tokens: tuple[int, ...]) -> mx.array:
+    """(rows,): tokens of each row."""
     return mx.array(tokens)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from . import nvrtc, segment_kernel
-from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept, put
+from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept, parts_of, put
 from .fused_attention import MOST_GROUP, WIDTHS, Heads
 from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, merge_source, segments_source
 
@@ -120,7 +120,7 @@ def over_tails_of(
             have in their place is wiped out first
     """
     new = queries.shape[2]
-    parts = [part for held in newest for part in (held if isinstance(held, list) else [held])]
+    parts = [part for held in newest for part in parts_of(held)]
     for arrays, end in zip(rows, places[1], strict=True):
         for array in arrays:
             for column in (at % array.shape[2] for at in range(end - new, end)):

@@ -132,11 +132,6 @@ class SegmentedKVCache(KVCache):
         self._shared: Shared | None = None
 
     @property
-    def bases(self) -> list[int]:
-        """Tokens before the tail."""
-        return [self.base]
-
-    @property
     def shared(self) -> Shared | None:
         """What the kernel reads beside the tail; None: no segment."""
         if self._shared is None and self.segments:
@@ -235,7 +230,8 @@ _known: tuple[list[weakref.ref[Segment]], list[mx.array]] = [], []
 
 
 OWN_MASK = "a row sees its own tokens"
-"""In place of a mask, which `attend` does without. A model that looks into it fails in `can_share`."""
+"""In place of a mask, which `attend` does without. A model that looks into it fails the check at load
+(`loading.use_own_rows`)."""
 
 
 def _check_read(cache: Any) -> None:

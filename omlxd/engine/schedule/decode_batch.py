@@ -109,7 +109,7 @@ class DecodeBatch:
         self._waited = False
         self._behind = False  # The last turn started no step ahead.
         self._plain = 0  # Steps in a row, of the same rows, without guesses.
-        self._is_behind_pass = False  # A pass with guesses came, and no steady step since.
+        self._is_behind_pass = False  # A turn for guesses came, and no steady step since.
         self._turn: Turn | None = None
         self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
 
@@ -277,9 +277,9 @@ class DecodeBatch:
     def _settle(self, turn: Turn, seconds: float) -> None:
         """Count what a turn won or lost each row.
 
-        So do plain steps behind a pass, up to a steady one: its tokens are handed on meanwhile, and caches
-        are cold. With 16 rows of SmolLM2 on H100s each takes 1.2 to 1.4 steady ones. While nobody counted
-        that, four stories there were at 0.94 of the speed without guesses.
+        Plain steps behind a pass count, too, up to a steady one. The pass's tokens are handed on meanwhile,
+        and caches are cold: with 16 rows of SmolLM2 on H100s each such step takes 1.2 to 1.4 steady ones.
+        Before these steps counted, four stories there were at 0.94 of the speed without guesses.
         """
         assert self._speculation is not None
         took = self._speculation.settle(turn.rows, len(turn.drawn), seconds)
