@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +208,21 @@ def test_attention_of_another_kind_is_an_error():
         AddressedKVCache([filled]).extend(AddressedKVCache([KVCache()]))
 
 
+@pytest.fixture
+def vlm_anew() -> Iterator[None]:
+    """mlx-vlm's modules take the function that attends as they are imported, once a process."""
+
+    def taken_out() -> dict[str, Any]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "mlx_vlm"}
+
+    before = taken_out()
+    yield
+    taken_out()
+    sys.modules.update(before)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "pixtral", "gemma4"])
-def test_models_that_take_images_have_them_too(family: str, tmp_path):
+def test_models_that_take_images_have_them_too(family: str, tmp_path, vlm_anew):
     loaded = mlx_adapter.load(build_vision_family(family, tmp_path / family))
     alone = [prefilled(loaded, 9, 0), prefilled(loaded, 30, 1)]
     batch = mlx_adapter.merge([mlx_adapter.copied(cache) for cache in alone])
