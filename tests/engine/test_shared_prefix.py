@@ -21,6 +21,7 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Segment, segments
+from omlxd.engine.mlx_adapter.cache_kinds import arrays_of
 from omlxd.engine.mlx_adapter.quantised import Quantisation
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.errors import OmlxdError
@@ -41,21 +42,33 @@ LONG = 120
     scope="module",
     params=[
         "qwen3",
+        "qwen3 8",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3", "qwen3_moe", "glm4_moe")),
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_family(request.param, tmp_path_factory.mktemp("model") / request.param)
+    """Of a family, and with KV in so many bits."""
+    family, _, bits = request.param.partition(" ")
+    changes = {"head_dim": 64} if bits else None
+    folder = build_family(family, tmp_path_factory.mktemp("model") / family, changes=changes)
+    BITS[folder] = int(bits or 0)
+    return folder
+
+
+BITS: dict[Path, int] = {}
+"""Of the KV of these models."""
 
 
 @pytest.fixture(scope="module")
 def uncached(model: Path):
-    with Reference(model) as reference:
+    # Packed KV is unpacked where it is cut, which other products read than MLX's own.
+    how = {"kv_bits": BITS[model], "segment": SEGMENT} if BITS[model] else {}
+    with Reference(model, **how) as reference:
         yield reference
 
 
 def sharing(model: Path, root: Path | None = None, **options: Any) -> Rig:
-    return Rig(model, root, **{"segment": SEGMENT} | options)
+    return Rig(model, root, **{"segment": SEGMENT, "kv_bits": BITS[model]} | options)
 
 
 PROMPTS = [prompt(PREFIX) + prompt(30 + 25 * i, seed=i + 1) for i in range(4)]
@@ -96,7 +109,7 @@ def held_bytes(caches: Iterable[Any]) -> tuple[int, int]:
     tails = 0
     layers = [layer for cache in caches for layer in cache]
     for leaf in [row for layer in layers for row in getattr(layer, "rows", [layer])]:
-        tails += sum(array.nbytes for array in (leaf.keys, leaf.values) if array is not None)
+        tails += sum(array.nbytes for array in arrays_of([leaf.keys, leaf.values]))
         found |= {id(segment): segment for segment in getattr(leaf, "segments", ())}
     return sum(array.nbytes for segment in found.values() for array in segment.tensors.values()), tails
 
@@ -291,7 +304,7 @@ def test_memory_for_a_prefix_that_somebody_holds_is_asked_for_once(model: Path, 
     """Room for two prompts: with segments four run side by side, without never more than two."""
     most: dict[int, int] = {}
     for segment in (0, SEGMENT, mlx_adapter.SEGMENT):
-        with Rig(model, segment=segment) as rig:
+        with sharing(model, segment=segment) as rig:
             layout = rig.loaded.layout
             assert layout is not None
             one = layout.nbytes(mlx_adapter.round_up(PREFIX + 200))
@@ -331,13 +344,15 @@ def test_models_that_attend_otherwise_stay_as_they_are(name: str, shares: bool, 
     assert all(isinstance(leaf, segments.SegmentedKVCache) for leaf in cache) == shares
     if name == "qwen3":
         packed = build_family(name, tmp_path / "packed", changes={"head_dim": 64})
-        assert not mlx_adapter.load(packed, Quantisation(8), segment=SEGMENT).segments.tokens
+        assert mlx_adapter.load(packed, Quantisation(8), segment=SEGMENT).segments.how == Quantisation(8)
         rounds = build_family(name, tmp_path / "bf16", dtype="bf16")
         assert not mlx_adapter.load(rounds, segment=SEGMENT).segments.tokens
 
 
 def test_the_inspector_sees_the_same_behind_segments(model: Path):
     tokens, seen = PROMPTS[0][: SEGMENT + 90], []
+    if BITS[model]:
+        pytest.skip("packed keys are not looked at")
     for segment in (0, SEGMENT):
         loaded = mlx_adapter.load(model, segment=segment)
         cache = mlx_adapter.new_cache(loaded.model, len(tokens))
@@ -353,7 +368,8 @@ def test_the_inspector_sees_the_same_behind_segments(model: Path):
 
 def test_attention_that_misses_segments_is_an_error(model: Path):
     """Not a wrong answer: what the cache gave out must come to `attend` before the next pass."""
-    loaded = mlx_adapter.load(model, segment=SEGMENT)
+    how = Quantisation(BITS[model]) if BITS[model] else None
+    loaded = mlx_adapter.load(model, how, segment=SEGMENT)
     leaf = segments._behind_a_segment(loaded.model, mlx_adapter.new_cache(loaded.model, 10))[0]
     heads, dim = leaf.segments[0].pair(leaf.layer)[0].shape[1::2]
     new = mx.zeros((1, heads, 1, dim))
@@ -362,4 +378,4 @@ def test_attention_that_misses_segments_is_an_error(model: Path):
         leaf.update_and_fetch(new, new)
     keys, values = leaf.unread
     with pytest.raises(RuntimeError, match="--share-prefix off"):
-        segments.attend(new, keys + 1, values, leaf, 1.0, None)
+        segments.attend(new, [*keys] if how else keys + 1, values, leaf, 1.0, None)

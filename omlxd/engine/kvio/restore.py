@@ -69,7 +69,7 @@ class DirectArrival:
         segments, full, base = [*live], blocks // self._each, sum(segment.tokens for segment in live)
         names = [*self._segments.names(sequence.hashes, self._block, sequence.prompt_length)]
         for index in range(full):
-            made = Segment(self._buffers[index].take_arrays())
+            made = Segment(self._buffers[index].take_arrays(), self._segments.how)
             segments.append(self._segments.hold(made, names[len(segments)]))
         tail = self._buffers[full].take_arrays() if blocks % self._each else {}
         tokens = base + blocks * self._block

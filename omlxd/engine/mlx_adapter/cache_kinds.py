@@ -31,7 +31,7 @@ from .cuda_driver import give_spare_back
 from .device import SAFETENSORS_DTYPE
 from .own_rows import OwnRowsKVCache
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
-from .segments import Segment, SegmentedKVCache
+from .segments import Segment, Segmented, SegmentedKVCache, SegmentedQuantisedKVCache
 
 Cache = list[Any]
 """One cache object a layer, of one sequence or of a batch."""
@@ -161,6 +161,7 @@ _ROWS = (
     CacheKind(KVCache, True, _pair, _put_pair, EvenBatchKVCache, KVCache.trim, QuantisedKVCache),
     CacheKind(SegmentedKVCache, True, _pair, _put_pair, None, KVCache.trim),
     CacheKind(QuantisedKVCache, True, _packed, _put_packed, QuantisedBatchKVCache, QuantisedKVCache.trim),
+    CacheKind(SegmentedQuantisedKVCache, True, _packed, _put_packed, None, QuantisedKVCache.trim),
     CacheKind(RotatingKVCache, False, _window, _put_window, WindowBatchKVCache, _trim_window),
     CacheKind(ArraysCache, False, _numbered, _put_numbered, ArraysCache, None),
 )
@@ -266,10 +267,13 @@ def quantised(cache: Cache, how: Quantisation) -> Cache:
 
 
 def segmented(cache: Cache) -> Cache:
-    """`cache`, empty and of `KVCache`s alone, as one that can hold segments; empty if it has others."""
-    if any(type(leaf) is not KVCache for leaf in cache):
-        return []
-    return [SegmentedKVCache(name) for name, _ in leaves(cache)]
+    """`cache`, empty and of `KVCache`s or of packed ones alone, as one that can hold segments; empty if it
+    has others."""
+    kinds = {type(leaf) for leaf in cache}
+    if kinds == {KVCache}:
+        return [SegmentedKVCache(name) for name, _ in leaves(cache)]
+    packed = kinds == {QuantisedKVCache}
+    return [SegmentedQuantisedKVCache(leaf.how, name) for name, leaf in leaves(cache)] if packed else []
 
 
 def is_batchable(cache: Cache) -> bool:
@@ -337,7 +341,7 @@ def filled_cache(
 def open_tails(cache: Cache) -> None:
     """Make arrays for the next tokens of one sequence, where all that it has are in segments."""
     for leaf in cache:
-        if isinstance(leaf, SegmentedKVCache):
+        if isinstance(leaf, Segmented):
             leaf.open_tail()
 
 
@@ -349,7 +353,7 @@ def after_prefill(cache: Cache, length: int) -> None:
 
 def _base(leaf: Any) -> int:
     """Tokens before those that the leaf's own arrays hold."""
-    return leaf.base if isinstance(leaf, SegmentedKVCache) else 0
+    return leaf.base if isinstance(leaf, Segmented) else 0
 
 
 def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: int, capacity: int) -> None:

@@ -58,7 +58,7 @@ from .mapped import MappedWeights
 from .multi_lora import Adapters, read_adapter
 from .own_rows import OwnRowsKVCache
 from .quantised import Quantisation, QuantisedKVCache
-from .segments import LiveSegments, SegmentedKVCache
+from .segments import LiveSegments, Segmented, SegmentedKVCache, SegmentedQuantisedKVCache
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,9 @@ def load(
     if batchable and attention.installed():
         CompiledStep(model)  # Whether its steps are fused, the checks below ask.
     layout = None if obstacle else layout_of(cache)
-    exact = layout is not None and (backend() != "cpu" or all(g.dtype == "F32" for g in layout.groups))
+    exact = layout is not None and (
+        backend() != "cpu" or all(g.dtype == "F32" for g in layout.groups if g.dtype != "U32")
+    )
     shares = batchable and exact and blind is None
     hook = LayerHook(model)
     live = share_prefixes(model, segment if shares else 0, segments_pay and backend() != "cpu")
@@ -380,7 +382,8 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     if not use_own_rows(model):
         model.make_cache = fresh
         return LiveSegments()
-    return LiveSegments(tokens, 0 if attention.installed() else segments.SHORT_SEGMENT)
+    how = getattr(segmented(fresh())[0], "how", None)
+    return LiveSegments(tokens, 0 if attention.installed() else segments.SHORT_SEGMENT, how)
 
 
 def use_own_rows(model: Any) -> bool:
@@ -392,11 +395,11 @@ def use_own_rows(model: Any) -> bool:
     together, and none is computed.
     """
     fresh, plain, obstacle = _make_cache(model), (KVCache, SegmentedKVCache), ""
-    shares = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
+    shares = any(isinstance(leaf, Segmented) for _, leaf in leaves(fresh()))
     if attention.installed() and not reads_by_address(model, shares):
         log.info("rows of a batch are copied as others join and leave: fused steps have other bits")
         return False
-    for kinds in ((*plain, QuantisedKVCache, RotatingKVCache), plain):
+    for kinds in ((*plain, QuantisedKVCache, SegmentedQuantisedKVCache, RotatingKVCache), plain):
         make_cache = partial(_with_own_rows, fresh, kinds)
         try:
             for new in (1, 2, row_attention.MOST_NEW + 1):

@@ -89,6 +89,8 @@ class OwnRowsKVCache(RowsOfOwn):
                 continue
             self.masks.append(row.make_mask(keys.shape[2], window_size=None, return_array=False))
             row.update_and_fetch(*new)
+            if getattr(row, "segments", ()):
+                row.unread = None
         return keys, values
 
     @property
@@ -103,19 +105,32 @@ class OwnRowsKVCache(RowsOfOwn):
         if mask is not OWN_MASK:
             raise RuntimeError("a layer masks more than what comes after a token")
         self.pending = False
-        tails = [cast(Pair, row.keys_and_values()) for row in self.rows]
-        if not self._plain:
-            each = zip(_each(queries), tails, self.rows, self.masks, strict=True)
-            return _joined(
-                [attention.mlx_own(query, *tail, row, scale, mask, sinks) for query, tail, row, mask in each]
-            )
         held = [getattr(row, "segments", ()) for row in self.rows]
-        if any(held):
-            if sinks is not None:
-                raise RuntimeError("this model can't share a prefix: serve it with --share-prefix off")
-            return segments.by_rows(queries, cast(Any, self.rows[0]).layer, held, tails, scale)
-        each = zip(_each(queries), tails, strict=True)
-        return _joined([row_attention.one_row(query, *tail, scale, sinks) for query, tail in each])
+        if not (sharing := [at for at, own in enumerate(held) if own]):
+            each = enumerate(_each(queries))
+            return _joined([self._one_row(at, query, scale, mask, sinks) for at, query in each])
+        if sinks is not None:
+            raise RuntimeError("this model can't share a prefix: serve it with --share-prefix off")
+        rows = [cast(Any, self.rows[at]) for at in sharing]
+        some = queries if len(rows) == len(held) else queries[mx.array(sharing)]
+        got = segments.by_rows(
+            some, rows[0].layer, [row.segments for row in rows], [row.tail() for row in rows], scale
+        )
+        if some is queries:
+            return got
+        out = dict(zip(sharing, _each(got), strict=True))
+        for at, query in enumerate(_each(queries)):
+            if at not in out:
+                out[at] = self._one_row(at, query, scale, mask, sinks)
+        return _joined([out[at] for at in range(len(held))])
+
+    def _one_row(self, at: int, query: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
+        """What a row that holds no segment has alone."""
+        row = self.rows[at]
+        pair = cast(Pair, row.keys_and_values())
+        if self._plain:
+            return row_attention.one_row(query, *pair, scale, sinks)
+        return attention.mlx_own(query, *pair, row, scale, self.masks[at], sinks)
 
     def extend(self, other: OwnRowsKVCache) -> None:
         self.rows += other.rows

@@ -50,7 +50,7 @@ from .cache_kinds import (
 from .device import SAFETENSORS_DTYPE
 from .loading import LoadedModel
 from .quantised import PARTS, QuantisedKVCache
-from .segments import SegmentedKVCache
+from .segments import SegmentedKVCache, SegmentedQuantisedKVCache
 
 SAMPLED = 7
 CHUNK = 1024
@@ -62,7 +62,8 @@ PACKED = {8: 0.06, 4: 0.1}
 prompt's first 2,048 tokens before it packs any. Random weights, 3 and 24 layers, on a CPU: the same bits in
 float32 and bfloat16; 3 layers, 0.03 in 8 bits, 0.5 in 4, and so mlx-lm's own files in 4 bits are refused."""
 
-_NAMES = {KVCache: "KVCache", SegmentedKVCache: "KVCache", QuantisedKVCache: "QuantizedKVCache"}
+_NAMES = {KVCache: "KVCache", SegmentedKVCache: "KVCache"}
+_NAMES |= dict.fromkeys((QuantisedKVCache, SegmentedQuantisedKVCache), "QuantizedKVCache")
 _TOKENS = "tokens"
 """Of the metadata that omlxd adds: token ids, with commas."""
 
