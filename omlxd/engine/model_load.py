@@ -40,11 +40,11 @@ def load_model(load: wire.Load) -> LoadedModel:
         load.share_prefix == "auto",
     )
     if shares and not loaded.segments.tokens:
-        packed = f"KV of {cache.kv_bits} bits is not"
-        why = packed if cache.kv_bits else "what this model keeps of a prompt is not"
         level = logging.WARNING if load.share_prefix == "on" else logging.INFO
-        words = "--share-prefix %s: %s: prefixes are not shared: %s held in segments"
-        log.log(level, words, load.share_prefix, load.model_id, why)
+        words = (
+            "--share-prefix %s: %s: prefixes are not shared: what this model keeps is not held in segments"
+        )
+        log.log(level, words, load.share_prefix, load.model_id)
     return loaded
 
 

@@ -13,10 +13,10 @@ from omlxd.engine import mlx_adapter, model_load
 @pytest.mark.parametrize(
     ("share", "bits", "tokens", "why"),
     [
-        ("on", 8, 0, "KV of 8 bits is not held in segments"),
-        ("on", 0, 0, "what this model keeps of a prompt is not held in segments"),
+        ("on", 8, 0, "what this model keeps is not held in segments"),
+        ("on", 0, 0, "what this model keeps is not held in segments"),
         ("on", 0, 2048, ""),
-        ("auto", 8, 0, "KV of 8 bits is not held in segments"),
+        ("auto", 8, 0, "what this model keeps is not held in segments"),
         ("off", 0, 0, ""),
     ],
 )

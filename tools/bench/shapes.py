@@ -17,10 +17,11 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import LoadedModel
+from omlxd.engine.mlx_adapter import LoadedModel, Quantisation
+from omlxd.engine.mlx_adapter.cache_kinds import quantised
 from omlxd.models.demo import SPECIALS, VOCAB, build_demo
 
 FAVOUR = 0.3
@@ -84,11 +85,12 @@ SHAPES = {
 }
 
 
-def build(shape: Shape, words: int = WORDS, seed: int = 1) -> LoadedModel:
+def build(shape: Shape, words: int = WORDS, seed: int = 1, kv: Quantisation | None = None) -> LoadedModel:
     """The model, evaluated, as the engine has it after loading; without a tokenizer.
 
     words  ids below it may be generated; by default what the demo's tokenizer has, less its special
            tokens: no answer ends early
+    kv     per-token KV is kept so
 
     Call on the thread that will run it. Needs the weights' bytes and one matrix in float32 besides.
     """
@@ -100,6 +102,8 @@ def build(shape: Shape, words: int = WORDS, seed: int = 1) -> LoadedModel:
         weight = _weight(shape, name, lazy.shape, own, words)
         mx.eval(weight)
         model.load_weights([(name, weight)], strict=False)
+    if kv is not None:
+        cast(Any, model).make_cache = lambda: quantised([KVCache() for _ in model.layers], kv)
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=cache))
     return LoadedModel(

@@ -1,6 +1,7 @@
 """Decoding rows that share a prefix, with its KV held once and held by each.
 
     python -m tools.bench.shared_prefix [--shape smollm2] [--tokens 20000] [--rows 1,4] [--new 1]
+        [--kv-bits 8]
 
 Random KV stands for the prompts, so nothing is prefilled: `--tokens` are shared, and each row has `--own`
 tokens behind. Both kinds take turns, so that a load on the machine slows both: `--run` steps, each started
@@ -26,23 +27,28 @@ from omlxd.engine import mlx_adapter  # noqa: E402
 from omlxd.engine.mlx_adapter import (  # noqa: E402
     Cache,
     CompiledStep,
+    Quantisation,
     Segment,
     attention,
     products,
     row_attention,
 )
+from omlxd.engine.mlx_adapter.quantised import PARTS  # noqa: E402
 from tools.bench.gpu_rig import row  # noqa: E402
-from tools.bench.shapes import SHAPES, build  # noqa: E402
+from tools.bench.shapes import SHAPES, Shape, build  # noqa: E402
 
 
-def random_kv(names: dict[str, tuple[int, int]], tokens: int, dtype: Any, seed: int) -> dict[str, mx.array]:
-    """By tensor, (1, heads, tokens, dim). `names`: heads and dim of each."""
-    keys = mx.random.split(mx.random.key(seed), len(names))
-    made = {
-        name: mx.random.normal((1, heads, tokens, dim), dtype=dtype, key=keys[i])
-        for i, (name, (heads, dim)) in enumerate(names.items())
-    }
-    mx.eval(made)
+def random_kv(shape: Shape, how: Quantisation | None, tokens: int, seed: int) -> dict[str, mx.array]:
+    """By layout name, (1, heads, tokens, dim)."""
+    made: dict[str, mx.array] = {}
+    dtype, keys = getattr(mx, shape.dtype), mx.random.split(mx.random.key(seed), 2 * shape.layers)
+    for at, key in enumerate(keys):
+        size = 1, shape.kv_heads, tokens, shape.head_dim
+        plain = mx.random.normal(size, dtype=dtype, key=key)
+        name = f"layers.{at // 2}.{('keys', 'values')[at % 2]}"
+        parts = [plain] if how is None else how.pack(plain)
+        made |= dict(zip([name] if how is None else [f"{name}.{p}" for p in PARTS], parts, strict=True))
+        mx.eval(parts)
     return made
 
 
@@ -89,36 +95,35 @@ def main() -> int:
     parser.add_argument("--run", type=int, default=1, help="steps of one token that are timed together")
     parser.add_argument("--new", type=int, default=1, help="tokens of a row in a pass: 64 as in a prompt")
     parser.add_argument("--segment", type=int, default=mlx_adapter.SEGMENT)
+    parser.add_argument("--kv-bits", type=int, choices=(8, 4))
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     attention.install()
     row_attention.install()
-    loaded = build(shape)
+    how = Quantisation(options.kv_bits) if options.kv_bits else None
+    loaded = build(shape, kv=how)
     products.prepare(loaded.model)
     assert loaded.layout is not None
-    names = {name: (g.heads, g.dim) for g in loaded.layout.groups for name in g.names}
-    dtype, size = getattr(mx, shape.dtype), options.segment
+    size, fresh = options.segment, vars(loaded.model).get("make_cache")
     count = options.tokens // size
-    prefix = [random_kv(names, size, dtype, i) for i in range(count)]
+    prefix = [random_kv(shape, how, size, i) for i in range(count)]
     prefix_bytes = count * loaded.layout.nbytes(size)
     row("rows", "private ms", "shared ms", "private MB", "shared MB", "difference")
     row(*["---"] * 6)
     for rows in map(int, options.rows.split(",")):
-        owns = [random_kv(names, options.own + options.tokens % size, dtype, 100 + i) for i in range(rows)]
+        owns = [random_kv(shape, how, options.own + options.tokens % size, 100 + i) for i in range(rows)]
         vars(loaded.model).pop("make_cache", None)
-
-        def joined(caches: list[Cache], rows: int = rows) -> Cache:
-            return caches[0] if rows == 1 else mlx_adapter.merge(caches)
-
+        if fresh is not None:
+            loaded.model.make_cache = fresh
         private_cache, private_bytes = held(
-            lambda owns=owns: joined([private(loaded.model, prefix, own) for own in owns])
+            lambda owns=owns: mlx_adapter.merge([private(loaded.model, prefix, own) for own in owns])
         )
         live = mlx_adapter.share_prefixes(loaded.model, size)
         compiled = CompiledStep(loaded.model)
         assert live.tokens, "this model shares nothing"
-        segments = [Segment(kv) for kv in prefix]
+        segments = [Segment(kv, how) for kv in prefix]
         shared_cache, shared_bytes = held(
-            lambda owns=owns, segments=segments: joined(
+            lambda owns=owns, segments=segments: mlx_adapter.merge(
                 [shared(loaded.model, segments, count * size, own) for own in owns]
             )
         )

@@ -139,7 +139,7 @@ def let_go(tails: Sequence[Tail]) -> None:
 
 
 class AddressedKVCache(RowsOfOwn):
-    """A layer of a batch. Of rows of one class: KVCache, SegmentedKVCache, QuantisedKVCache, RotatingKVCache.
+    """A layer of a batch. Of rows of one class: KVCache, QuantisedKVCache, RotatingKVCache, one `Segmented`.
 
     row_type  that class
     window    tokens that a new one sees; 0: all
@@ -213,8 +213,8 @@ class AddressedKVCache(RowsOfOwn):
 
     @property
     def shared(self) -> Shared | None:
-        """What the kernel reads beside the tails; None: no row has a segment."""
-        if self._shared is None and any(self.segments):
+        """What the kernel reads beside the tails; None: no row has a segment, or `table` tells of them."""
+        if self._shared is None and self.how is None and any(self.segments):
             self._shared = segments.shared_of(self.segments, self.layer)
         return self._shared
 
@@ -222,9 +222,26 @@ class AddressedKVCache(RowsOfOwn):
         """`shared` of a pass of `size` rows: the tokens of each row, `counts` of them, and nobody's."""
         return self.shared and segments.shared_by(self.segments, counts, size, self.layer)
 
+    @property
+    def each(self) -> int:
+        """Tokens of a segment that `table` tells of; 0: of none."""
+        return next((own[0].tokens for own in self.segments if own), 0) if self.how is not None else 0
+
+    def addresses(self) -> list[list[int]]:
+        """`table`; `tails_of` has seen to it that the tails' are known."""
+        if self.how is None:
+            return [tail.address for tail in self.tails]
+        most = round_up(max(map(len, self.segments)), segments.MOST_STEP)
+        rows = zip(self.tails, self.segments, strict=True)
+        return [[*tail.address, *segments.addresses_before(own, self.layer, most)] for tail, own in rows]
+
     def places(self, new: int, more: int = 0) -> tuple[list[int], list[int]]:
-        """Columns of what the newest `new` tokens of each row see, once `more` have come: starts and ends."""
+        """Columns of what the newest `new` tokens of each row see, once `more` have come: starts and ends.
+
+        Those of packed segments come before the tail's."""
         ends = [end + more for end in self.ends]
+        if self.how is not None:
+            ends = [base + end for base, end in zip(self.bases, ends, strict=True)]
         if not self.window:
             return [0] * len(ends), ends
         counts = [min(end, self.window + new - 1) for end in ends]
@@ -235,7 +252,7 @@ class AddressedKVCache(RowsOfOwn):
 
     def most(self, new: int, more: int = 0) -> int:
         """`Tails.most` for what `places` gives."""
-        longest = round_up(max(self.ends) + more, TAIL_STEP)
+        longest = round_up(max(self.places(new, more)[1]), TAIL_STEP)
         return min(longest, self.window + new - 1) if self.window else longest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -368,8 +385,8 @@ def tails_of(layers: Sequence[AddressedKVCache], new: int, more: int = 0) -> lis
                     _written[tail.address[0]] = tail
             unknown = shared
         for layer in layers:
-            layer.table = mx.array([tail.address for tail in layer.tails], mx.uint64)
-    return [Tails(cast(mx.array, layer.table), layer.most(new, more)) for layer in layers]
+            layer.table = mx.array(layer.addresses(), mx.uint64)
+    return [Tails(cast(mx.array, layer.table), layer.most(new, more), layer.each) for layer in layers]
 
 
 def _copy(part: mx.array) -> mx.array:

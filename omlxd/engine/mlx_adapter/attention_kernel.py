@@ -70,13 +70,16 @@ NO_WINDOW = 1 << 30
 class Tails(NamedTuple):
     """A layer's KV of a batch whose rows have arrays of their own, behind what they hold in segments.
 
-    table  (rows, parts + 1) in uint64: addresses of a row's arrays, (1, KV heads, capacity, …) each, and that
-           capacity. There are two, keys and values, or six where both are packed (quantised.py)
+    table  (rows, columns) in uint64: addresses of a row's arrays, (1, KV heads, capacity, …) each, and that
+           capacity. There are two, keys and values, or six where both are packed (quantised.py). Where they
+           are, the tokens in segments before them follow, and six addresses of each of its segments
     most   columns; no row is longer
+    each   tokens of a segment, where packed
     """
 
     table: mx.array
     most: int
+    each: int = 0
 
     @property
     def is_packed(self) -> bool:
@@ -310,7 +313,7 @@ def put(fresh: Sequence[mx.array], tails: Tails, ends: mx.array) -> mx.array:
         name=function,
         compiled_source=code,
         inputs=[*fresh, tails.table, ends],
-        scalars=[new, heads, *(part.shape[3] * part.dtype.size for part in fresh)],
+        scalars=[new, heads, tails.table.shape[1], *(part.shape[3] * part.dtype.size for part in fresh)],
         grid=(rows * heads * 128, 1, 1),
         threadgroup=(128, 1, 1),
         output_shapes=[(1,)],

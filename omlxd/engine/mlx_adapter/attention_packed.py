@@ -373,14 +373,18 @@ _NAMES = [f"{kv}{part}" for kv in ("key", "value") for part in ("s", "_scales", 
 
 _HEAD = "const long column = of_row * capacity;"
 
-_HEAD_BY_ADDRESS = """const unsigned long long* own = tails + row * 7;
-  const unsigned *keys = reinterpret_cast<const unsigned*>(own[0]);
-  const T* key_scales = reinterpret_cast<const T*>(own[1]);
-  const T* key_biases = reinterpret_cast<const T*>(own[2]);
-  const unsigned *values = reinterpret_cast<const unsigned*>(own[3]);
-  const T* value_scales = reinterpret_cast<const T*>(own[4]);
-  const T* value_biases = reinterpret_cast<const T*>(own[5]);
-  const long column = (long)kv_head * (long)own[6];"""
+_HEAD_BY_ADDRESS = """const unsigned long long* own = tails + (long)row * columns;
+  const long before = own[7];  // Tokens in segments, which spans divide.
+  const int segment = from < before ? from / each : -1;
+  const unsigned long long* at = segment < 0 ? own : own + 8 + segment * 6;
+  const unsigned *keys = reinterpret_cast<const unsigned*>(at[0]);
+  const T* key_scales = reinterpret_cast<const T*>(at[1]);
+  const T* key_biases = reinterpret_cast<const T*>(at[2]);
+  const unsigned *values = reinterpret_cast<const unsigned*>(at[3]);
+  const T* value_scales = reinterpret_cast<const T*>(at[4]);
+  const T* value_biases = reinterpret_cast<const T*>(at[5]);
+  const long column =
+      segment < 0 ? (long)kv_head * (long)own[6] - before : ((long)kv_head - segment) * each;"""
 
 _PUT = """if (to == end) {  // Nobody else reads the newest token.
     const long last = column + end - 1;
@@ -446,7 +450,7 @@ def difference(kernel: Any, width: int, group: int, dtype: Any, how: Quantisatio
     """The largest from MLX's own in float32, for `new` tokens of each of two rows; NaN is infinite.
 
     Infinite too if `step` puts or gives anything else than `kernel` does where the token is in its place, or
-    if rows with arrays of their own have other bits.
+    if rows with arrays of their own have other bits, by themselves or behind segments.
     """
     end = 2 * SPAN + 17
     shape, scale = (2, 2, end + 15, width), width**-0.5
@@ -484,6 +488,12 @@ def difference(kernel: Any, width: int, group: int, dtype: Any, how: Quantisatio
     by_address = segment_attention.over_tails_of(kernel, queries, held, (starts, ends), newest, scale)
     if not mx.array_equal(by_address, got).item():
         return float("inf")
+    at = [0, 0], ends
+    before = [[part[row : row + 1, :, :SPAN] + 0 for part in (*packed[0], *packed[1])] for row in range(2)]
+    held = [[part[row : row + 1, :, SPAN:] + 0 for part in (*packed[0], *packed[1])] for row in range(2)]
+    shared = segment_attention.over_tails_of(kernel, queries, held, at, newest, scale, before=before)
+    if not mx.array_equal(shared, kernel(queries, *packed, at, scale)).item():
+        return float("inf")
     return far if far == far else float("inf")
 
 
@@ -507,6 +517,7 @@ def source_of(name: str, width: int, group: int, dtype: Any, how: Quantisation) 
     arguments += ", const int* behind" if own and not steps else ""
     arguments += ", float* sums, float* weights" + ("" if own else ", const int capacity")
     arguments += ", const int new_tokens, const int KV_HEADS"
+    arguments += ", const int columns, const int each" if own else ""
     body = _BODY.replace("HEAD\n", f"{_HEAD_BY_ADDRESS if own else _HEAD}\n", 1)
     body = body.replace("PUT\n", _PUT if steps else "", 1)
     head = f"{HEADER}{_HEADER}using T = {kind};\nconstexpr int {constants};\n"
@@ -583,10 +594,11 @@ class PackedKernel:
         given = [part for parts in fresh for part in parts]
         given += [held.table] if isinstance(held, Tails) else [*held[0], *held[1]]
         last = [ends if behind is None else behind] if own and not fresh else []
+        table = [held.table.shape[1], held.each] if isinstance(held, Tails) else []
         sums, weights = self._run(
             "own_" * own + ("step" if fresh else "spans"),
             [queries, *given, starts, ends, scale, *last],
-            [*([] if own else [capacity]), new, kv_heads],
+            [*([] if own else [capacity]), new, kv_heads, *table],
             grid=(spans * 32 * WARPS, kv_heads * -(-self._group * new // 16), rows),
             threadgroup=(32 * WARPS, 1, 1),
             output_shapes=[(rows, heads * new, spans, self._width), (rows, heads * new, spans, 2)],

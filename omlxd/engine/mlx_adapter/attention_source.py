@@ -567,9 +567,9 @@ def put_source(parts: int) -> tuple[str, str]:
     )
     return name, (
         f'extern "C" __global__ void {name}({pointers}, const unsigned long long* tails, const int* ends, '
-        f"int* done, const int new_tokens, const int KV_HEADS, {sizes}) {{\n"
+        f"int* done, const int new_tokens, const int KV_HEADS, const int columns, {sizes}) {{\n"
         f"  const int row = blockIdx.x / KV_HEADS, kv_head = blockIdx.x % KV_HEADS;\n"
-        f"  const unsigned long long* own = tails + row * {parts + 1};\n"
+        f"  const unsigned long long* own = tails + (long)row * columns;\n"
         f"  const long capacity = own[{parts}], first = ends[row] - new_tokens + capacity;\n"
         f"{copies}\n  if (blockIdx.x == 0 && threadIdx.x == 0) *done = 1;\n}}\n"
     )

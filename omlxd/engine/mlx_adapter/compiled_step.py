@@ -251,6 +251,11 @@ def steps_share(model: Any) -> bool:
     return segment_attention.in_use()
 
 
+def packed_share(tokens: int) -> bool:
+    """Whether our kernels read packed KV in segments of so many tokens."""
+    return attention_packed.in_use() and tokens % attention_packed.SPAN == 0
+
+
 def reads_by_address(model: Any, shares: bool) -> bool:
     """Whether fused steps of `model`, if it has any, read rows' own arrays; `shares`: behind segments too."""
     fused = vars(model).get("omlxd_fused") or None
@@ -349,7 +354,8 @@ class CompiledStep:
         keys: list[Any] = tails_of(cache, count, count) if tails else [layer.keys for layer in cache]
         shape: tuple[Any, ...] = size, *(_shape(at.layer) for at in places.values() if at is not None)
         if tails:
-            shape = size, len(tails), *(keys[windows.index(window)].most for window in places)
+            shape = size, len(tails), keys[0].table.shape[1]
+            shape += tuple(keys[windows.index(window)].most for window in places)
         self._how = next((how for layer in cache if (how := getattr(layer, "how", None))), None)
         held: list[Any] = []
         if shared is not None:

@@ -51,14 +51,14 @@ from .cache_kinds import (
     token_range,
     trim,
 )
-from .compiled_step import AFTER, CompiledStep, reads_by_address, steps_share
+from .compiled_step import AFTER, CompiledStep, packed_share, reads_by_address, steps_share
 from .device import backend
 from .fused_step import may_fuse
 from .mapped import MappedWeights
 from .multi_lora import Adapters, read_adapter
 from .own_rows import OwnRowsKVCache
 from .quantised import Quantisation, QuantisedKVCache
-from .segments import LiveSegments, Segmented, SegmentedKVCache, SegmentedQuantisedKVCache
+from .segments import LiveSegments, SegmentedKVCache, SegmentedQuantisedKVCache
 
 log = logging.getLogger(__name__)
 
@@ -374,7 +374,8 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     segments.install()
     if not segments.can_share(model, lambda: segmented(fresh())):
         return LiveSegments()
-    if attention.installed() and not steps_share(model):
+    how = getattr(segmented(fresh())[0], "how", None)
+    if attention.installed() and not (packed_share(tokens) if how is not None else steps_share(model)):
         return LiveSegments()
     if by_kernel and not vars(model).get("omlxd_fused"):
         return LiveSegments()
@@ -382,7 +383,6 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     if not use_own_rows(model):
         model.make_cache = fresh
         return LiveSegments()
-    how = getattr(segmented(fresh())[0], "how", None)
     return LiveSegments(tokens, 0 if attention.installed() else segments.SHORT_SEGMENT, how)
 
 
@@ -395,7 +395,7 @@ def use_own_rows(model: Any) -> bool:
     together, and none is computed.
     """
     fresh, plain, obstacle = _make_cache(model), (KVCache, SegmentedKVCache), ""
-    shares = any(isinstance(leaf, Segmented) for _, leaf in leaves(fresh()))
+    shares = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
     if attention.installed() and not reads_by_address(model, shares):
         log.info("rows of a batch are copied as others join and leave: fused steps have other bits")
         return False

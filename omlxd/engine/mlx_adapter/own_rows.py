@@ -2,8 +2,8 @@
 
 In place of one array with all rows, padded to the longest, which is copied whenever a row joins, leaves or
 outgrows it (batch_kv.py). Attention goes row by row, as it does where that pays (row_attention.py); rows that
-begin with the same segments read those once, together (segments.py). Windows and packed KV (quantised.py) are
-read as they are of a row alone: by MLX's own attention, with the row's own mask.
+begin with the same segments read those once, together (segments.py). Windows and packed KV (quantised.py)
+that is not in segments are read as they are of a row alone: by MLX's own attention, with the row's own mask.
 
 `loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. On CUDA
 addressed_rows.py does the same.

@@ -30,6 +30,7 @@ from mlx_lm.models.cache import create_attention_mask
 
 from . import attention, attention_packed
 from .batch_kv import EvenBatchKVCache, put_tokens
+from .device import backend
 
 PARTS = ("weight", "scales", "biases")
 """Tensors of one quantised K or V: u32 of (1, heads, tokens, dim * bits / 32), and two in the compute
@@ -49,7 +50,16 @@ class Quantisation:
         return list(cast(Any, mx.quantize(array, group_size=self.group, bits=self.bits)))
 
     def unpack(self, parts: Sequence[mx.array]) -> mx.array:
-        return mx.dequantize(*parts, group_size=self.group, bits=self.bits)
+        """On a CPU by its bytes: 2,048 tokens of 3 heads of 64 take 0.17 ms in 8 bits and 0.33 in 4, by MLX's
+        own function 0.44 and 0.52, on two CPUs beside other work. The bits are the same."""
+        words, scales, biases = parts
+        if backend() != "cpu" or scales.dtype != mx.float32:
+            return mx.dequantize(*parts, group_size=self.group, bits=self.bits)
+        numbers = words.view(mx.uint8)
+        if self.bits == 4:
+            numbers = mx.stack([numbers & 15, numbers >> 4], axis=-1)
+        numbers = numbers.reshape(*scales.shape, self.group).astype(mx.float32)
+        return (numbers * scales[..., None] + biases[..., None]).reshape(*scales.shape[:-1], -1)
 
 
 class PackedKV:

@@ -112,24 +112,32 @@ def over_tails_of(
     places: tuple[Sequence[int], Sequence[int]],
     newest: Sequence[Any],
     scale: float,
+    *,
+    before: Sequence[Sequence[mx.array]] = (),
     **how: Any,
 ) -> mx.array:
     """What `kernel.over_tails` gives of `rows`, the arrays of each, once the `newest` tokens are put there.
 
     newest  keys and values of as many tokens of each row as there are queries, or their parts; what the rows
             have in their place is wiped out first
+    before  packed, a segment of each row; its tokens come first in `places`
     """
-    new = queries.shape[2]
+    new, each = queries.shape[2], before[0][0].shape[2] if before else 0
     parts = [part for held in newest for part in parts_of(held)]
-    for arrays, end in zip(rows, places[1], strict=True):
+    ends = [end - each for end in places[1]]
+    for arrays, end in zip(rows, ends, strict=True):
         for array in arrays:
             for column in (at % array.shape[2] for at in range(end - new, end)):
                 array[:, :, column : column + 1] = mx.zeros_like(array[:, :, :1])
     addresses = addresses_of([array for arrays in rows for array in arrays]).reshape(len(rows), -1)
-    capacities = mx.array([[arrays[0].shape[2]] for arrays in rows], mx.uint64)
-    most = max(arrays[0].shape[2] for arrays in rows)
-    tails = Tails(mx.concatenate([addresses, capacities], axis=1), most)
-    behind = put(parts, tails, mx.array(list(places[1]), mx.int32)) if new > 1 else None
+    more = [[each]] * len(rows) if len(parts) > 2 else [[]] * len(rows)
+    others = mx.array([[arrays[0].shape[2], *own] for arrays, own in zip(rows, more, strict=True)], mx.uint64)
+    table = [addresses, others]
+    if before:
+        table.append(addresses_of([array for arrays in before for array in arrays]).reshape(len(rows), -1))
+    most = max(arrays[0].shape[2] for arrays in rows) + each
+    tails = Tails(mx.concatenate(table, axis=1), most, each)
+    behind = put(parts, tails, mx.array(ends, mx.int32)) if new > 1 else None
     out = kernel.over_tails(
         queries, tails, places, scale, fresh=() if new > 1 else newest, behind=behind, **how
     )

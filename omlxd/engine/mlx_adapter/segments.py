@@ -15,6 +15,9 @@ decoding extends without another cut.
 | on CUDA, up to 64 tokens | each segment once for all rows, and     | the kernels': sums in a fixed      |
 |                          | tails (segment_attention.py)            | order                              |
 
+Packed KV (quantised.py) is unpacked for any of these; on CUDA attention_packed.py's kernel reads a row's
+segments and its tail as they are, each row by itself.
+
 Elsewhere each row's tail is read by itself, and the segments that rows begin with once for all of them. With
 the wheel's BLAS, which adds in order, bits depend on the prompt alone: not on who shares a segment, nor on
 who else is in the batch.
@@ -38,9 +41,9 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
-from . import attention, cuda_driver, segment_attention
+from . import attention, attention_packed, cuda_driver, segment_attention
 from .attention import attend_by
-from .attention_kernel import parts_of
+from .attention_kernel import Tails, parts_of
 from .batch_kv import GROW_STEP, round_up
 from .quantised import PARTS, Quantisation, QuantisedKVCache
 from .row_attention import fold
@@ -72,6 +75,9 @@ tokens 76 and 82, 77 and 81; of 1,000 82 and 80, 82 and 82; of 5,000 125 and 123
 1,000 179 and 178, 170 and 161.
 """
 
+MOST_STEP = 4
+"""Segments. A step over packed ones is compiled anew for each multiple of these that a row has."""
+
 FEW = 16
 """Tokens of a pass. More would make scores that take longer to join than the KV takes to copy."""
 
@@ -84,11 +90,12 @@ class Segment:
     how  it is packed so
     """
 
-    __slots__ = ("__weakref__", "_addresses", "how", "tensors")
+    __slots__ = ("__weakref__", "_addresses", "_numbers", "how", "tensors")
 
     def __init__(self, tensors: dict[str, mx.array], how: Quantisation | None = None):
         self.tensors, self.how = tensors, how
         self._addresses: mx.array | None = None
+        self._numbers: dict[str, list[int]] = {}
 
     def parts(self, layer: str) -> list[mx.array]:
         """Arrays of keys, then of values, of the layer that is named so."""
@@ -116,6 +123,13 @@ class Segment:
             arrays = [array for layer in layers for array in self.parts(layer)]
             self._addresses = segment_attention.addresses_of(arrays).reshape(len(layers), -1)
         return self._addresses
+
+    def addresses_in(self, layer: str) -> list[int]:
+        """`addresses` of a layer."""
+        if not self._numbers:
+            found = cast(list[list[int]], self.addresses.tolist())
+            self._numbers = dict(zip(self.layers, found, strict=True))
+        return self._numbers[layer]
 
     def __deepcopy__(self, memo: object) -> Segment:
         return self
@@ -266,11 +280,12 @@ class SegmentedKVCache(Segmented, KVCache):
 
 
 class SegmentedQuantisedKVCache(Segmented, QuantisedKVCache):
-    """Of one sequence, packed. Segments, and the tail behind them, are unpacked in each pass.
+    """Of one sequence, packed. But for our kernel on CUDA, segments and the tail are unpacked in each pass.
 
-    SmolLM2's heads (9 on 3 of 64), 2,048 tokens in 8 bits, one layer on two CPUs beside other work with
-    OpenBLAS, least of nine, milliseconds by MLX's products of packed KV and unpacked first: one row 1.2 and
-    1.0, four that share them 4.5 and 1.2. With the BLAS of MLX's wheel 1.2 and 2.1, 6.1 and 7.6.
+    SmolLM2's shape in float32, 8,192 tokens that rows share and 500 of each's own, 2 CPUs beside other work,
+    OpenBLAS, median step by MLX's products of packed KV in one piece and in segments
+    (tools/bench/shared_prefix.py --kv-bits 8): one row 305 ms and 220; four rows 1,496 and 414, with 504 and
+    132 MB of KV. In 4 bits 403 and 286; 1,249 and 500, with 280 and 73 MB.
     """
 
     def __init__(self, how: Quantisation, layer: str = ""):
@@ -280,6 +295,12 @@ class SegmentedQuantisedKVCache(Segmented, QuantisedKVCache):
         self._write(keys, values, self.offset, self.step)
         self.offset += keys.shape[2]
         self.__dict__.pop("bits", None)  # By which mlx-lm's attention tells packed KV.
+
+
+def addresses_before(held: Sequence[Segment], layer: str, most: int) -> list[int]:
+    """What a row of the table of `Tails` has of packed segments: tokens, and addresses of `most` segments."""
+    found = [number for segment in held for number in segment.addresses_in(layer)]
+    return [sum(segment.tokens for segment in held), *found, *[0] * (6 * (most - len(held)))]
 
 
 def shared_of(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
@@ -354,6 +375,8 @@ def attend(
         cache.unread = None
     _check_read(cache)
     plain = sinks is None and (mask is None or isinstance(mask, str)) and not cache.joint
+    if plain and cache.how is not None and (out := _packed_by_address(queries, cache, scale)) is not None:
+        return out
     kernel = kernel_for(queries, keys) if plain and cache.how is None else None
     if kernel is not None and queries.shape[2] <= kernel.most_new:
         places = [0], [cache.offset - cache.base]
@@ -362,6 +385,25 @@ def attend(
         parts = [*(segment.pair(cache.layer) for segment in cache.segments), cache.tail()]
         return fold(queries, [], [parts], scale)
     return _next(queries, *cache.whole(), cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _packed_by_address(queries: mx.array, cache: SegmentedQuantisedKVCache, scale: float) -> mx.array | None:
+    """What the kernel for packed KV gives of one row; None: it does not read this. On CUDA alone."""
+    each = cache.segments[0].tokens
+    if (
+        not attention.installed()
+        or each % attention_packed.SPAN
+        or queries.shape[2] > attention_packed.MOST_NEW
+    ):
+        return None
+    if (kernel := attention_packed.kernel_for(queries, cache.keys, cache.values, cache.how)) is None:
+        return None
+    arrays = [*cache.keys, *cache.values]
+    own = cast(list[int], segment_attention.addresses_of(arrays).tolist())
+    before = addresses_before(cache.segments, cache.layer, round_up(len(cache.segments), MOST_STEP))
+    table = mx.array([[*own, arrays[0].shape[2], *before]], mx.uint64)
+    tails = Tails(table, round_up(cache.offset, attention_packed.SPAN), each)
+    return kernel.over_tails(queries, tails, ([0], [cache.offset]), scale)
 
 
 def by_rows(

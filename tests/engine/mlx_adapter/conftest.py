@@ -52,11 +52,15 @@ class Reference:
         """As `Kernel.over_tails`; writes in place."""
         Reference.by_address += 1
         assert max(end - start for start, end in zip(*places, strict=True)) <= tails.most
+        before = [segments_by_number(tails, row) for row in range(len(queries))]
         if fresh:
-            put_by_number(fresh, tails, mx.array(places[1]))
+            own_ends = [end - tails.each * len(own) for end, own in zip(places[1], before, strict=True)]
+            put_by_number(fresh, tails, mx.array(own_ends))
         out = []
         for row, (start, end) in enumerate(zip(*places, strict=True)):
             held, columns = arrays_by_number(tails, row), mx.arange(start, end)
+            if before[row]:
+                held = [mx.concatenate(list(parts), axis=2) for parts in zip(*before[row], held, strict=True)]
             assert end <= held[0].shape[2] or window
             inorder = self.joined([array[:, :, columns % array.shape[2]] for array in held])
             query, own = queries[row : row + 1], ([0], [end - start])
@@ -137,10 +141,23 @@ def partial_attention(
 
 
 def arrays_by_number(tails: Tails, row: int) -> list[mx.array]:
-    *numbers, capacity = np.array(tails.table)[row].tolist()
+    parts = 6 if tails.is_packed else 2
+    *numbers, capacity = np.array(tails.table)[row, : parts + 1].tolist()
     arrays = [SegmentReference.arrays[number] for number in numbers]
     assert {array.shape[2] for array in arrays} == {capacity}
     return arrays
+
+
+def segments_by_number(tails: Tails, row: int) -> list[list[mx.array]]:
+    """What a row holds in packed segments, in parts each."""
+    if not tails.is_packed:
+        return []
+    before, *numbers = np.array(tails.table)[row, 7:].tolist()
+    count = before // tails.each if before else 0
+    assert count * tails.each == before and not any(numbers[6 * count :])
+    arrays = [SegmentReference.arrays[number] for number in numbers[: 6 * count]]
+    assert all(array.shape[2] == tails.each for array in arrays)
+    return [arrays[first : first + 6] for first in range(0, len(arrays), 6)]
 
 
 def put_by_number(fresh: Any, tails: Tails, ends: mx.array) -> mx.array:

@@ -10,15 +10,23 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from families import build_family
 from family_configs import WINDOW
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from vision_families import build_vision_family
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, addressed_rows, compiled_step, loading
+from omlxd.engine.mlx_adapter import (
+    CompiledStep,
+    Quantisation,
+    addressed_rows,
+    attention_packed,
+    compiled_step,
+    loading,
+)
 from omlxd.engine.mlx_adapter.addressed_rows import AddressedKVCache, Tail
-from omlxd.engine.mlx_adapter.quantised import QuantisedKVCache
-from omlxd.engine.mlx_adapter.segments import Segment, SegmentedKVCache
+from omlxd.engine.mlx_adapter.quantised import PARTS, QuantisedKVCache
+from omlxd.engine.mlx_adapter.segments import Segment, SegmentedKVCache, SegmentedQuantisedKVCache
 
 from .conftest import Reference
 from .test_own_rows import PACKED, WINDOWS, load, prefilled
@@ -142,22 +150,32 @@ def test_a_copy_of_a_batch_goes_on_by_itself(family: str, tmp_path):
 
 
 @pytest.mark.parametrize("new", [3, 70])
-@pytest.mark.parametrize("kind", ["plain", "window", "sinks", "packed", "segments", "empty"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "window", "sinks", "packed", "segments", "packed segments", "empty"]
+)
 def test_more_tokens_than_the_kernels_take_are_read_by_mlx(
     kind: str, new: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Both ways give the same."""
     how = Quantisation(8, 64)
-    segment = Segment(
-        {f"l.{name}": normal(80 + at, (1, 2, 32, 64)) for at, name in enumerate(("keys", "values"))}
-    )
+    plain = {f"l.{name}": normal(80 + at, (1, 2, 32, 64)) for at, name in enumerate(("keys", "values"))}
+    packed = {
+        f"{name}.{part}": array
+        for name, whole in plain.items()
+        for part, array in zip(PARTS, how.pack(whole), strict=True)
+    }
+    held = {"segments": Segment(plain), "packed segments": Segment(packed, how)}
 
     def row(length: int, seed: int) -> Any:
-        cache: Any = {"window": lambda: RotatingKVCache(48), "packed": lambda: QuantisedKVCache(how)}.get(
-            kind, lambda: SegmentedKVCache("l") if kind == "segments" else KVCache()
-        )()
-        if kind == "segments" and seed:
-            cache.add_segment(segment)
+        makers: dict[str, Any] = {
+            "window": lambda: RotatingKVCache(48),
+            "packed": lambda: QuantisedKVCache(how),
+            "segments": lambda: SegmentedKVCache("l"),
+            "packed segments": lambda: SegmentedQuantisedKVCache(how, "l"),
+        }
+        cache = makers.get(kind, KVCache)()
+        if kind in held and seed:
+            cache.add_segment(held[kind])
         if kind != "empty":
             cache.update_and_fetch(*(normal(2 * seed + at, (1, 2, length, 64)) for at in (0, 1)))
             cache.unread = None
@@ -178,10 +196,69 @@ def test_more_tokens_than_the_kernels_take_are_read_by_mlx(
         again = cache.keys_and_values()
         assert again[0] is keys and not cache.pending
         assert cache.offset.tolist() == [
-            (0 if kind == "empty" else length) + new + 32 * (kind == "segments" and seed > 0)
+            (0 if kind == "empty" else length) + new + 32 * (kind in held and seed > 0)
             for seed, length in enumerate((9, 70, 33))
         ]
     np.testing.assert_allclose(*out, atol=2e-2 if kind == "packed" else 1e-5)
+
+
+def test_rows_share_packed_kv(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Steps and passes over it give what a row has alone, as rows with other segments join and leave."""
+    monkeypatch.setattr(attention_packed, "SPAN", 32)
+    monkeypatch.setattr(attention_packed, "in_use", lambda: True)
+    folder = build_family("qwen3", tmp_path / "qwen3", changes={"head_dim": 64})
+    loaded = mlx_adapter.load(folder, Quantisation(8), segment=32)
+    assert loaded.segments.tokens == 32
+
+    def prefilled(length: int, seed: int) -> mlx_adapter.Cache:
+        tokens = [*range(9, 209), *range(300, 400)][:length]
+        tokens[-5:] = [seed + 5] * 5
+        names = [bytes([block]) for block in range((length - 5) // 16)]
+        cache = mlx_adapter.new_cache(loaded.model, length + 30)
+        for start in range(0, length, 16):
+            loaded.segments.cut(cache, names, 16, length, length + 30, last=False)
+            loaded.model(mx.array([tokens[start : start + 16]]), cache=cache)
+        mlx_adapter.after_prefill(cache, length)
+        loaded.segments.cut(cache, names, 16, length, length + 30, last=True)
+        return cache
+
+    lengths = [100, 20, 133, 290]
+    alone = [prefilled(length, seed) for seed, length in enumerate(lengths)]
+    batch = mlx_adapter.merge([mlx_adapter.copied(alone[0])])
+    for cache in alone[1:3]:
+        mlx_adapter.extend(batch, mlx_adapter.copied(cache))
+    leaf = addressed(batch)[0]
+    assert [len(own) for own in leaf.segments] == [3, 0, 4] and leaf.shared is None
+    assert leaf.segments[0][:2] == leaf.segments[2][:2], "one copy"
+    step, turn = CompiledStep(loaded.model), 0
+
+    def check(rows: list[int], new: int, forget: int = 0) -> None:
+        nonlocal turn
+        tokens = mx.random.randint(5, 200, (len(rows), new), key=mx.random.key(turn))
+        with mlx_adapter.last_positions(new):
+            got = step(tokens, batch, turn + 9)
+            assert (got is not None) == (new == 1)
+            got = loaded.model(tokens, cache=batch) if got is None else got
+            mx.eval(got)
+            mlx_adapter.trim(batch, [forget] * len(rows))
+            turn += 1
+            for at, row in enumerate(rows):
+                want = loaded.model(tokens[at : at + 1], cache=alone[row])
+                mlx_adapter.trim(alone[row], [forget])
+                np.testing.assert_allclose(got[at : at + 1], want, atol=2e-3)
+
+    for new, forget in ((1, 0), (5, 2), (1, 0), (1, 0)):
+        check([0, 1, 2], new, forget)
+    mlx_adapter.extend(batch, mlx_adapter.copied(alone[3]))
+    assert leaf.addresses()[1][7:] == [0] * 73, "room for 12 segments"
+    for new, forget in ((1, 0), (3, 1), (1, 0)):
+        check([0, 1, 2, 3], new, forget)
+    mlx_adapter.let_go(mlx_adapter.keep_rows(batch, [2, 1]))
+    for _ in range(3):
+        check([2, 1], 1)
+    got, length = mlx_adapter.row_tensors(batch, 0, 20, 130), alone[2][0].offset
+    want = mlx_adapter.token_range(alone[2], 20, 130)
+    assert all(mx.array_equal(got[name], want[name]) for name in want) and length == 133 + 3 + 3 + 2 + 2 + 3
 
 
 def test_attention_of_another_kind_is_an_error():

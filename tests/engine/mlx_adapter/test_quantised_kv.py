@@ -31,6 +31,17 @@ def served(model: Path, bits: int, group: int = 64) -> mlx_adapter.LoadedModel:
 # --------------------------------------------------------------------------- what it saves
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_unpacked_numbers_have_the_bits_of_mlx_own(bits: int, group: int, dtype: mx.Dtype):
+    how = Quantisation(bits, group)
+    parts = how.pack(mx.random.normal((2, 3, 5, 256), key=mx.random.key(0)).astype(dtype))
+    want = mx.dequantize(*parts, group_size=group, bits=bits)
+    got = how.unpack([part[:, :, 1:] for part in parts])
+    assert got.dtype == dtype and mx.array_equal(got, want[:, :, 1:])
+
+
 @pytest.mark.parametrize(("bits", "ratio"), [(8, 8.5 / 16), (4, 4.5 / 16)])
 def test_blocks_in_ram_and_on_disk_shrink(bits: int, ratio: float, folders, tmp_path: Path):
     model = folders("qwen3", dtype="bf16", changes=WIDE)
