@@ -41,19 +41,24 @@ on a CPU waited 47 s for the others' turns of 107 tokens each."""
 
 
 TOGETHER = 256
-"""Tokens of several prompts' ends in one pass, with padding, on Metal; on a CPU one block, as of one prompt.
+"""Tokens of several prompts' ends in one pass, with padding, on a CPU and on Metal. An end that could have
+begun waits for so many tokens of other short rests, at most, until their ends share its pass.
 
 SmolLM2-135M in float32 with OpenBLAS, 2,560 cached tokens, answers of 16 (tools/bench/prompt_ends.py), median
-of 5; processor seconds (load 14). One after another, those that have begun decode beside the rest.
+of 2; processor seconds beside other work. One after another, those that have begun decode beside the rest.
 
-| ends          | together: first tokens, all have ended | one after another            |
-|---------------|----------------------------------------|------------------------------|
-| 4 of 8 tokens | 0.92, 3.64                             | 0.35, 1.19, 2.07, 2.88, 5.34 |
-| 4 of 16       | 1.38, 4.09                             | 0.45, 1.65, 2.69, 3.76, 6.27 |
-| 2 of 16       | 0.83, 2.89                             | 0.46, 1.77, 3.79             |
+| rests         | together: first tokens, all have ended | one after another             |
+|---------------|----------------------------------------|-------------------------------|
+| 4 of 40       | 3.02, 6.11                             | 1.01, 2.42, 4.94, 7.20, 9.20  |
+| 2 of 60       | 2.49, 4.86                             | 1.52, 5.05, 7.38              |
+| 4 of 60       | 4.54, 7.34                             | 1.20, 2.91, 5.79, 8.89, 10.80 |
+| 8 of 20       | 3.09, 7.52                             | 0.60, 1.38 ... 8.80, 11.25    |
+| 3 of 64 + 12  | 4.99, 8.01                             | 1.77, 4.49, 8.67, 10.72       |
+| 4 of 64 + 12  | 5.63, 8.41                             | 1.64, 4.07, 7.53, 11.15, 13.16|
+| 2 of 64 + 56  | 4.56, 7.00                             | 2.52, 6.82, 8.89              |
 
-Beside a decoder whose step takes 0.10, three of 20 tokens make its longest gap 0.20 to 0.23; one after
-another 0.22 to 0.50.
+Beside a decoder whose step takes 0.11 to 0.15 its longest gap is 0.34 to 0.43 either way. Full blocks, which
+are stored, each have a pass of their own: what is stored does not depend on who else runs.
 
 On CUDA only where ends are computed as steps are (end_steps.py): rows of another pass are copied into one
 array first.
@@ -82,14 +87,29 @@ class PrefillBudget:
             return shortest
         return sequence
 
+    def before_its_end(self, first: Sequence, sequences: Seq[Sequence]) -> Sequence | None:
+        """Another one with a short rest, which goes before the end of `first`, so that one pass computes both
+        ends. None: there is none, or `first` is not at its end."""
+        if not (end := self._end(first)):
+            return None
+        together = len(self.ends_together(first, sequences)) + 1
+        for other in sorted(sequences, key=self._to_compute):
+            its_end = other.prompt_length % self._block if other.prompt_length > self._block else 0
+            alike = mlx_adapter.may_share_pass([first.adapter, other.adapter])
+            joins = other is not first and its_end and alike and self._is_plain(other)
+            fits = max(end, its_end) * together <= TOGETHER >= first.overtaken + self._to_compute(other)
+            if joins and fits and not self._end(other):
+                first.overtaken += min(self._to_compute(other), self.largest)
+                return other
+        return None
+
     def ends_together(self, first: Sequence, sequences: Seq[Sequence]) -> list[Sequence]:
         """Sequences whose prompts' ends one pass may compute: `first`, and others if that is one of them."""
-        most = self._block if self._backend == "cpu" else TOGETHER
         together, longest = [first], self._end(first)
         for sequence in sorted(sequences, key=lambda sequence: sequence.arrival):
             end = self._end(sequence)
             alike = mlx_adapter.may_share_pass([row.adapter for row in (sequence, *together)])
-            fits = alike and max(end, longest) * (len(together) + 1) <= most
+            fits = alike and max(end, longest) * (len(together) + 1) <= TOGETHER
             if sequence is not first and end and fits:
                 together.append(sequence)
                 longest = max(end, longest)
@@ -101,9 +121,14 @@ class PrefillBudget:
         An end that fills a block is none: what is stored of a prompt does not depend on who else runs.
         """
         behind = self._behind(sequence)
-        alone = sequence.images is not None or sequence.keys_file or sequence.labels or sequence.write_kv
-        last = behind and not alone and behind >= sequence.last_boundary(self._block)
+        last = behind and self._is_plain(sequence) and behind >= sequence.last_boundary(self._block)
         return sequence.prompt_length - behind if last and sequence.prompt_length % self._block else 0
+
+    @staticmethod
+    def _is_plain(sequence: Sequence) -> bool:
+        """Whether a pass may compute its end and others'."""
+        others = sequence.images is not None or sequence.keys_file or sequence.labels or sequence.write_kv
+        return not others
 
     def _to_compute(self, sequence: Sequence) -> int:
         """Tokens of its prompt that are left to compute."""

@@ -87,8 +87,7 @@ class PromptPasses:
                 return True
         together = [self._budget.pick_sequence(sequences)]
         if self._merges and not self._same_prompt(together[0]):
-            fit = [sequence for sequence in sequences if not self._step_tokens or self._takes_steps(sequence)]
-            together = self._budget.ends_together(together[0], fit) if together[0] in fit else together
+            together = self._of_one_pass(together[0], sequences)
         with self._over_if_broken(together):
             if len(together) > 1:
                 self._compute_ends(together)
@@ -97,6 +96,16 @@ class PromptPasses:
         for sequence in together:
             sequence.end_pass()
         return True
+
+    def _of_one_pass(self, first: Sequence, sequences: list[Sequence]) -> list[Sequence]:
+        """Those whose ends are computed with that of `first`; or one that goes before, so that more are."""
+        if self._step_tokens:
+            fit = [sequence for sequence in sequences if self._takes_steps(sequence)]
+            return self._budget.ends_together(first, fit) if first in fit else [first]
+        keys = [self._key(sequence) for sequence in sequences]
+        once = [sequence for sequence, key in zip(sequences, keys, strict=True) if keys.count(key) == 1]
+        other = self._budget.before_its_end(first, once)
+        return self._budget.ends_together(first, sequences) if other is None else [other]
 
     def _prefilling(self) -> list[Sequence]:
         return [sequence for sequence in self._scheduler.running if sequence.state is State.PREFILLING]

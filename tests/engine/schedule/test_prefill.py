@@ -131,6 +131,37 @@ def test_a_prompt_waits_until_its_first_pass(tmp_path: Path, monkeypatch: pytest
 # --------------------------------------------------------------------------- ends of several prompts
 
 
+def test_short_rests_are_brought_to_their_ends_first():
+    """Of three behind a hit one could begin: the others' full blocks go before, up to 256 tokens of them."""
+    budget, rests = PrefillBudget(64), [waiting(2560 + 20 + 64 * more) for more in (0, 1, 2)]
+    for sequence in rests:
+        sequence.kv_length = 2560
+    first, second, third = rests
+    assert budget.pick_sequence(rests) is first
+    assert budget.before_its_end(first, rests) is second
+    second.kv_length += 64
+    for _ in range(2):
+        assert budget.before_its_end(first, rests) is third
+        third.kv_length += 64
+    assert budget.before_its_end(first, rests) is None
+    assert budget.ends_together(first, rests) == rests
+    late = waiting(2560 + 84)
+    late.kv_length = 2560
+    assert budget.before_its_end(first, [*rests, late]) is None, "it has waited for 192 tokens"
+    first.overtaken = 0
+    long, full, alone, short = waiting(2560 + 300), waiting(2560 + 64), waiting(2560 + 84), waiting(60)
+    long.kv_length = full.kv_length = alone.kv_length = 2560
+    alone.keys_file = "keys.safetensors"
+    wide = waiting(2560 + 64 + 63)
+    wide.kv_length = 2560
+    for other in (long, full, alone, short):
+        assert budget.before_its_end(first, [first, other]) is None, "it is long, or its end joins none"
+    assert budget.before_its_end(first, [*rests, wide]) is wide, "four ends of 63 have room"
+    fifth = waiting(2560 + 20)
+    fifth.kv_length = 2560
+    assert budget.before_its_end(first, [*rests, fifth, wide]) is None
+
+
 def test_a_prompt_whose_keys_are_written_is_computed_alone():
     budget, (one, two) = PrefillBudget(BLOCK), (waiting(100), waiting(100))
     one.kv_length = two.kv_length = 80
@@ -172,7 +203,6 @@ def test_ends_of_prompts_are_computed_together(
     """Later turns of several talks at once: their answers, and those behind them, are the ones alone."""
     folder = build_family(family, tmp_path / family, changes={"head_dim": 64} if kv_bits else {})
     talks = [prompt(length, seed=length) for length in (130, 200, 70, 330)]
-    # A block and one token on a CPU, where a pass is a block: three of these fit, and the last waits.
     ends = [prompt(more, seed=more) for more in (7, 1, 12, 30)]
     kv = {"kv_bits": kv_bits}
 
@@ -207,9 +237,25 @@ def test_ends_of_prompts_are_computed_together(
         rig.loaded.model = passes = Passes(rig.loaded.model)
         assert turns(rig, at_once=True) == alone
         together = [shape for shape in passes.shapes if min(shape) > 1]
-        assert together and all(
-            rows * tokens <= (BLOCK if backend == "cpu" else 256) for rows, tokens in together
-        )
+        assert together and all(rows * tokens <= 256 for rows, tokens in together)
+        rig.on_engine(lambda: check_pool(rig.pool))
+
+
+@pytest.mark.parametrize("kv_bits", [0, 8])
+def test_rests_of_more_than_a_block_end_together(kv_bits: int, tmp_path: Path):
+    """Full blocks, which are stored, have passes of their own; one pass computes all ends but a token."""
+    folder = build_family("qwen3", tmp_path / "qwen3", changes={"head_dim": 64})
+    prefix = prompt(5 * BLOCK)
+    prompts = [prefix + prompt(BLOCK + more, seed=more) for more in (9, 4, 14)]
+    with Rig(folder, kv_bits=kv_bits) as rig:
+        alone = [rig.run(tokens, 12).got for tokens in prompts]
+    with Rig(folder, kv_bits=kv_bits) as rig:
+        rig.run(prefix + prompt(3), 1)
+        rig.loaded.model = passes = Passes(rig.loaded.model)
+        running = rig.on_engine(lambda: [rig.start(tokens, 12) for tokens in prompts])
+        assert [output.tokens() for output in running] == alone
+        rig.settle()
+        assert passes.shapes[:5] == [*[(1, BLOCK)] * 3, (3, 13), (3, 1)]
         rig.on_engine(lambda: check_pool(rig.pool))
 
 
