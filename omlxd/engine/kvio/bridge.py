@@ -383,7 +383,7 @@ class KVBridge:
             stop = start + most * self._block
             name, end = next(((n, end) for n, end in names.items() if start < end <= stop), (b"", stop))
             most = (end - start) // self._block
-            if start == sequence.cache[0].base:
+            if start == mlx_adapter.segmented_layers(sequence.cache)[0].base:
                 if live := segments.find([name]):
                     mlx_adapter.add_segment(sequence.cache, live[0])
                     sequence.kv_length = end

@@ -87,5 +87,5 @@ from .prompt_shapes import fixed_shapes
 from .quantised import Quantisation
 from .row_attention import pays as rows_attend_alone
 from .row_attention import ratio as rows_alone_ratio
-from .segments import SEGMENT, LiveSegments, Segment, add_segment
+from .segments import SEGMENT, LiveSegments, Segment, add_segment, segmented_layers
 from .vision import VLM_VERSION, blindness

@@ -267,13 +267,19 @@ def quantised(cache: Cache, how: Quantisation) -> Cache:
 
 
 def segmented(cache: Cache) -> Cache:
-    """`cache`, empty and of `KVCache`s or of packed ones alone, as one that can hold segments; empty if it
-    has others."""
-    kinds = {type(leaf) for leaf in cache}
-    if kinds == {KVCache}:
-        return [SegmentedKVCache(name) for name, _ in leaves(cache)]
-    packed = kinds == {QuantisedKVCache}
-    return [SegmentedQuantisedKVCache(leaf.how, name) for name, leaf in leaves(cache)] if packed else []
+    """`cache`, empty, with every `KVCache` and packed one replaced by one that can hold segments; an empty
+    list if there is none. On CUDA also if there are others: steps of ours read the same of all layers."""
+    names, replaced = {id(leaf): name for name, leaf in leaves(cache)}, 0
+
+    def change(leaf: Any) -> Any:
+        nonlocal replaced
+        replaced += (kind := type(leaf)) in (KVCache, QuantisedKVCache)
+        if kind is KVCache:
+            return SegmentedKVCache(names[id(leaf)])
+        return SegmentedQuantisedKVCache(leaf.how, names[id(leaf)]) if kind is QuantisedKVCache else leaf
+
+    changed = [map_leaves(change, layer) for layer in cache]
+    return changed if replaced == len(names) or (replaced and not attention.installed()) else []
 
 
 def is_batchable(cache: Cache) -> bool:

@@ -374,7 +374,14 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     segments.install()
     if not segments.can_share(model, lambda: segmented(fresh())):
         return LiveSegments()
-    how = getattr(segmented(fresh())[0], "how", None)
+    held = segmented(fresh())
+    if len(holders := segments.segmented_layers(held)) < len(leaves(held)):
+        # Layers of several kinds: some may read others' KV.
+        far = distance(*segments.logits_behind(model, lambda: segmented(fresh())))
+        if not far < CLOSE:  # NaN too
+            log.info("prefixes are not shared: logits behind segments differ by %.3g", far)
+            return LiveSegments()
+    how = holders[0].how
     if attention.installed() and not (packed_share(tokens) if how is not None else steps_share(model)):
         return LiveSegments()
     if by_kernel and not vars(model).get("omlxd_fused"):

@@ -109,12 +109,10 @@ class OwnRowsKVCache(RowsOfOwn):
         if not (sharing := [at for at, own in enumerate(held) if own]):
             each = enumerate(_each(queries))
             return _joined([self._one_row(at, query, scale, mask, sinks) for at, query in each])
-        if sinks is not None:
-            raise RuntimeError("this model can't share a prefix: serve it with --share-prefix off")
         rows = [cast(Any, self.rows[at]) for at in sharing]
         some = queries if len(rows) == len(held) else queries[mx.array(sharing)]
         got = segments.by_rows(
-            some, rows[0].layer, [row.segments for row in rows], [row.tail() for row in rows], scale
+            some, rows[0].layer, [row.segments for row in rows], [row.tail() for row in rows], scale, sinks
         )
         if some is queries:
             return got

@@ -138,13 +138,21 @@ Pair = tuple[mx.array, mx.array]
 """Keys and values of some tokens, each (1, KV heads, tokens, width)."""
 
 
-def fold(queries: mx.array, shared: Sequence[Pair], own: Sequence[Sequence[Pair]], scale: float) -> mx.array:
+def fold(
+    queries: mx.array,
+    shared: Sequence[Pair],
+    own: Sequence[Sequence[Pair]],
+    scale: float,
+    sinks: mx.array | None = None,
+) -> mx.array:
     """(rows, heads, new, width) of rows that attend to `shared`, and then each to its `own`, whose last
     tokens are the `new` ones.
 
     The query heads of a KV head are rows of one product, over `shared` those of all rows: MLX's own reads KV
     once a query head. Products of weights and values go on from each other's sums, so that a BLAS which adds
     in order adds as over all at once.
+
+    sinks  (heads,)
     """
     rows, heads, new, width = queries.shape
     groups = own[0][-1][0].shape[1]
@@ -163,6 +171,8 @@ def fold(queries: mx.array, shared: Sequence[Pair], own: Sequence[Sequence[Pair]
             seen = mx.arange(length) <= mx.arange(length - new, length)[:, None]
             last = scores[-1].reshape(1, groups, heads // groups, new, length)
             scores[-1] = mx.where(seen, last, -mx.inf).reshape(1, groups, each, length)
+        if sinks is not None:  # Behind all, where no value is.
+            scores.append(mx.repeat(sinks, new).reshape(1, groups, each, 1))
         weights.append(mx.softmax(_joined(scores, -1), axis=-1, precise=True))
     at, total = 0, None
     for _, values in shared:

@@ -39,7 +39,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models import base
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 
 from . import attention, attention_packed, cuda_driver, segment_attention
 from .attention import attend_by
@@ -199,6 +199,8 @@ class Segmented:
         self._put(keys, values)
         self.offset += self.base
         self.unread = self.keys, self.values
+        if self.how is None:
+            attention.note_given(self.keys, self.values, self)
         return self.unread
 
     @property
@@ -368,22 +370,26 @@ def attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's `scaled_dot_product_attention`, which reads segments too. Raises RuntimeError."""
-    unread = getattr(cache, "unread", None)
-    if unread is None:
+    held = attention.giver_of(keys, values) if cache is None else cache
+    if not isinstance(held, Segmented) or not held.segments:
         return _next(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-    if unread[0] is keys and unread[1] is values:
+    cache, unread = held, held.unread
+    if unread is not None and unread[0] is keys and unread[1] is values:
         cache.unread = None
-    _check_read(cache)
-    plain = sinks is None and (mask is None or isinstance(mask, str)) and not cache.joint
-    if plain and cache.how is not None and (out := _packed_by_address(queries, cache, scale)) is not None:
-        return out
-    kernel = kernel_for(queries, keys) if plain and cache.how is None else None
+    _check_read(cache)  # Layers that share this one's KV read it again.
+    plain = (mask is None or isinstance(mask, str)) and not cache.joint
+    by_kernel = plain and sinks is None
+    if by_kernel and isinstance(cache, SegmentedQuantisedKVCache):
+        out = _packed_by_address(queries, cache, scale)
+        if out is not None:
+            return out
+    kernel = kernel_for(queries, keys) if by_kernel and cache.how is None else None
     if kernel is not None and queries.shape[2] <= kernel.most_new:
         places = [0], [cache.offset - cache.base]
         return kernel(queries, cast(Shared, cache.shared), keys, values, places, scale)
     if plain and queries.shape[2] <= FEW:
         parts = [*(segment.pair(cache.layer) for segment in cache.segments), cache.tail()]
-        return fold(queries, [], [parts], scale)
+        return fold(queries, [], [parts], scale, sinks)
     return _next(queries, *cache.whole(), cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
@@ -407,7 +413,12 @@ def _packed_by_address(queries: mx.array, cache: SegmentedQuantisedKVCache, scal
 
 
 def by_rows(
-    queries: mx.array, layer: str, held: Sequence[Sequence[Segment]], tails: Sequence[Pair], scale: float
+    queries: mx.array,
+    layer: str,
+    held: Sequence[Sequence[Segment]],
+    tails: Sequence[Pair],
+    scale: float,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """(rows, heads, n, width): each row attends to the segments that it has, `held`, and to its tail. Rows
     that begin with the same segments read those once, together.
@@ -418,7 +429,8 @@ def by_rows(
     for rows, shared in _sharing(held):
         own = [[*(segment.pair(layer) for segment in held[row][len(shared) :]), tails[row]] for row in rows]
         before = [segment.pair(layer) for segment in shared]
-        got = fold(queries[mx.array(rows)] if len(rows) < len(held) else queries, before, own, scale)
+        some = queries[mx.array(rows)] if len(rows) < len(held) else queries
+        got = fold(some, before, own, scale, sinks)
         for index, row in enumerate(rows):
             out[row] = got[index : index + 1]
     return mx.concatenate(out)
@@ -445,7 +457,7 @@ def kernel_for(queries: mx.array, keys: mx.array) -> SegmentKernel | None:
 
 
 def can_share(model: Any, make_cache: Any) -> bool:
-    """Whether a model whose `make_cache()` gives `Segmented` caches attends by `attend` alone.
+    """Whether a model whose `make_cache()` gives `Segmented` caches attends to these by `attend` alone.
 
     Passes behind a segment are put together, and none is computed.
     """
@@ -453,17 +465,29 @@ def can_share(model: Any, make_cache: Any) -> bool:
         for new in (1, 2, FEW + 1):
             single = _behind_a_segment(model, make_cache())
             model(mx.zeros((1, new), mx.int32), cache=single)
-            if any(leaf.unread is not None for leaf in single):
+            if any(leaf.unread is not None for leaf in segmented_layers(single)):
                 return False
     except Exception:
         return False
     return True
 
 
-def _behind_a_segment(model: Any, cache: Any, tokens: int = 4) -> Any:
-    model(mx.zeros((1, tokens), mx.int32), cache=cache)
-    for leaf in cache:
-        leaf.add_segment(Segment(leaf.cut([tokens], 0)[0], leaf.how))
+def logits_behind(model: Any, make_cache: Any) -> tuple[mx.array, mx.array]:
+    """Logits of two tokens behind four that are in a segment, and behind the same that are not."""
+    model(FIRST, cache=(whole := make_cache()))
+    single = _behind_a_segment(model, make_cache())
+    got, want = (model(FIRST[:, :2] + 9, cache=cache) for cache in (single, whole))
+    return got, want
+
+
+FIRST = mx.arange(5, 9, dtype=mx.int32)[None]
+"""Tokens of a check."""
+
+
+def _behind_a_segment(model: Any, cache: Any) -> Any:
+    model(FIRST, cache=cache)
+    for leaf in segmented_layers(cache):
+        leaf.add_segment(Segment(leaf.cut([FIRST.shape[1]], 0)[0], leaf.how))
         leaf.joint = False
     return cache
 
@@ -471,9 +495,21 @@ def _behind_a_segment(model: Any, cache: Any, tokens: int = 4) -> Any:
 # --------------------------------------------------------------------------- segments of a whole cache
 
 
-def add_segment(cache: Sequence[Segmented], segment: Segment) -> None:
+def segmented_layers(cache: Iterable[Any]) -> list[Segmented]:
+    """Layers of a sequence's cache that can hold segments, members of a `CacheList` among them. Others keep
+    windows or recurrent state."""
+    found: list[Segmented] = []
+    for layer in cache:
+        if isinstance(layer, CacheList):
+            found += segmented_layers(layer.caches)
+        elif isinstance(layer, Segmented):
+            found.append(layer)
+    return found
+
+
+def add_segment(cache: Iterable[Any], segment: Segment) -> None:
     """The next tokens of `cache` are in `segment`."""
-    for leaf in cache:
+    for leaf in segmented_layers(cache):
         leaf.add_segment(segment)
 
 
@@ -544,11 +580,12 @@ class LiveSegments:
         """
         if not self.tokens or not cache:
             return
-        base, offset = cache[0].base, cache[0].offset
+        layers = segmented_layers(cache)
+        base, offset = layers[0].base, layers[0].offset
         if ends := [end for end in self._ends(length, block) if base < end <= offset]:
             held: list[dict[str, mx.array]] = [{} for _ in ends]
             room = round_up(capacity - ends[-1], block if self.short else GROW_STEP)
-            for leaf in cache:
+            for leaf in layers:
                 for tensors, own in zip(held, leaf.cut(ends, room), strict=True):
                     tensors |= own
             for end, tensors in zip(ends, held, strict=True):
@@ -556,7 +593,7 @@ class LiveSegments:
                 if end <= len(hashes) * block:
                     segment = self.hold(segment, hashes[end // block - 1])
                 add_segment(cache, segment)
-        for leaf in cache:
+        for leaf in layers:
             leaf.joint = not last
             if leaf.keys is None:
                 leaf.step = round_up(max(1, capacity - leaf.base))
