@@ -41,6 +41,12 @@ class Row:
     family: str
     dtype: DType = "fp32"
     kv_bits: int = 0
+    segment: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of its rigs."""
+        return {"kv_bits": self.kv_bits, "segment": self.segment}
 
     @property
     def config(self) -> Family:
@@ -52,7 +58,8 @@ class Row:
         return build_family(self.family, folder, dtype=self.dtype, changes=changes)
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.dtype}" + (f"-kv{self.kv_bits}" if self.kv_bits else "")
+        bits = f"-kv{self.kv_bits}" if self.kv_bits else ""
+        return f"{self.family}-{self.dtype}{bits}" + ("-shared" if self.segment else "")
 
 
 ROWS = [
@@ -60,8 +67,10 @@ ROWS = [
     *(Row(name, "bf16") for name in ("qwen3", "llama")),
     *(Row(name, kv_bits=8) for name in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5")),
     *(Row(name, kv_bits=4) for name in ("qwen3", "falcon_h1")),
+    *(Row(name, segment=GRID) for name in ("gemma3_text", "qwen3_5", "gpt_oss", "gemma4_text", "gemma3n")),
+    *(Row(name, kv_bits=bits, segment=GRID) for name, bits in (("qwen3", 8), ("falcon_h1", 4))),
 ]
-FAST = {Row("gemma3_text"), Row("qwen3_5")}
+FAST = {Row("gemma3_text", segment=GRID), Row("qwen3_5", segment=GRID)}
 """One with windows, one with recurrent layers; test_identity.py has those that keep KV per token alone."""
 
 
@@ -266,7 +275,7 @@ def killed(folders: dict[Row, Path]) -> dict[Row, Path]:
     """Every row's first parts, served to a cold tier by a process that was then killed."""
     roots = {row: folder / "cold" for row, folder in folders.items()}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    arguments = [str(a) for row in roots for a in (folders[row] / "model", roots[row], row.kv_bits)]
+    arguments = [str(a) for row in roots for a in (folders[row] / "model", roots[row], *row.options.values())]
     child = subprocess.Popen(
         [sys.executable, __file__, *arguments], env=env, stdout=subprocess.PIPE, text=True
     )
@@ -287,7 +296,7 @@ def model(row: Row, folders: dict[Row, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def uncached(row: Row, model: Path) -> Iterator[Reference]:
-    reference = Reference(model, kv_bits=row.kv_bits)
+    reference = Reference(model, **row.options)
     reference.rig.use_grid(GRID)
     yield reference
     reference.close()
@@ -300,13 +309,14 @@ def answer(uncached: Reference) -> Answer:
 
 @pytest.fixture(scope="module")
 def hot(row: Row, model: Path) -> Iterator[Rig]:
-    with matrix_rig(model, kv_bits=row.kv_bits) as rig:
+    with matrix_rig(model, **row.options) as rig:
+        assert rig.loaded.segments.tokens == row.segment
         yield rig
 
 
 @pytest.fixture(scope="module")
 def restarted(row: Row, model: Path, killed: dict[Row, Path]) -> Iterator[Rig]:
-    with matrix_rig(model, killed[row], kv_bits=row.kv_bits) as rig:
+    with matrix_rig(model, killed[row], **row.options) as rig:
         yield rig
 
 
@@ -326,8 +336,11 @@ def test_cold(scenario: Scenario, row: Row, restarted: Rig, uncached: Reference,
 
 
 if __name__ == "__main__":  # the child that is killed
-    rows = zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3], strict=True)
-    open_until_killed = [matrix_rig(Path(m), Path(root), kv_bits=int(bits)) for m, root, bits in rows]
+    rows = zip(*(sys.argv[i::4] for i in range(1, 5)), strict=True)
+    open_until_killed = [
+        matrix_rig(Path(m), Path(root), kv_bits=int(bits), segment=int(segment))
+        for m, root, bits, segment in rows
+    ]
     for child_rig in open_until_killed:
         for each in SCENARIOS:
             serve(child_rig, each(lambda tokens, n: [])[0])

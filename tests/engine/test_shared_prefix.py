@@ -15,13 +15,15 @@ import pytest
 from cold_run import Reference, assert_same, prompt
 from daemon import wait_until
 from families import build_family
+from fast_or_slow import rest_slow
 from guesses import guess_by, half_right
 from kv_fakes import check_pool
+from mlx_lm.models.cache import KVCache
 from rig import BLOCK, Output, Rig
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Segment, segments
-from omlxd.engine.mlx_adapter.cache_kinds import arrays_of
+from omlxd.engine.mlx_adapter.cache_kinds import arrays_of, leaves
 from omlxd.engine.mlx_adapter.quantised import Quantisation
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.errors import OmlxdError
@@ -33,6 +35,7 @@ SEGMENTS = [pytest.param(SEGMENT, id="full"), pytest.param(mlx_adapter.SEGMENT, 
 """Of the second length no prompt here fills one: all that is shared is a short segment, of 768 tokens."""
 PREFIX = 3 * SEGMENT + 100
 """Tokens that requests share: three segments and a part."""
+MIXED = ("gemma3_text", "gpt_oss", "gemma4_text", "gemma3n", "qwen3_5", "falcon_h1")
 N = 24
 LONG = 120
 """Tokens of an answer; of one beside which others surely come to decode."""
@@ -107,9 +110,10 @@ def held_bytes(caches: Iterable[Any]) -> tuple[int, int]:
     """(bytes of segments, each counted once; bytes of tails)."""
     found: dict[int, Segment] = {}
     tails = 0
-    layers = [layer for cache in caches for layer in cache]
+    layers = [layer for cache in caches for _, layer in leaves(cache)]
     for leaf in [row for layer in layers for row in getattr(layer, "rows", [layer])]:
-        tails += sum(array.nbytes for array in arrays_of([leaf.keys, leaf.values]))
+        if hasattr(leaf, "keys"):
+            tails += sum(array.nbytes for array in arrays_of([leaf.keys, leaf.values]))
         found |= {id(segment): segment for segment in getattr(leaf, "segments", ())}
     return sum(array.nbytes for segment in found.values() for array in segment.tensors.values()), tails
 
@@ -228,6 +232,26 @@ def test_four_requests_hold_their_prefix_once(
         assert_nothing_is_left(rig)
 
 
+@pytest.mark.parametrize("family", rest_slow(MIXED, "gemma3_text"))
+def test_layers_of_all_tokens_share_beside_others(family: str, tmp_path: Path):
+    """Windows and recurrent state beside them are each request's own."""
+    folder = build_family(family, tmp_path / family)
+    with Rig(folder, segment=SEGMENT) as rig:
+        alone = [rig.run(tokens, LONG).got for tokens in PROMPTS]
+    with Rig(folder, segment=SEGMENT) as rig:
+        rig.run(PROMPTS[0][:PREFIX], 2)
+        watching = [Watching(rig) for _ in PROMPTS]
+        running = rig.on_engine(
+            lambda: [rig.start(t, LONG, output=o) for t, o in zip(PROMPTS, watching, strict=True)]
+        )
+        assert [output.tokens() for output in running] == alone
+        layout = rig.loaded.layout
+        assert layout is not None
+        shared = {held[4][0] for output in watching for held in [output.bytes] if 4 in held}
+        assert shared == {layout.nbytes(3 * SEGMENT)}
+        assert_nothing_is_left(rig)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_those_who_join_later_share_and_those_who_leave_take_nothing_away(
@@ -333,15 +357,22 @@ def test_memory_for_a_prefix_that_somebody_holds_is_asked_for_once(model: Path, 
     ("name", "shares"),
     [
         *(("qwen3", True), ("llama", True), ("phi3", True), ("qwen3_moe", True), ("glm4_moe", True)),
-        *(("deepseek_v3", False), ("gemma3_text", False), ("qwen3_5", False), ("gpt_oss", False)),
+        *(
+            ("gemma3_text", True),
+            ("qwen3_5", True),
+            ("gpt_oss", True),
+            ("gemma4_text", True),
+            ("gemma3n", True),
+        ),
+        *(("falcon_h1", True), ("deepseek_v3", False), ("mamba2", False), ("recurrent_gemma", False)),
     ],
 )
 def test_models_that_attend_otherwise_stay_as_they_are(name: str, shares: bool, tmp_path: Path):
     folder = build_family(name, tmp_path / name)
     loaded = mlx_adapter.load(folder, segment=SEGMENT)
     assert loaded.segments.tokens == (SEGMENT if shares else 0)
-    cache = mlx_adapter.new_cache(loaded.model, 10)
-    assert all(isinstance(leaf, segments.SegmentedKVCache) for leaf in cache) == shares
+    kinds = {type(leaf) for _, leaf in leaves(mlx_adapter.new_cache(loaded.model, 10))}
+    assert (segments.SegmentedKVCache in kinds) == shares and not (shares and KVCache in kinds)
     if name == "qwen3":
         packed = build_family(name, tmp_path / "packed", changes={"head_dim": 64})
         assert mlx_adapter.load(packed, Quantisation(8), segment=SEGMENT).segments.how == Quantisation(8)

@@ -83,16 +83,16 @@ class Result:
 def measure(row: Row, folder: Path) -> Result:
     model = row.build(folder / "model")
     result = Result()
-    with Reference(model, kv_bits=row.kv_bits) as uncached:
+    with Reference(model, **row.options) as uncached:
         uncached.rig.use_grid(GRID)
         parts = [scenario(lambda tokens, n: uncached.once(tokens, n)[0]) for scenario in SCENARIOS]
-        with matrix_rig(model, folder / "cold", kv_bits=row.kv_bits) as rig:
+        with matrix_rig(model, folder / "cold", **row.options) as rig:
             for before, _ in parts:
                 serve(rig, before)
-        with matrix_rig(model, folder / "cold", kv_bits=row.kv_bits) as rig:
+        with matrix_rig(model, folder / "cold", **row.options) as rig:
             for _, after in parts:
                 _ask(rig, after, uncached, result, result.cold)
-        with matrix_rig(model, kv_bits=row.kv_bits) as rig:
+        with matrix_rig(model, **row.options) as rig:
             for before, after in parts:
                 serve(rig, before)
                 _ask(rig, after, uncached, result, result.hot)
