@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from cold_run import outputs, prompt
-from rig import Output, Rig
+from rig import BLOCK, Output, Rig
 from vision_families import VISION_FAMILIES, picture
 
 from omlxd.chat import ImagePart
@@ -58,10 +58,11 @@ def _digest(pixels: np.ndarray) -> bytes:
 
 
 class VisionRig(Rig):
-    """`family`: one of VISION_FAMILIES, which `model` is of."""
+    """`family`: one of VISION_FAMILIES, which `model` is of. Requests share prefixes, but without reuse."""
 
     def __init__(self, family: str, model: Path, root: Path | None = None, **options: Any):
-        super().__init__(model, root, record=True, **options)
+        segment = 2 * BLOCK if options.get("reuse", True) else 0
+        super().__init__(model, root, record=True, **{"segment": segment} | options)
         self.family = VISION_FAMILIES[family]
         self.album = Album()
         self.files = self._files()

@@ -214,7 +214,7 @@ def load(
     exact = layout is not None and (
         backend() != "cpu" or all(g.dtype == "F32" for g in layout.groups if g.dtype != "U32")
     )
-    shares = batchable and exact and blind is None
+    shares = batchable and exact
     hook = LayerHook(model)
     live = share_prefixes(model, segment if shares else 0, segments_pay and backend() != "cpu")
     if batchable and not has_own_rows(model) and (attention.installed() or row_attention.pays()):

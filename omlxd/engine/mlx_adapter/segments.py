@@ -41,7 +41,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import CacheList, KVCache
 
-from . import attention, attention_packed, cuda_driver, segment_attention
+from . import attention, attention_packed, cuda_driver, row_attention, segment_attention
 from .attention import attend_by
 from .attention_kernel import Tails, parts_of
 from .batch_kv import GROW_STEP, round_up
@@ -353,6 +353,7 @@ def install() -> None:
     global _next
     if base.scaled_dot_product_attention is attend:
         return
+    row_attention.install()
     _next = base.scaled_dot_product_attention
     attend_by(attend)
 

@@ -32,7 +32,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from ...common.files import read_small
 from ...errors import ModelError
 from ...models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
-from . import attention, tower
+from . import attention, segments, tower
 from .cache_kinds import Cache, add_arrays_kind, leaves
 
 _FEATURES = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
@@ -67,8 +67,11 @@ def import_vlm(name: str) -> ModuleType:
 
 
 def _model_package(config: dict[str, Any]) -> ModuleType:
-    if attention.installed():  # Before models take the function from there.
-        cast(Any, import_vlm("models.base")).scaled_dot_product_attention = attention.attend
+    if not attention.installed():
+        segments.install()
+    # Before models take the function from there.
+    attend = attention.attend if attention.installed() else segments.attend
+    cast(Any, import_vlm("models.base")).scaled_dot_product_attention = attend
     return import_vlm("utils").get_model_and_args(dict(config))[0]
 
 
