@@ -252,7 +252,9 @@ class AddressedKVCache(RowsOfOwn):
 
     def most(self, new: int, more: int = 0) -> int:
         """`Tails.most` for what `places` gives."""
-        longest = round_up(max(self.places(new, more)[1]), TAIL_STEP)
+        if self.how is not None:
+            return round_up(max(self.places(new, more)[1]), TAIL_STEP)
+        longest = round_up(max(self.ends) + more, TAIL_STEP)
         return min(longest, self.window + new - 1) if self.window else longest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -369,7 +371,7 @@ def _empty(held: Any, capacity: int) -> Any:
 
 
 def tails_of(layers: Sequence[AddressedKVCache], new: int, more: int = 0) -> list[Tails]:
-    """Of each layer, for what `places` gives."""
+    """Of each layer of a batch, for what `places` gives."""
     if any(layer.table is None for layer in layers):
         unknown = [tail for layer in layers for tail in layer.tails if not tail.is_known]
         while unknown:
@@ -386,7 +388,9 @@ def tails_of(layers: Sequence[AddressedKVCache], new: int, more: int = 0) -> lis
             unknown = shared
         for layer in layers:
             layer.table = mx.array(layer.addresses(), mx.uint64)
-    return [Tails(cast(mx.array, layer.table), layer.most(new, more), layer.each) for layer in layers]
+    kinds = {(layer.window, layer.how): layer for layer in layers}  # All layers have had the same tokens.
+    most = {kind: (layer.most(new, more), layer.each) for kind, layer in kinds.items()}
+    return [Tails(cast(mx.array, layer.table), *most[layer.window, layer.how]) for layer in layers]
 
 
 def _copy(part: mx.array) -> mx.array:
