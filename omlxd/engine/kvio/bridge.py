@@ -366,6 +366,8 @@ class KVBridge:
         while payloads:
             payloads = payloads[self._append_some(sequence, payloads) :]
         assert sequence.kv_length == start + count
+        length = sequence.prompt_length  # Others find it now, however long this one waits for its last pass.
+        self.segments.cut(sequence.cache, sequence.hashes, self._block, length, capacity, last=False)
         sequence.restored_hot += count
         sequence.offered = max(sequence.offered, sequence.kv_length // self._block)
 

@@ -133,9 +133,7 @@ def test_a_prompt_waits_until_its_first_pass(tmp_path: Path, monkeypatch: pytest
 
 def test_short_rests_are_brought_to_their_ends_first():
     """Of three behind a hit one could begin: the others' full blocks go before, up to 256 tokens of them."""
-    budget, rests = PrefillBudget(64), [waiting(2560 + 20 + 64 * more) for more in (0, 1, 2)]
-    for sequence in rests:
-        sequence.kv_length = 2560
+    budget, rests = PrefillBudget(64), [behind_a_hit(20 + 64 * more) for more in (0, 1, 2)]
     first, second, third = rests
     assert budget.pick_sequence(rests) is first
     assert budget.before_its_end(first, rests) is second
@@ -145,21 +143,30 @@ def test_short_rests_are_brought_to_their_ends_first():
         third.kv_length += 64
     assert budget.before_its_end(first, rests) is None
     assert budget.ends_together(first, rests) == rests
-    late = waiting(2560 + 84)
-    late.kv_length = 2560
-    assert budget.before_its_end(first, [*rests, late]) is None, "it has waited for 192 tokens"
+    assert budget.before_its_end(first, [*rests, behind_a_hit(84)]) is None, "it has waited for 192 tokens"
     first.overtaken = 0
-    long, full, alone, short = waiting(2560 + 300), waiting(2560 + 64), waiting(2560 + 84), waiting(60)
-    long.kv_length = full.kv_length = alone.kv_length = 2560
+    long, full, alone, short, wide = *map(behind_a_hit, (300, 64, 84)), waiting(60), behind_a_hit(64 + 63)
     alone.keys_file = "keys.safetensors"
-    wide = waiting(2560 + 64 + 63)
-    wide.kv_length = 2560
-    for other in (long, full, alone, short):
+    for other in (long, full, alone, short, wide):
         assert budget.before_its_end(first, [first, other]) is None, "it is long, or its end joins none"
-    assert budget.before_its_end(first, [*rests, wide]) is wide, "four ends of 63 have room"
-    fifth = waiting(2560 + 20)
-    fifth.kv_length = 2560
-    assert budget.before_its_end(first, [*rests, fifth, wide]) is None
+
+
+def test_ends_that_need_much_padding_do_not_share_a_pass():
+    budget = PrefillBudget(64)
+    ends = [behind_a_hit(tokens) for tokens in (18, 50, 20, 19, 18)]
+    first, long, *_ = ends
+    assert budget.ends_together(first, ends) == [sequence for sequence in ends if sequence is not long]
+    assert budget.ends_together(long, ends) == [long]
+    few = [behind_a_hit(tokens) for tokens in (1, 16, 3, 2)]
+    assert budget.ends_together(few[0], few) == few, "a block has room"
+    budget._backend = "cuda"
+    assert budget.ends_together(first, ends) == ends, "steps need none"
+
+
+def behind_a_hit(rest: int) -> Sequence:
+    sequence = waiting(2560 + rest)
+    sequence.kv_length = 2560
+    return sequence
 
 
 def test_a_prompt_whose_keys_are_written_is_computed_alone():
