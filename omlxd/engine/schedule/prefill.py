@@ -66,9 +66,9 @@ array first.
 
 
 MOST_PADDED = 1.25
-"""Tokens of a pass over several ends, with padding, as a multiple of their own; those that need no more than a
-block with it have any. Three ends of 18, 18 and 50 tokens in one pass took 1.9 s of a CPU, and 1.35 one after
-another; ends of 10, 5 and 49 behind a block each 5.7 and 4.7."""
+"""Tokens of a pass over several ends, with padding, as a multiple of their own; those that need no more than
+a block with it have any. Three ends of 18, 18 and 50 tokens in one pass took 1.9 s of a CPU, and 1.35 s one
+by one; ends of 10, 5 and 49 behind a block each 5.7 and 4.7."""
 
 
 class PrefillBudget:
