@@ -59,6 +59,7 @@ from .cuda_driver import give_spare_back
 from .device import backend, compute_dtype, storage_dtype, versions
 from .fused_attention import MOST_NEW
 from .inspection import attention_from, write_keys
+from .live_segments import LiveSegments
 from .loading import (
     LayerHook,
     LoadedModel,
@@ -87,5 +88,5 @@ from .prompt_shapes import fixed_shapes
 from .quantised import Quantisation
 from .row_attention import pays as rows_attend_alone
 from .row_attention import ratio as rows_alone_ratio
-from .segments import SEGMENT, LiveSegments, Segment, add_segment, segmented_layers
+from .segments import SEGMENT, Segment, add_segment, segmented_layers
 from .vision import VLM_VERSION, blindness

@@ -54,11 +54,12 @@ from .cache_kinds import (
 from .compiled_step import AFTER, CompiledStep, packed_share, reads_by_address, steps_share
 from .device import backend
 from .fused_step import may_fuse
+from .live_segments import LiveSegments
 from .mapped import MappedWeights
 from .multi_lora import Adapters, read_adapter
 from .own_rows import OwnRowsKVCache
 from .quantised import Quantisation, QuantisedKVCache
-from .segments import LiveSegments, SegmentedKVCache, SegmentedQuantisedKVCache
+from .segments import SegmentedKVCache, SegmentedQuantisedKVCache
 
 log = logging.getLogger(__name__)
 

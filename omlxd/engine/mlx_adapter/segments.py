@@ -16,14 +16,15 @@ decoding extends without another cut.
 |                          | tails (segment_attention.py)            | order                              |
 
 Packed KV (quantised.py) is unpacked for any of these; on CUDA attention_packed.py's kernel reads a row's
-segments and its tail as they are, each row by itself.
+segments and its tail as they are, each row by itself. Windows and recurrent state of other layers are each
+sequence's own. live_segments.py says where a prompt is cut.
 
 Elsewhere each row's tail is read by itself, and the segments that rows begin with once for all of them. With
 the wheel's BLAS, which adds in order, bits depend on the prompt alone: not on who shares a segment, nor on
 who else is in the batch.
 
-`attend` is put in place of mlx-lm's `scaled_dot_product_attention`; `can_share` says whether all attention of
-a model goes through it.
+`attend` is put in place of mlx-lm's `scaled_dot_product_attention`, and of mlx-vlm's (vision.py); `can_share`
+says whether all attention of a model's layers with segments goes through it.
 
 SmolLM2's shape in float32, 20,000 tokens that rows share and 500 of each's own, 2 CPUs with a load of 6,
 OpenBLAS, fastest step (tools/bench/shared_prefix.py): one row 714 ms and 552 in segments; four rows 1,544
@@ -44,7 +45,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from . import attention, attention_packed, cuda_driver, row_attention, segment_attention
 from .attention import attend_by
 from .attention_kernel import Tails, parts_of
-from .batch_kv import GROW_STEP, round_up
+from .batch_kv import round_up
 from .quantised import PARTS, Quantisation, QuantisedKVCache
 from .row_attention import fold
 from .segment_attention import SegmentKernel, Shared
@@ -512,89 +513,3 @@ def add_segment(cache: Iterable[Any], segment: Segment) -> None:
     """The next tokens of `cache` are in `segment`."""
     for leaf in segmented_layers(cache):
         leaf.add_segment(segment)
-
-
-class LiveSegments:
-    """The segments of running sequences, by the name of their last block. They go with the last holder.
-
-    tokens  of a full segment; 0: this model's KV is not cut
-    short   a prompt's last segment is shorter, of a multiple of so many tokens or of a block; 0: all are full
-    how     they are packed so
-    """
-
-    def __init__(self, tokens: int = 0, short: int = 0, how: Quantisation | None = None):
-        self.tokens, self.short, self.how = tokens, short, how
-        self._by_name: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def names(self, hashes: Sequence[bytes], block: int, length: int) -> dict[bytes, int]:
-        """Where the segments of a prompt of `length` tokens end, by name, as far as blocks with these hashes
-        fill them. `block`: tokens, a divisor of a segment's."""
-        ends = self._ends(length, block)
-        return {hashes[end // block - 1]: end for end in ends if end <= len(hashes) * block}
-
-    def _ends(self, length: int, block: int) -> list[int]:
-        """Where the segments of a prompt of `length` tokens end: no later than its last pass begins."""
-        if not self.tokens:
-            return []
-        ends, multiple = [*range(self.tokens, length, self.tokens)], max(self.short, block)
-        if self.short and (end := (length - 1) // multiple * multiple) > max(ends, default=0):
-            ends.append(end)
-        return ends
-
-    def find(self, names: Iterable[bytes]) -> list[Segment]:
-        """Of these names' segments the first ones, as far as they live."""
-        found: list[Segment] = []
-        for name in names:
-            if (segment := self._by_name.get(name)) is None:
-                break
-            found.append(segment)
-        return found
-
-    def hold(self, segment: Segment, name: bytes) -> Segment:
-        """The one that is known by `name`: `segment`, unless there was one."""
-        return self._by_name.setdefault(name, segment)
-
-    def forget(self, names: Iterable[bytes]) -> None:
-        """Nobody gets these any more; who has them keeps them."""
-        for name in names:
-            self._by_name.pop(name, None)
-
-    def cut(
-        self,
-        cache: Sequence[Any],
-        hashes: Sequence[bytes],
-        block: int,
-        length: int,
-        capacity: int,
-        *,
-        last: bool,
-    ) -> None:
-        """Cut the segments of a prompt of `length` tokens off the tails, as far as these go. Copies one
-        layer's at a time.
-
-        hashes    of the blocks, as far as known
-        capacity  tokens to have room for in the end
-        last      the prompt's last pass comes next
-        """
-        if not self.tokens or not cache:
-            return
-        layers = segmented_layers(cache)
-        base, offset = layers[0].base, layers[0].offset
-        if ends := [end for end in self._ends(length, block) if base < end <= offset]:
-            held: list[dict[str, mx.array]] = [{} for _ in ends]
-            room = round_up(capacity - ends[-1], block if self.short else GROW_STEP)
-            for leaf in layers:
-                for tensors, own in zip(held, leaf.cut(ends, room), strict=True):
-                    tensors |= own
-            for end, tensors in zip(ends, held, strict=True):
-                segment = Segment(tensors, self.how)
-                if end <= len(hashes) * block:
-                    segment = self.hold(segment, hashes[end // block - 1])
-                add_segment(cache, segment)
-        for leaf in layers:
-            leaf.joint = not last
-            if leaf.keys is None:
-                leaf.step = round_up(max(1, capacity - leaf.base))
