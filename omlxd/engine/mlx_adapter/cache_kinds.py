@@ -29,6 +29,7 @@ from .addressed_rows import AddressedKVCache, Tail
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache, next_step, round_up
 from .cuda_driver import give_spare_back
 from .device import SAFETENSORS_DTYPE
+from .latent_rows import LatentRowsKVCache
 from .own_rows import OwnRowsKVCache
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segments import Segment, Segmented, SegmentedKVCache, SegmentedQuantisedKVCache
@@ -246,7 +247,7 @@ def quantise_obstacle(cache: Cache, how: Quantisation) -> str:
         return f"its layers keep {names} alone, which have no quantised form"
     for leaf in tokens:
         keys, values = leaf.keys, leaf.values
-        if keys.shape[1] == 1 and keys.shape[3] != values.shape[3]:
+        if keeps_latents(leaf):
             return "its KVCache holds the latent of MLA, which its attention expands itself"
         if width := next((a.shape[3] for a in (keys, values) if a.shape[3] % how.group), 0):
             widths = [a.shape[3] for leaf in tokens for a in (leaf.keys, leaf.values)]
@@ -500,6 +501,17 @@ def copied(cache: Cache) -> Cache:
 # --------------------------------------------------------------------------- caches of a batch
 
 
+LATENTS = "latents"
+"""What `own_rows` of a leaf says where its rows keep latents of MLA of their own; of other KV "kv"."""
+
+
+def keeps_latents(leaf: Any) -> bool:
+    """Whether a leaf with tokens in it keeps latents of MLA."""
+    if type(leaf) is not KVCache or leaf.keys is None or leaf.values is None:
+        return False
+    return leaf.keys.shape[1] == 1 and leaf.keys.shape[3] != leaf.values.shape[3]
+
+
 def merge(caches: Sequence[Cache]) -> Cache:
     """One batch cache of several single ones, layer by layer. Copies them, but for rows that keep arrays of
     their own: the batch takes those."""
@@ -507,8 +519,10 @@ def merge(caches: Sequence[Cache]) -> Cache:
 
 
 def _merge_leaves(*rows: Any) -> Any:
-    if getattr(rows[0], "own_rows", False):
-        return AddressedKVCache(rows) if attention.installed() else OwnRowsKVCache(rows)
+    if own := getattr(rows[0], "own_rows", ""):
+        if attention.installed():
+            return AddressedKVCache(rows)
+        return LatentRowsKVCache(rows) if own == LATENTS else OwnRowsKVCache(rows)
     kind = KINDS.get(type(rows[0]))
     return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
 

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from ...kv.layout import KVLayout
 from . import attention, products, row_attention, segments, tower, vision
 from .addressed_rows import CLOSE, AddressedKVCache, check_kinds, distance
 from .cache_kinds import (
+    LATENTS,
     Cache,
     StateLayout,
     arrays_of,
@@ -36,6 +37,7 @@ from .cache_kinds import (
     extend,
     is_batchable,
     keep_rows,
+    keeps_latents,
     layout_of,
     leaves,
     merge,
@@ -395,23 +397,27 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
 
 
 def use_own_rows(model: Any) -> bool:
-    """Whether rows of `model`'s batches keep arrays of their own from now on (own_rows.py and, on CUDA,
-    addressed_rows.py).
+    """Whether rows of `model`'s batches keep arrays of their own from now on (own_rows.py, latent_rows.py; on
+    CUDA addressed_rows.py).
 
     Rows of all layers with KV; or else, as where windows are masked otherwise, of those with plain KV alone.
     On CUDA a row must attend as by MLX's own kernels, to the KV that it has alone; elsewhere passes are put
-    together, and none is computed.
+    together, and none is computed but for latents of MLA.
     """
     fresh, plain, obstacle = _make_cache(model), (KVCache, SegmentedKVCache), ""
     shares = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
     if attention.installed() and not reads_by_address(model, shares):
         log.info("rows of a batch are copied as others join and leave: fused steps have other bits")
         return False
-    for kinds in ((*plain, QuantisedKVCache, SegmentedQuantisedKVCache, RotatingKVCache), plain):
-        make_cache = partial(_with_own_rows, fresh, kinds)
+    latents = set[str]() if attention.installed() else _latents_of(model)
+    kinds = *plain, QuantisedKVCache, SegmentedQuantisedKVCache, RotatingKVCache
+    for some in (kinds, plain):
+        make_cache = partial(_with_own_rows, fresh, some, latents)
         try:
             for new in (1, 2, row_attention.MOST_NEW + 1):
                 _try_own_rows(model, make_cache, new)
+            if latents:
+                _compare_latents(model, make_cache)
         except Exception as error:
             obstacle = obstacle or str(error)
             continue
@@ -454,12 +460,34 @@ def _make_cache(model: Any) -> Callable[[], Cache]:
     return getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
 
 
-def _with_own_rows(fresh: Callable[[], Cache], kinds: tuple[type, ...]) -> Cache:
+def _with_own_rows(fresh: Callable[[], Cache], kinds: tuple[type, ...], latents: Collection[str]) -> Cache:
     cache = fresh()
-    for _, leaf in leaves(cache):
+    for name, leaf in leaves(cache):
         if type(leaf) in kinds:
-            leaf.own_rows = True
+            leaf.own_rows = LATENTS if name in latents else "kv"
     return cache
+
+
+def _latents_of(model: Any) -> set[str]:
+    """Names of the layers that keep latents of MLA. Puts a pass together, and computes none."""
+    cache = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=cache)
+    return {name for name, leaf in leaves(cache) if keeps_latents(leaf)}
+
+
+def _compare_latents(model: Any, make_cache: Callable[[], Cache]) -> None:
+    """Raise RuntimeError unless two rows in a batch have the logits that they have alone: of one token each,
+    and of two."""
+    rows = [make_cache(), make_cache()]
+    for length, row in enumerate(rows, 2):
+        model(mx.arange(7, 7 + length)[None], cache=row)
+    alone, batch = [copied(row) for row in rows], merge(rows)
+    for tokens in (mx.array([[11], [12]]), mx.array([[13, 14], [15, 16]])):
+        got = model(tokens, cache=batch)
+        for row, cache in enumerate(alone):
+            want = model(tokens[row : row + 1], cache=cache)
+            if not (far := distance(got[row : row + 1], want)) < CLOSE:  # NaN too
+                raise RuntimeError(f"logits of a row differ by {far:.3g} from what it has alone")
 
 
 def _quantise(model: Any, plain: Cache, kv: Quantisation, model_type: str) -> Cache:

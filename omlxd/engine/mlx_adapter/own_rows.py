@@ -6,7 +6,7 @@ begin with the same segments read those once, together (segments.py). Windows an
 that is not in segments are read as they are of a row alone: by MLX's own attention, with the row's own mask.
 
 `loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. On CUDA
-addressed_rows.py does the same.
+addressed_rows.py does the same. latent_rows.py has rows of MLA.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class OwnRowsKVCache(RowsOfOwn):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._give(keys, values)
         self.masks = []
-        for row, *new in zip(self.rows, _each(keys), _each(values), strict=True):
+        for row, *new in zip(self.rows, each_row(keys), each_row(values), strict=True):
             if self._plain:
-                _append(row, *new)
+                append(row, *new)
                 continue
             self.masks.append(row.make_mask(keys.shape[2], window_size=None, return_array=False))
             row.update_and_fetch(*new)
@@ -107,7 +107,7 @@ class OwnRowsKVCache(RowsOfOwn):
         self.pending = False
         held = [getattr(row, "segments", ()) for row in self.rows]
         if not (sharing := [at for at, own in enumerate(held) if own]):
-            each = enumerate(_each(queries))
+            each = enumerate(each_row(queries))
             return _joined([self._one_row(at, query, scale, mask, sinks) for at, query in each])
         rows = [cast(Any, self.rows[at]) for at in sharing]
         some = queries if len(rows) == len(held) else queries[mx.array(sharing)]
@@ -116,8 +116,8 @@ class OwnRowsKVCache(RowsOfOwn):
         )
         if some is queries:
             return got
-        out = dict(zip(sharing, _each(got), strict=True))
-        for at, query in enumerate(_each(queries)):
+        out = dict(zip(sharing, each_row(got), strict=True))
+        for at, query in enumerate(each_row(queries)):
             if at not in out:
                 out[at] = self._one_row(at, query, scale, mask, sinks)
         return _joined([out[at] for at in range(len(held))])
@@ -140,7 +140,7 @@ class OwnRowsKVCache(RowsOfOwn):
         return self.rows[row]
 
 
-def _append(row: Any, keys: mx.array, values: mx.array) -> None:
+def append(row: Any, keys: mx.array, values: mx.array) -> None:
     """Put the KV of the next tokens behind what `row` keeps, without asking for all of it."""
     start = row.offset - getattr(row, "base", 0)
     end = start + keys.shape[2]
@@ -153,7 +153,7 @@ def _append(row: Any, keys: mx.array, values: mx.array) -> None:
     row.offset += keys.shape[2]
 
 
-def _each(x: mx.array) -> list[mx.array]:
+def each_row(x: mx.array) -> list[mx.array]:
     """Its rows, (1, …) each."""
     return [x] if x.shape[0] == 1 else cast(Any, mx.split(x, x.shape[0]))
 
