@@ -114,6 +114,8 @@ def attend(
     if hasattr(rows, "rows"):  # own_rows.py
         return rows.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
+    if keys is values and new == 1 and backend() == "cpu" and _are_scores(mask, queries, keys):
+        return over_latents(queries, keys, scale, mask)
     few = new <= MOST_NEW and len(queries) == 1 and not hasattr(cache, "by_mlx")
     if few and isinstance(cache, KVCache | RotatingKVCache) and keys.shape == values.shape:
         costs, length = costs_for(queries, keys), keys.shape[2]  # Measured for windows and sinks, too.
@@ -122,6 +124,21 @@ def attend(
         if plain and costs is not None and costs.pays([length], length):
             return one_row(queries, keys, values, scale)
     return _next(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _are_scores(mask: Any, queries: mx.array, latents: mx.array) -> bool:
+    """Whether `mask` is what MLA adds to the scores by latents."""
+    own = *queries.shape[:3], latents.shape[2]
+    return latents.shape[1] == 1 and getattr(mask, "shape", ()) == own and mask.dtype != mx.bool_
+
+
+def over_latents(queries: mx.array, latents: mx.array, scale: float, scores: mx.array) -> mx.array:
+    """(rows, heads, 1, width) of MLA: heads are rows of one product; MLX's own reads the latents once a head.
+
+    scores  (rows, heads, 1, tokens): what is added to those by latents
+    """
+    scores = (queries.swapaxes(1, 2) * scale) @ latents.swapaxes(-1, -2) + scores.swapaxes(1, 2)
+    return (mx.softmax(scores, axis=-1, precise=True) @ latents).swapaxes(1, 2)
 
 
 def one_row(

@@ -72,3 +72,19 @@ def test_the_log_says_why_the_slower_way_is_chosen(monkeypatch: pytest.MonkeyPat
 
 def normal(seed: int, shape: tuple[int, ...]) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_latents_are_read_once_for_all_heads(rows: int):
+    """As MLX's own attention has it, with scores in place of a mask; a mask of truths goes to that."""
+    queries, latents, scores = (
+        mx.random.normal(shape, key=mx.random.key(seed))
+        for seed, shape in enumerate([(rows, 8, 1, 64), (rows, 1, 50, 64), (rows, 8, 1, 50)])
+    )
+    want = mx.fast.scaled_dot_product_attention(queries, latents, latents, scale=0.3, mask=scores)
+    assert row_attention._are_scores(scores, queries, latents)
+    np.testing.assert_allclose(row_attention.over_latents(queries, latents, 0.3, scores), want, atol=2e-5)
+    got = row_attention.attend(queries, latents, latents, None, 0.3, scores)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    for mask in (scores > 0, scores[:, :1], None, "causal"):
+        assert not row_attention._are_scores(mask, queries, latents)
