@@ -236,12 +236,8 @@ class AddressedKVCache(RowsOfOwn):
         return [[*tail.address, *segments.addresses_before(own, self.layer, most)] for tail, own in rows]
 
     def places(self, new: int, more: int = 0) -> tuple[list[int], list[int]]:
-        """Columns of what the newest `new` tokens of each row see, once `more` have come: starts and ends.
-
-        Those of packed segments come before the tail's."""
-        ends = [end + more for end in self.ends]
-        if self.how is not None:
-            ends = [base + end for base, end in zip(self.bases, ends, strict=True)]
+        """Columns of what the newest `new` tokens of each row see, once `more` have come: starts and ends."""
+        ends = self._columns(more)
         if not self.window:
             return [0] * len(ends), ends
         counts = [min(end, self.window + new - 1) for end in ends]
@@ -250,11 +246,14 @@ class AddressedKVCache(RowsOfOwn):
         ]
         return starts, [start + count for start, count in zip(starts, counts, strict=True)]
 
+    def _columns(self, more: int) -> list[int]:
+        """Of each row, once `more` tokens have come. Packed segments have columns before the tail's."""
+        bases = [0] * len(self.ends) if self.how is None else self.bases
+        return [base + end + more for base, end in zip(bases, self.ends, strict=True)]
+
     def most(self, new: int, more: int = 0) -> int:
         """`Tails.most` for what `places` gives."""
-        if self.how is not None:
-            return round_up(max(self.places(new, more)[1]), TAIL_STEP)
-        longest = round_up(max(self.ends) + more, TAIL_STEP)
+        longest = round_up(max(self._columns(more)), TAIL_STEP)
         return min(longest, self.window + new - 1) if self.window else longest
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

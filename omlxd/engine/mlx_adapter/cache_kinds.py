@@ -268,8 +268,11 @@ def quantised(cache: Cache, how: Quantisation) -> Cache:
 
 
 def segmented(cache: Cache) -> Cache:
-    """`cache`, empty, with every `KVCache` and packed one replaced by one that can hold segments; an empty
-    list if there is none. On CUDA also if there are others: steps of ours read the same of all layers."""
+    """`cache`, empty, in which a cache that can hold segments replaces every `KVCache`, packed or not.
+
+    Returns an empty list if it has no `KVCache`. On CUDA it may have no others: our steps read all layers
+    alike.
+    """
     names, replaced = {id(leaf): name for name, leaf in leaves(cache)}, 0
 
     def change(leaf: Any) -> Any:

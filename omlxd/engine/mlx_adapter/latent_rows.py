@@ -60,8 +60,7 @@ class LatentRowsKVCache(OwnRowsKVCache):
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any
     ) -> mx.array:
-        """As `OwnRowsKVCache`'s. Of one token a row `queries` are of latents, and `mask` is those of the
-        parts."""
+        """(rows, heads, n, width). If n is 1, `queries` are for latents, and `mask` has those for parts."""
         self.pending = False
         if queries.shape[2] > 1:
             return attention.mlx_own(queries, keys, values, None, scale, mask, sinks)

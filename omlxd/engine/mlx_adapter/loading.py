@@ -372,12 +372,11 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     take segments of equal length, so where there are any no short one is cut.
     """
     fresh = _make_cache(model)
-    if not tokens or not segmented(fresh()):
+    if not tokens or not (held := segmented(fresh())):
         return LiveSegments()
     segments.install()
     if not segments.can_share(model, lambda: segmented(fresh())):
         return LiveSegments()
-    held = segmented(fresh())
     if len(holders := segments.segmented_layers(held)) < len(leaves(held)):
         # Layers of several kinds: some may read others' KV.
         far = distance(*segments.logits_behind(model, lambda: segmented(fresh())))

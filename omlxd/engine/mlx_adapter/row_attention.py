@@ -114,7 +114,8 @@ def attend(
     if hasattr(rows, "rows"):  # own_rows.py
         return rows.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
-    if keys is values and new == 1 and backend() == "cpu" and _are_scores(mask, queries, keys):
+    latents = keys is values and new == 1 and sinks is None and _are_scores(mask, queries, keys)
+    if latents and backend() == "cpu":
         return over_latents(queries, keys, scale, mask)
     few = new <= MOST_NEW and len(queries) == 1 and not hasattr(cache, "by_mlx")
     if few and isinstance(cache, KVCache | RotatingKVCache) and keys.shape == values.shape:
