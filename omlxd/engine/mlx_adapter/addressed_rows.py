@@ -28,7 +28,7 @@ from .attention_kernel import Tails, constant, parts_of, put
 from .batch_kv import MOST_ROOM, round_up
 from .own_rows import RowsOfOwn, offsets_of
 from .segment_attention import Shared
-from .segments import OWN_MASK, Segment
+from .segments import OWN_MASK, Pair, Segment
 
 TAIL_STEP = 1024
 """Tokens. A step is compiled anew for each multiple of these that the longest tail passes."""
@@ -151,6 +151,9 @@ class AddressedKVCache(RowsOfOwn):
     `attend` has the kernels read the other tokens. Raises RuntimeError where there is no kernel for it, too.
     """
 
+    latents = False
+    """Whether it keeps latents of MLA."""
+
     def __init__(self, rows: Sequence[Any]):
         super().__init__()
         first = rows[0]
@@ -214,7 +217,7 @@ class AddressedKVCache(RowsOfOwn):
     @property
     def shared(self) -> Shared | None:
         """What the kernel reads beside the tails; None: no row has a segment, or `table` tells of them."""
-        if self._shared is None and self.how is None and any(self.segments):
+        if self._shared is None and not self._tells and any(self.segments):
             self._shared = segments.shared_of(self.segments, self.layer)
         return self._shared
 
@@ -223,17 +226,29 @@ class AddressedKVCache(RowsOfOwn):
         return self.shared and segments.shared_by(self.segments, counts, size, self.layer)
 
     @property
+    def kind(self) -> tuple[Any, ...]:
+        """Layers of one kind have as many columns and segments."""
+        return self.window, self.how, self.latents
+
+    @property
+    def _tells(self) -> bool:
+        """Whether `table` tells of segments."""
+        return self.latents or self.how is not None
+
+    @property
     def each(self) -> int:
         """Tokens of a segment that `table` tells of; 0: of none."""
-        return next((own[0].tokens for own in self.segments if own), 0) if self.how is not None else 0
+        return next((own[0].tokens for own in self.segments if own), 0) if self._tells else 0
 
     def addresses(self) -> list[list[int]]:
         """`table`; `tails_of` has seen to it that the tails' are known."""
-        if self.how is None:
+        if not self._tells:
             return [tail.address for tail in self.tails]
         most = round_up(max(map(len, self.segments)), segments.MOST_STEP)
         rows = zip(self.tails, self.segments, strict=True)
-        return [[*tail.address, *segments.addresses_before(own, self.layer, most)] for tail, own in rows]
+        parts = len(self.tails[0].parts)
+        before = segments.addresses_before
+        return [[*tail.address, *before(own, self.layer, most, parts)] for tail, own in rows]
 
     def places(self, new: int, more: int = 0) -> tuple[list[int], list[int]]:
         """Columns of what the newest `new` tokens of each row see, once `more` have come: starts and ends."""
@@ -247,8 +262,9 @@ class AddressedKVCache(RowsOfOwn):
         return starts, [start + count for start, count in zip(starts, counts, strict=True)]
 
     def _columns(self, more: int) -> list[int]:
-        """Of each row, once `more` tokens have come. Packed segments have columns before the tail's."""
-        bases = [0] * len(self.ends) if self.how is None else self.bases
+        """Of each row, once `more` tokens have come. Segments that `table` tells of have columns before the
+        tail's."""
+        bases = self.bases if self._tells else [0] * len(self.ends)
         return [base + end + more for base, end in zip(bases, self.ends, strict=True)]
 
     def most(self, new: int, more: int = 0) -> int:
@@ -258,6 +274,11 @@ class AddressedKVCache(RowsOfOwn):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._give(keys, values)
+        self._put(keys, values)
+        return keys, values
+
+    def _put(self, keys: mx.array, values: mx.array) -> None:
+        """Make room for new tokens, which `attend` or `put_fresh` puts there."""
         count = keys.shape[2]
         fresh = [self.how.pack(array) for array in (keys, values)] if self.how else [keys, values]
         if not self.tails:
@@ -269,7 +290,12 @@ class AddressedKVCache(RowsOfOwn):
         self.make_room(count)
         self.ends = [end + count for end in self.ends]
         self._fresh, self._behind = tuple(fresh), None
-        return keys, values
+
+    def put_fresh(self) -> None:
+        """Put new tokens into the tails."""
+        parts = [part for held in self._fresh for part in parts_of(held)]
+        (tails,), ends = tails_of([self], parts[0].shape[2]), constant("put", tuple(self.ends), mx.int32)
+        self._behind, self._fresh = put(parts, tails, ends), ()
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any
@@ -282,11 +308,10 @@ class AddressedKVCache(RowsOfOwn):
             raise RuntimeError("no kernel reads keys and values of unequal width")
         self.pending, new = False, queries.shape[2]
         (tails,), places = tails_of([self], new), self.places(new)
-        fresh, self._fresh = self._fresh, ()
         attend, most_new = self._kernel(queries, keys, sinks)
-        if fresh and new > 1:
-            parts = [part for held in fresh for part in parts_of(held)]
-            self._behind, fresh = put(parts, tails, constant("put", tuple(self.ends), mx.int32)), ()
+        if self._fresh and new > 1:
+            self.put_fresh()
+        fresh, self._fresh = self._fresh, ()
         if new > most_new:
             return self._by_mlx(queries, scale, sinks)
         out = attend(queries, tails, places, scale, fresh=fresh, behind=self._behind)
@@ -317,13 +342,10 @@ class AddressedKVCache(RowsOfOwn):
         new, out = queries.shape[2], list[mx.array]()
         if self._behind is not None:
             mx.eval(self._behind)  # MLX does not know that this put there what it reads.
-        for row, (tail, end) in enumerate(zip(self.tails, self.ends, strict=True)):
+        for row, end in enumerate(self.ends):
             first = max(0, end - self.window - new + 1) if self.window else 0
             tokens, own = mx.arange(first, end), mx.arange(end - new, end)[:, None]
-            held = tail.in_order(first, end)
-            pairs = [one.pair(self.layer) for one in self.segments[row]]
-            pairs.append(held if self.how is None else tuple(map(self.how.unpack, held)))
-            whole = [mx.concatenate(list(each), axis=2) for each in zip(*pairs, strict=True)]
+            whole = self.joined(row, first, end)
             mask: Any = (tokens <= own) & (tokens > own - self.window) if self.window else "causal"
             out.append(
                 mx.fast.scaled_dot_product_attention(
@@ -331,6 +353,15 @@ class AddressedKVCache(RowsOfOwn):
                 )
             )
         return mx.concatenate(out)
+
+    def joined(self, row: int, first: int, end: int) -> Pair:
+        """Copies of keys and values, unpacked: of the row's segments, and of tokens `first` to `end` of its
+        tail."""
+        held = self.tails[row].in_order(first, end)
+        pairs = [one.pair(self.layer) for one in self.segments[row]]
+        pairs.append(held if self.how is None else cast(Pair, tuple(map(self.how.unpack, held))))
+        keys, values = (mx.concatenate(list(each), axis=2) for each in zip(*pairs, strict=True))
+        return keys, values
 
     def extend(self, other: AddressedKVCache) -> None:
         if bool(self.tails) != bool(other.tails):
@@ -387,9 +418,9 @@ def tails_of(layers: Sequence[AddressedKVCache], new: int, more: int = 0) -> lis
             unknown = shared
         for layer in layers:
             layer.table = mx.array(layer.addresses(), mx.uint64)
-    kinds = {(layer.window, layer.how): layer for layer in layers}  # All layers have had the same tokens.
-    most = {kind: (layer.most(new, more), layer.each) for kind, layer in kinds.items()}
-    return [Tails(cast(mx.array, layer.table), *most[layer.window, layer.how]) for layer in layers]
+    kinds = {layer.kind: layer for layer in layers}  # All layers have had the same tokens.
+    most = {kind: (layer.most(new, more), layer.each, layer.latents) for kind, layer in kinds.items()}
+    return [Tails(cast(mx.array, layer.table), *most[layer.kind]) for layer in layers]
 
 
 def _copy(part: mx.array) -> mx.array:

@@ -14,8 +14,8 @@ other company.
 `install` puts them in place of mlx-lm's `scaled_dot_product_attention`. They take over for up to `MOST_NEW`
 tokens of each row of a `KVCache`, a window or a batch of either, in 16 bits, also with sinks, once a check
 beside MLX's own passed. Everything else goes on to MLX: heads that are no multiple of 8 wide, or over 256 and
-not 512; keys and values of unequal width (MLA, MiMo V2); what is derived from the KV that a cache holds. They
-never run on Metal or a CPU.
+not 512; keys and values of unequal width (MiMo V2); what is derived from the KV that a cache holds.
+Latents of MLA have a kernel of their own (latent_kernel.py). They never run on Metal or a CPU.
 """
 
 from __future__ import annotations

@@ -71,20 +71,22 @@ class Tails(NamedTuple):
     """A layer's KV of a batch whose rows have arrays of their own, behind what they hold in segments.
 
     table  (rows, columns) in uint64: addresses of a row's arrays, (1, KV heads, capacity, …) each, and that
-           capacity. There are two, keys and values, or six where both are packed (quantised.py). Where they
-           are, the tokens in segments before them follow, and six addresses of each of its segments
+           capacity. There are two, keys and values, or six where both are packed (quantised.py). Of packed
+           ones and of latents the tokens in segments before them follow, and addresses of each segment's
     most   columns; no row is longer
-    each   tokens of a segment, where packed
+    each   tokens of a segment that the table tells of
+    latents  keys are latents of MLA, values the parts that RoPE turns (latent_rows.py)
     """
 
     table: mx.array
     most: int
     each: int = 0
+    latents: bool = False
 
     @property
     def is_packed(self) -> bool:
         """Whether keys and values are."""
-        return self.table.shape[1] > 3
+        return self.table.shape[1] > 3 and not self.latents
 
 
 Held = tuple[mx.array, mx.array] | Tails

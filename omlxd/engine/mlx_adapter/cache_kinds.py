@@ -29,7 +29,7 @@ from .addressed_rows import AddressedKVCache, Tail
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache, next_step, round_up
 from .cuda_driver import give_spare_back
 from .device import SAFETENSORS_DTYPE
-from .latent_rows import LatentRowsKVCache
+from .latent_rows import AddressedLatentsKVCache, LatentRowsKVCache
 from .own_rows import OwnRowsKVCache
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segments import Segment, Segmented, SegmentedKVCache, SegmentedQuantisedKVCache
@@ -524,7 +524,7 @@ def merge(caches: Sequence[Cache]) -> Cache:
 def _merge_leaves(*rows: Any) -> Any:
     if own := getattr(rows[0], "own_rows", ""):
         if attention.installed():
-            return AddressedKVCache(rows)
+            return AddressedLatentsKVCache(rows) if own == LATENTS else AddressedKVCache(rows)
         return LatentRowsKVCache(rows) if own == LATENTS else OwnRowsKVCache(rows)
     kind = KINDS.get(type(rows[0]))
     return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))

@@ -31,13 +31,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from . import attention, attention_packed, cuda_driver, segment_attention, segments
+from . import attention, attention_packed, cuda_driver, latent_kernel, segment_attention, segments
 from .addressed_rows import AddressedKVCache, Tail, tails_of
-from .attention_kernel import Tails
+from .attention_kernel import Tails, put
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import COPIED, Cache, arrays_of
 from .fused_attention import ARCHITECTURES, MOST_NEW, owners_of
 from .fused_step import Between, FusedStep, Layer, Unfusable
+from .latent_rows import AddressedLatentsKVCache, same_parts
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
 from .segments import SegmentedKVCache
@@ -166,12 +167,16 @@ class StepKV:
         """As `FusedAttention` takes it."""
         return self.keys if isinstance(self.keys, Tails) else (self.keys, self.values)
 
+    @property
+    def _latents(self) -> bool:
+        return isinstance(self.keys, Tails) and self.keys.latents
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self._fresh is not None:
             raise Untraceable("a layer keeps KV twice in a step")
         self._fresh = keys, values
         attention.note_given(keys, values, self)
-        return keys, values
+        return keys, same_parts(values) if self._latents else values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         if self._fresh is None:
@@ -179,7 +184,7 @@ class StepKV:
         return self._fresh
 
     def make_mask(self, N: int, *, return_array: bool = False, window_size: int | None = None) -> None:
-        if return_array or (window_size or self._window) != self._window:
+        if (return_array and not self._latents) or (window_size or self._window) != self._window:
             raise Untraceable("a layer wants a mask")
 
     def attend(
@@ -187,6 +192,8 @@ class StepKV:
     ) -> mx.array:
         """Layers that share this one's KV attend by it too, after it."""
         fresh = self._fresh
+        if self._latents and fresh is not None and keys is values is fresh[0] and sinks is None:
+            return self._attend_latents(queries, fresh, mask, scale)
         if fresh is None or keys is not fresh[0] or values is not fresh[1] or mask is not None:
             raise Untraceable("attention does not read the KV that its cache gave")
         put = () if self.done else fresh
@@ -210,6 +217,15 @@ class StepKV:
         out, self.keys, self.values = step
         self.done = True
         return out
+
+    def _attend_latents(self, queries: mx.array, fresh: Any, rope_queries: Any, scale: float) -> mx.array:
+        """As `AddressedLatentsKVCache`, once."""
+        kernel = None if self.done else latent_kernel.kernel_for(queries, rope_queries)
+        if kernel is None:
+            raise Untraceable("no kernel for this attention")
+        behind = put(fresh, self.keys, self.ends - self.starts)
+        self.done = True
+        return kernel.step(queries, rope_queries, self.keys, self.ends, scale, behind)
 
 
 def fused_step(model: Any) -> FusedStep | None:
@@ -301,7 +317,7 @@ def _blank(layer: Any, held: Any, count: int) -> mx.array:
 
 TRACED = {
     *(KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache),
-    *(SegmentedKVCache, QuantisedKVCache, QuantisedBatchKVCache, AddressedKVCache),
+    *(SegmentedKVCache, QuantisedKVCache, QuantisedBatchKVCache, AddressedKVCache, AddressedLatentsKVCache),
 }
 """Classes of the layers of a cache, no other subclass."""
 
@@ -329,11 +345,8 @@ class CompiledStep:
                 if they had as many
         """
         kinds, first = {type(layer) for layer in cache}, cache[0]
-        if (
-            self._off
-            or not kinds <= TRACED
-            or (AddressedKVCache in kinds and not (len(kinds) == 1 and first.tails))
-        ):
+        own = [kind for kind in kinds if issubclass(kind, AddressedKVCache)]
+        if self._off or not kinds <= TRACED or (own and not (len(kinds) == 1 and first.tails)):
             return None
         tails, shared = _tails(first), getattr(first, "shared", None)
         if shared is not None and ((not tails and first.keys is None) or not segment_attention.in_use()):

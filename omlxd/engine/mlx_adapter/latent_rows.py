@@ -1,52 +1,112 @@
-"""Rows of MLA with latents of their own, on a CPU and on Metal: joining and leaving a batch copies nobody's.
+"""Rows of MLA with latents of their own: joining and leaving a batch copies nobody's.
 
 MLA keeps a latent of each token, from which all heads' keys and values are made, and a part of the key that
-is turned by its place. mlx-lm's models (deepseek_v3.py and its kin) multiply that part by their queries
-before they attend, so attention alone can't read a row's own. For one token a row the cache gives an identity
-matrix in place of those parts: what the model then hands on as mask is its queries, and `attend` multiplies
-them by each row's parts. Of several tokens models make keys and values of each head, which costs far more
-than a joint copy of the latents: they get one.
+RoPE turns. mlx-lm's models (deepseek_v3.py and its kin) multiply that part by their queries before they
+attend, so attention alone can't read a row's own. For one token a row the cache gives an identity matrix in
+place of those parts: what the model then hands on as mask is its queries, and `attend` reads each row's
+latents and parts by them. On CUDA latent_kernel.py does, by address.
 
-`loading.use_own_rows` compares the logits of rows in a batch with those of rows alone.
+Of several tokens models make keys and values of each head from all latents. `take_tokens_for_rows` lets
+attention take up to `MOST_NEW` tokens of a row for as many rows, and so read latents as they are. Longer
+passes of a batch get a joint copy.
+
+`loading.use_own_rows` compares what attention gives rows in a batch with what it gives each alone.
 
 Six layers of DeepSeek V3's kind, random, 16 heads, latents of 512, float32, OpenBLAS, two CPUs beside a test
 suite, four rows of 1,500 tokens (tools/bench/joins.py --rows 4 --context 1500 --turns 3 --rounds 2), as one
 array and so, milliseconds: a join 269 and 229, a leave 210 and 194, a step 222 and 223; 40 and 1.8 MB at a
 join's peak. By MLX's own attention, which reads the latents once a head, a step of one array took 325
 (`row_attention.over_latents`).
+
+Twelve layers of that kind with 32 experts in bfloat16, one H100, eight rows of 4,000 tokens (the same bench),
+as one array and so: a join 19.7 and 9.2, a leave 21.8 and 7.9, a step 13.6 and 6.6; 542 and 18 MB at a join's
+peak. A pass of four tokens of one row of 16,000 took 51 to 96 ms, most of it cuDNN's plan of each length; it
+takes 11.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import mlx.core as mx
 
-from . import attention, row_attention
-from .own_rows import OwnRowsKVCache, append, each_row
+from . import attention, latent_kernel
+from .addressed_rows import AddressedKVCache, tails_of
+from .own_rows import OwnRowsKVCache, RowsOfOwn, append, each_row, offsets_of
+from .row_attention import Pair
+
+MOST_NEW = 16
+"""Tokens of a row that attention takes for rows: those of a pass with guesses."""
 
 
-class LatentRowsKVCache(OwnRowsKVCache):
-    """A layer of a batch. rows: a `KVCache` of one sequence each, latents as keys, turned parts as values."""
+class LatentRows(RowsOfOwn):
+    """What a layer of a batch whose rows have latents of their own gives a model: latents as keys, parts as
+    values.
+
+    new  tokens of a row that the model takes for rows now
+    """
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.new = 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        raise NotImplementedError
+
+    def _put(self, keys: mx.array, values: mx.array) -> None:
+        """Put new tokens, (rows, 1, tokens, width) each, behind the others of their rows."""
+        raise NotImplementedError
+
+    def _whole(self, row: int) -> Pair:
+        """Latents and parts of all tokens of a row that has some, (1, 1, tokens, width) each."""
+        raise NotImplementedError
+
+    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float) -> mx.array:
+        """(rows * new, heads, 1, width), by queries for latents and for parts of the newest `new` tokens."""
+        raise NotImplementedError
+
+    @property
+    def offset(self) -> mx.array:
+        """(rows * new,): tokens before each new one."""
+        return offsets_of(tuple(tokens + i for tokens in self.lengths for i in range(self.new)))
+
+    @contextmanager
+    def tokens_as_rows(self, new: int) -> Iterator[None]:
+        """The model takes `new` tokens of each row for rows of one."""
+        self.new = new
+        try:
+            yield
+        finally:
+            self.new = 1
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        count, width = keys.shape[2], values.shape[3]
-        for row, *new in zip(self.rows, each_row(keys), each_row(values), strict=True):
-            append(row, *new)
-        if count == 1:
-            same = mx.broadcast_to(mx.eye(width, dtype=values.dtype), (len(self.rows), 1, width, width))
-            self._give(keys, same)
+        rows = len(self.lengths)
+        if keys.shape[2] == 1:
+            self._give(keys, same_parts(values))
+            keys, values = (array.reshape(rows, 1, self.new, -1) for array in (keys, values))
         else:
-            self._give(*(self._joint(name) for name in ("keys", "values")))
+            self._give(*self._joint(keys, values))
+        self._put(keys, values)
         return self.keys_and_values()
 
-    def _joint(self, name: str) -> mx.array:
-        """(rows, 1, tokens of the longest, width): a copy of what rows keep by this name."""
-        longest = max(row.offset for row in self.rows)
-        held = [(getattr(row, name)[..., : row.offset, :], row.offset) for row in self.rows]
-        return mx.concatenate(
-            [mx.pad(array, [(0, 0), (0, 0), (0, longest - length), (0, 0)]) for array, length in held]
-        )
+    def _joint(self, *fresh: mx.array) -> list[mx.array]:
+        """Latents and parts, (rows, 1, tokens of the longest, width) each: copies of what rows keep, and
+        behind it `fresh`."""
+        lengths, joint = self.lengths, list[mx.array]()
+        held = [self._whole(row) if length else () for row, length in enumerate(lengths)]
+        for which, new in enumerate(fresh):
+            rows: list[mx.array] = []
+            for row, length in enumerate(lengths):
+                blank = mx.zeros((1, 1, max(lengths) - length, new.shape[3]), new.dtype)
+                parts = [*held[row][which : which + 1], new[row : row + 1], blank]
+                rows.append(mx.concatenate(parts, axis=2))
+            joint.append(mx.concatenate(rows))
+        return joint
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         """(rows, 1, N, tokens of the longest row behind them); None: a new token sees its row's."""
@@ -54,7 +114,7 @@ class LatentRowsKVCache(OwnRowsKVCache):
             raise RuntimeError("a layer wants a mask of its own")
         if N == 1:
             return None
-        columns, own = mx.arange(max(row.offset for row in self.rows) + N), mx.arange(N)[:, None]
+        columns, own = mx.arange(max(self.lengths) + N), mx.arange(N)[:, None]
         return columns <= self.offset[:, None, None, None] + own
 
     def attend(
@@ -64,11 +124,126 @@ class LatentRowsKVCache(OwnRowsKVCache):
         self.pending = False
         if queries.shape[2] > 1:
             return attention.mlx_own(queries, keys, values, None, scale, mask, sinks)
-        if keys is not self.keys_and_values()[0] or not isinstance(mask, mx.array):
+        if keys is not self.keys_and_values()[0] or not isinstance(mask, mx.array) or sinks is not None:
             raise RuntimeError("this model's attention reads latents otherwise")
+        return self._attend(queries, mask, scale)
+
+
+def same_parts(parts: mx.array) -> mx.array:
+    """(rows, 1, width, width): what a model gets in place of parts, (rows, 1, 1, width)."""
+    return mx.broadcast_to(
+        mx.eye(parts.shape[3], dtype=parts.dtype), (*parts.shape[:2], *parts.shape[3:] * 2)
+    )
+
+
+class LatentRowsKVCache(LatentRows, OwnRowsKVCache):
+    """A layer of a batch on a CPU or Metal. rows: a `KVCache` of one sequence each."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.offset for row in self.rows]
+
+    def _put(self, keys: mx.array, values: mx.array) -> None:
+        for row, *new in zip(self.rows, each_row(keys), each_row(values), strict=True):
+            append(row, *new)
+
+    def _whole(self, row: int) -> Pair:
+        return self.rows[row].keys_and_values()
+
+    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float) -> mx.array:
+        """Heads and tokens of a row are rows of one product: MLX's own reads the latents once a head."""
         out: list[mx.array] = []
-        for row, query, turned in zip(self.rows, each_row(queries), each_row(mask), strict=True):
-            latents, parts = (array[..., : row.offset, :] for array in (row.keys, row.values))
-            scores = turned @ parts.swapaxes(-1, -2)
-            out.append(row_attention.attend(query, latents, latents, None, scale, scores, sinks))
+        for row in range(len(self.rows)):
+            own = slice(row * self.new, (row + 1) * self.new)
+            latents, parts = self._whole(row)
+            query, turned = (
+                array[own].reshape(1, 1, -1, array.shape[3]) for array in (queries, rope_queries)
+            )
+            scores = (query * scale) @ latents.swapaxes(-1, -2) + turned @ parts.swapaxes(-1, -2)
+            if self.new > 1:
+                columns, seen = mx.arange(latents.shape[2]), latents.shape[2] - self.new + mx.arange(self.new)
+                hidden = columns > mx.repeat(seen, queries.shape[1])[:, None]
+                scores = mx.where(hidden, -mx.inf, scores)
+            got = mx.softmax(scores, axis=-1, precise=True) @ latents
+            out.append(got.reshape(queries[own].shape))
         return mx.concatenate(out)
+
+
+class AddressedLatentsKVCache(LatentRows, AddressedKVCache):
+    """A layer of a batch on CUDA."""
+
+    latents = True
+
+    @property
+    def lengths(self) -> list[int]:
+        return [base + end for base, end in zip(self.bases, self.ends, strict=True)]
+
+    def places(self, new: int, more: int = 0) -> tuple[list[int], list[int]]:
+        """Tokens of each row: in segments, and all once `more` have come."""
+        return self.bases, [length + more for length in self.lengths]
+
+    def _put(self, keys: mx.array, values: mx.array) -> None:
+        AddressedKVCache._put(self, keys, values)
+        self.put_fresh()
+
+    def _whole(self, row: int) -> Pair:
+        return self.joined(row, 0, self.ends[row])
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any
+    ) -> mx.array:
+        out = super().attend(queries, keys, values, scale, mask, sinks)
+        # Of several tokens nothing else asks for what puts them into the tails.
+        return out if queries.shape[2] == 1 else cast(Any, mx.depends)(out, self._behind)
+
+    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float) -> mx.array:
+        kernel = latent_kernel.kernel_for(queries, rope_queries)
+        if kernel is None or self._behind is None:
+            raise RuntimeError("no kernel attends so to latents by address")
+        ends = [length - self.new + i + 1 for length in self.lengths for i in range(self.new)]
+        (tails,) = tails_of([self], 1)
+        return kernel.over_tails(queries, rope_queries, tails, ends, scale, self._behind)
+
+
+def attentions(model: Any) -> list[Any]:
+    """The modules of `model` that attend by latents and are called as DeepSeek V3's."""
+    found = [
+        module for module in model.modules() if hasattr(module, "embed_q") and hasattr(module, "unembed_out")
+    ]
+    called = ["self", "x", "mask", "cache"]
+    return [one for one in found if list(inspect.signature(type(one).__call__).parameters) == called]
+
+
+def take_tokens_for_rows(modules: Iterable[Any]) -> None:
+    """Let `attentions` take tokens for rows."""
+    for module in modules:
+        module.__class__ = _by_tokens(type(module))
+
+
+def _by_tokens(kind: Any) -> Any:
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        rows, new, width = x.shape
+        if not isinstance(cache, LatentRows) or not 1 < new <= MOST_NEW:
+            return kind.__call__(self, x, mask, cache)
+        with cache.tokens_as_rows(new):
+            out = kind.__call__(self, x.reshape(rows * new, 1, width), None, cache)
+        return out.reshape(rows, new, -1)
+
+    return type(kind.__name__, (kind,), {"__call__": __call__})
+
+
+@contextmanager
+def calls_of(module: Any) -> Iterator[list[tuple[mx.array, Any, mx.array]]]:
+    """Input, cache and output of each call of one of `attentions` until then."""
+    calls, kind = list[tuple[mx.array, Any, mx.array]](), type(module)
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        out = kind.__call__(self, x, mask, cache)
+        calls.append((x, cache, out))
+        return out
+
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": __call__})
+    try:
+        yield calls
+    finally:
+        module.__class__ = kind

@@ -300,10 +300,11 @@ class SegmentedQuantisedKVCache(Segmented, QuantisedKVCache):
         self.__dict__.pop("bits", None)  # By which mlx-lm's attention tells packed KV.
 
 
-def addresses_before(held: Sequence[Segment], layer: str, most: int) -> list[int]:
-    """What a row of the table of `Tails` has of packed segments: tokens, and addresses of `most` segments."""
+def addresses_before(held: Sequence[Segment], layer: str, most: int, parts: int) -> list[int]:
+    """What a row of the table of `Tails` has of segments: tokens, and addresses of the `parts` of `most`
+    segments."""
     found = [number for segment in held for number in segment.addresses_in(layer)]
-    return [sum(segment.tokens for segment in held), *found, *[0] * (6 * (most - len(held)))]
+    return [sum(segment.tokens for segment in held), *found, *[0] * (parts * (most - len(held)))]
 
 
 def shared_of(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
@@ -408,7 +409,7 @@ def _packed_by_address(queries: mx.array, cache: SegmentedQuantisedKVCache, scal
         return None
     arrays = [*cache.keys, *cache.values]
     own = cast(list[int], segment_attention.addresses_of(arrays).tolist())
-    before = addresses_before(cache.segments, cache.layer, round_up(len(cache.segments), MOST_STEP))
+    before = addresses_before(cache.segments, cache.layer, round_up(len(cache.segments), MOST_STEP), 6)
     table = mx.array([[*own, arrays[0].shape[2], *before]], mx.uint64)
     tails = Tails(table, round_up(cache.offset, attention_packed.SPAN), each)
     return kernel.over_tails(queries, tails, ([0], [cache.offset]), scale)

@@ -20,6 +20,8 @@ from omlxd.engine.mlx_adapter import (
     attention,
     attention_kernel,
     attention_packed,
+    compiled_step,
+    latent_kernel,
     row_attention,
     segment_attention,
     segments,
@@ -140,8 +142,8 @@ def partial_attention(
     return mx.softmax(scores, axis=-1) @ values, mx.logsumexp(scores, axis=-1, keepdims=True)
 
 
-def arrays_by_number(tails: Tails, row: int) -> list[mx.array]:
-    parts = 6 if tails.is_packed else 2
+def arrays_by_number(tails: Tails, row: int, parts: int = 0) -> list[mx.array]:
+    parts = parts or (6 if tails.is_packed else 2)
     *numbers, capacity = np.array(tails.table)[row, : parts + 1].tolist()
     arrays = [SegmentReference.arrays[number] for number in numbers]
     assert {array.shape[2] for array in arrays} == {capacity}
@@ -164,7 +166,7 @@ def put_by_number(fresh: Any, tails: Tails, ends: mx.array) -> mx.array:
     """As attention_kernel.put, in arrays that known numbers stand for."""
     parts = [part for held in fresh for part in (held if isinstance(held, list) else [held])]
     for row, end in enumerate(np.array(ends).tolist()):
-        for part, array in zip(parts, arrays_by_number(tails, row), strict=True):
+        for part, array in zip(parts, arrays_by_number(tails, row, len(parts)), strict=True):
             new = part.shape[2]
             array[:, :, mx.arange(end - new, end) % array.shape[2]] = part[row : row + 1]
     return mx.array([1])
@@ -271,7 +273,7 @@ def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         return mx.array(numbers, mx.uint64)
 
     monkeypatch.setattr(segment_attention, "addresses_of", addresses_of)
-    for module in (addressed_rows, segment_attention):
+    for module in (addressed_rows, compiled_step, latent_kernel, segment_attention):
         monkeypatch.setattr(module, "put", put_by_number)
 
 
@@ -340,6 +342,59 @@ class PackedReference(Reference):
         return super().step(queries, (), plain, starts, ends, scale)[0], keys, values
 
 
+class LatentReference:
+    """What latent_kernel.LatentKernel computes, token by token."""
+
+    calls = 0
+
+    def over_tails(
+        self,
+        queries: mx.array,
+        rope_queries: mx.array,
+        tails: Tails,
+        ends: list[int],
+        scale: float,
+        behind: mx.array,
+    ) -> mx.array:
+        LatentReference.calls += 1
+        out, new = list[mx.array](), len(queries) // len(tails.table)
+        for token, end in enumerate(ends):
+            latents, parts = self.held(tails, token // new)
+            assert end <= min(latents.shape[2], tails.most)
+            latents, parts = latents[:, :, :end], parts[:, :, :end]
+            own = slice(token, token + 1)
+            scores = (queries[own] * scale) @ latents.swapaxes(-1, -2)
+            scores = scores + rope_queries[own] @ parts.swapaxes(-1, -2)
+            out.append(mx.softmax(scores, axis=-1) @ latents)
+        return mx.concatenate(out)
+
+    def step(
+        self,
+        queries: mx.array,
+        rope_queries: mx.array,
+        tails: Tails,
+        ends: mx.array,
+        scale: float,
+        behind: Any,
+    ) -> mx.array:
+        return self.over_tails(queries, rope_queries, tails, cast(Any, ends.tolist()), scale, behind)
+
+    @staticmethod
+    def held(tails: Tails, row: int) -> list[mx.array]:
+        """Latents and parts of a row, those in segments first."""
+        *numbers, capacity, before = np.array(tails.table)[row].tolist()[:4]
+        count = before // max(tails.each, 1)
+        assert count * tails.each == before
+        more = np.array(tails.table)[row].tolist()[4 : 4 + 2 * count]
+        pieces = [
+            [SegmentReference.arrays[number] for number in pair]
+            for pair in zip(more[::2], more[1::2], strict=True)
+        ]
+        pieces.append([SegmentReference.arrays[number] for number in numbers])
+        assert {part.shape[2] for part in pieces[-1]} == {capacity}
+        return [mx.concatenate(list(parts), axis=2) for parts in zip(*pieces, strict=True)]
+
+
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test, in modules that the test imports too."""
@@ -358,7 +413,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
     kernel = Reference()
     Reference.calls = Reference.several = Reference.steps = Reference.by_address = 0
     over_segments = SegmentReference()
-    SegmentReference.calls = SegmentReference.several = 0
+    SegmentReference.calls = SegmentReference.several = LatentReference.calls = 0
     known_addresses(monkeypatch)
 
     def install() -> None:
@@ -368,6 +423,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(segments, "kernel_for", lambda queries, keys: over_segments)
         monkeypatch.setattr(segment_attention, "in_use", lambda: True)
         monkeypatch.setattr(attention_packed, "kernel_for", lambda *parts: PackedReference(parts[-1]))
+        monkeypatch.setattr(latent_kernel, "kernel_for", lambda *_: LatentReference())
         attention.install()
 
     yield install
