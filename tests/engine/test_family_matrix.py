@@ -68,6 +68,7 @@ ROWS = [
     *(Row(name, kv_bits=8) for name in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5")),
     *(Row(name, kv_bits=4) for name in ("qwen3", "falcon_h1")),
     *(Row(name, segment=GRID) for name in ("gemma3_text", "qwen3_5", "gpt_oss", "gemma4_text", "gemma3n")),
+    *(Row(name, segment=GRID) for name in ("deepseek_v3", "kimi_linear")),
     *(Row(name, kv_bits=bits, segment=GRID) for name, bits in (("qwen3", 8), ("falcon_h1", 4))),
 ]
 FAST = {Row("gemma3_text", segment=GRID), Row("qwen3_5", segment=GRID)}

@@ -36,6 +36,8 @@ SEGMENTS = [pytest.param(SEGMENT, id="full"), pytest.param(mlx_adapter.SEGMENT, 
 PREFIX = 3 * SEGMENT + 100
 """Tokens that requests share: three segments and a part."""
 MIXED = ("gemma3_text", "gpt_oss", "gemma4_text", "gemma3n", "qwen3_5", "falcon_h1")
+LATENTS = ("deepseek_v3", "kimi_linear")
+"""MLA, alone and beside recurrent layers."""
 N = 24
 LONG = 120
 """Tokens of an answer; of one beside which others surely come to decode."""
@@ -232,9 +234,9 @@ def test_four_requests_hold_their_prefix_once(
         assert_nothing_is_left(rig)
 
 
-@pytest.mark.parametrize("family", rest_slow(MIXED, "gemma3_text"))
+@pytest.mark.parametrize("family", rest_slow((*MIXED, *LATENTS), "gemma3_text", "deepseek_v3"))
 def test_layers_of_all_tokens_share_beside_others(family: str, tmp_path: Path):
-    """Windows and recurrent state beside them are each request's own."""
+    """Windows and recurrent state beside them are each request's own. Latents of MLA are shared, too."""
     folder = build_family(family, tmp_path / family)
     with Rig(folder, segment=SEGMENT) as rig:
         alone = [rig.run(tokens, LONG).got for tokens in PROMPTS]
@@ -364,7 +366,13 @@ def test_memory_for_a_prefix_that_somebody_holds_is_asked_for_once(model: Path, 
             ("gemma4_text", True),
             ("gemma3n", True),
         ),
-        *(("falcon_h1", True), ("deepseek_v3", False), ("mamba2", False), ("recurrent_gemma", False)),
+        *(
+            ("falcon_h1", True),
+            ("deepseek_v3", True),
+            ("deepseek_v32", False),
+            ("mamba2", False),
+            ("recurrent_gemma", False),
+        ),
     ],
 )
 def test_models_that_attend_otherwise_stay_as_they_are(name: str, shares: bool, tmp_path: Path):

@@ -9,7 +9,7 @@ them, but nothing of such a model is reused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -267,8 +267,9 @@ def quantised(cache: Cache, how: Quantisation) -> Cache:
     return [map_leaves(replaced, layer) for layer in cache]
 
 
-def segmented(cache: Cache) -> Cache:
-    """`cache`, empty, in which a cache that can hold segments replaces every `KVCache`, packed or not.
+def segmented(cache: Cache, latents: Collection[str] = ()) -> Cache:
+    """`cache`, empty, in which a cache that can hold segments replaces every `KVCache`, packed or not; layers
+    of these names keep `latents` of MLA.
 
     Returns an empty list if it has no `KVCache`. On CUDA it may have no others: our steps read all layers
     alike.
@@ -279,7 +280,9 @@ def segmented(cache: Cache) -> Cache:
         nonlocal replaced
         replaced += (kind := type(leaf)) in (KVCache, QuantisedKVCache)
         if kind is KVCache:
-            return SegmentedKVCache(names[id(leaf)])
+            held = SegmentedKVCache(names[id(leaf)])
+            held.latents = held.layer in latents
+            return held
         return SegmentedQuantisedKVCache(leaf.how, names[id(leaf)]) if kind is QuantisedKVCache else leaf
 
     changed = [map_leaves(change, layer) for layer in cache]
@@ -510,7 +513,7 @@ LATENTS = "latents"
 
 def keeps_latents(leaf: Any) -> bool:
     """Whether a leaf with tokens in it keeps latents of MLA."""
-    if type(leaf) is not KVCache or leaf.keys is None or leaf.values is None:
+    if not isinstance(leaf, KVCache) or leaf.keys is None or leaf.values is None:
         return False
     return leaf.keys.shape[1] == 1 and leaf.keys.shape[3] != leaf.values.shape[3]
 

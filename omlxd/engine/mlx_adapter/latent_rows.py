@@ -33,7 +33,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from . import attention, latent_kernel
+from . import attention, latent_kernel, segments
 from .addressed_rows import AddressedKVCache, tails_of
 from .own_rows import OwnRowsKVCache, RowsOfOwn, append, each_row, offsets_of
 from .row_attention import Pair
@@ -148,25 +148,21 @@ class LatentRowsKVCache(LatentRows, OwnRowsKVCache):
             append(row, *new)
 
     def _whole(self, row: int) -> Pair:
-        return self.rows[row].keys_and_values()
+        held = self.rows[row]
+        return held.whole() if getattr(held, "segments", ()) else held.keys_and_values()
 
     def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float) -> mx.array:
         """Heads and tokens of a row are rows of one product: MLX's own reads the latents once a head."""
-        out: list[mx.array] = []
-        for row in range(len(self.rows)):
-            own = slice(row * self.new, (row + 1) * self.new)
-            latents, parts = self._whole(row)
-            query, turned = (
-                array[own].reshape(1, 1, -1, array.shape[3]) for array in (queries, rope_queries)
-            )
-            scores = (query * scale) @ latents.swapaxes(-1, -2) + turned @ parts.swapaxes(-1, -2)
-            if self.new > 1:
-                columns, seen = mx.arange(latents.shape[2]), latents.shape[2] - self.new + mx.arange(self.new)
-                hidden = columns > mx.repeat(seen, queries.shape[1])[:, None]
-                scores = mx.where(hidden, -mx.inf, scores)
-            got = mx.softmax(scores, axis=-1, precise=True) @ latents
-            out.append(got.reshape(queries[own].shape))
-        return mx.concatenate(out)
+        rows, (_, heads, _, width) = len(self.rows), queries.shape
+        both = mx.concatenate([queries * scale, rope_queries], axis=-1)
+        both = both.reshape(rows, self.new, heads, -1).swapaxes(1, 2)
+        held = [getattr(row, "segments", ()) for row in self.rows]
+        tails = [
+            row.tail() if own else row.keys_and_values() for row, own in zip(self.rows, held, strict=True)
+        ]
+        layer = getattr(self.rows[0], "layer", "")
+        got = segments.by_rows(both, layer, held, tails, 1.0, latents=True)
+        return got.swapaxes(1, 2).reshape(rows * self.new, heads, 1, width)
 
 
 class AddressedLatentsKVCache(LatentRows, AddressedKVCache):

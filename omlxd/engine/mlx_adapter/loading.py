@@ -369,27 +369,34 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     """From now on `model`'s caches can hold segments of so many tokens.
 
     Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut. `by_kernel`: nor where
-    steps that read them are not fused. Rows that share segments keep arrays of their own in a batch. Kernels
-    take segments of equal length, so where there are any no short one is cut.
+    steps that read them are not fused, but for latents on CUDA. Rows that share segments keep arrays of
+    their own in a batch. Kernels take segments of equal length, so where there are any no short one is cut.
     """
     fresh = _make_cache(model)
     if not tokens or not (held := segmented(fresh())):
         return LiveSegments()
+    latents = _latents_of(model)
+
+    def make_cache() -> Cache:
+        return segmented(fresh(), latents)
+
     segments.install()
-    if not segments.can_share(model, lambda: segmented(fresh())):
+    if not segments.can_share(model, make_cache):
         return LiveSegments()
     if len(holders := segments.segmented_layers(held)) < len(leaves(held)):
         # Layers of several kinds: some may read others' KV.
-        far = distance(*segments.logits_behind(model, lambda: segmented(fresh())))
+        far = distance(*segments.logits_behind(model, make_cache))
         if not far < CLOSE:  # NaN too
             log.info("prefixes are not shared: logits behind segments differ by %.3g", far)
             return LiveSegments()
-    how = holders[0].how
-    if attention.installed() and not (packed_share(tokens) if how is not None else steps_share(model)):
+    how, by_address = holders[0].how, bool(latents) and attention.installed()
+    if attention.installed() and not by_address:
+        shares = packed_share(tokens) if how is not None else steps_share(model)
+    else:
+        shares = True
+    if not shares or (by_kernel and not by_address and not vars(model).get("omlxd_fused")):
         return LiveSegments()
-    if by_kernel and not vars(model).get("omlxd_fused"):
-        return LiveSegments()
-    model.make_cache = lambda: segmented(fresh())
+    model.make_cache = make_cache
     if not use_own_rows(model):
         model.make_cache = fresh
         return LiveSegments()

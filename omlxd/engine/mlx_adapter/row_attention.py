@@ -162,6 +162,7 @@ def fold(
     own: Sequence[Sequence[Pair]],
     scale: float,
     sinks: mx.array | None = None,
+    latents: bool = False,
 ) -> mx.array:
     """(rows, heads, new, width) of rows that attend to `shared`, and then each to its `own`, whose last
     tokens are the `new` ones.
@@ -170,8 +171,11 @@ def fold(
     once a query head. Products of weights and values go on from each other's sums, so that a BLAS which adds
     in order adds as over all at once.
 
-    sinks  (heads,)
+    sinks    (heads,)
+    latents  keys are latents of MLA, which are values too, and values the parts that RoPE turns; a query for
+             the one stands before that for the other
     """
+    score, which = (_by_latents, 0) if latents else (_by_keys, 1)
     rows, heads, new, width = queries.shape
     groups = own[0][-1][0].shape[1]
     each = heads // groups * new
@@ -179,11 +183,11 @@ def fold(
     ahead: list[mx.array] = []
     if shared:
         joint = folded.swapaxes(0, 1).reshape(1, groups, rows * each, width)
-        ahead = [_of_rows(joint @ keys.swapaxes(-1, -2), rows) for keys, _ in shared]
+        ahead = [_of_rows(score(joint, pair), rows) for pair in shared]
     weights: list[mx.array] = []
     for row, parts in enumerate(own):
         scores = [part[row : row + 1] for part in ahead]
-        scores += [folded[row : row + 1] @ keys.swapaxes(-1, -2) for keys, _ in parts]
+        scores += [score(folded[row : row + 1], pair) for pair in parts]
         if new > 1:
             length = parts[-1][0].shape[2]
             seen = mx.arange(length) <= mx.arange(length - new, length)[:, None]
@@ -193,19 +197,28 @@ def fold(
             scores.append(mx.repeat(sinks, new).reshape(1, groups, each, 1))
         weights.append(mx.softmax(_joined(scores, -1), axis=-1, precise=True))
     at, total = 0, None
-    for _, values in shared:
+    for values in (pair[which] for pair in shared):
         total = _add(total, _joined([x[..., at : at + values.shape[2]] for x in weights], 2), values)
         at += values.shape[2]
     before = None if total is None else _of_rows(total, rows)
     out: list[mx.array] = []
     for row, parts in enumerate(own):
         total, to = None if before is None else before[row : row + 1], at
-        for _, values in parts:
+        for values in (pair[which] for pair in parts):
             total = _add(total, weights[row][..., to : to + values.shape[2]], values)
             to += values.shape[2]
         assert total is not None
         out.append(total.reshape(1, heads, new, -1))
     return _joined(out, 0)
+
+
+def _by_keys(queries: mx.array, pair: Pair) -> mx.array:
+    return queries @ pair[0].swapaxes(-1, -2)
+
+
+def _by_latents(queries: mx.array, pair: Pair) -> mx.array:
+    width = pair[0].shape[3]
+    return _by_keys(queries[..., :width], pair) + queries[..., width:] @ pair[1].swapaxes(-1, -2)
 
 
 def _of_rows(x: mx.array, rows: int) -> mx.array:

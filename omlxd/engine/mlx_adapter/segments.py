@@ -157,6 +157,8 @@ class Segmented:
     """What caches of one sequence that may begin with segments have in common.
 
     layer      its name in the layout
+    latents    it keeps latents of MLA: a pass gets a joint copy, since models multiply parts by themselves;
+               rows of a batch do without (latent_rows.py)
     joint      attention reads a joint copy of segments and tail
     base       tokens in segments; `keys` and `values` are the tail, and `offset` counts all tokens
     unread     what `update_and_fetch` gave, until `attend` gets it
@@ -171,6 +173,7 @@ class Segmented:
     def __init__(self, layer: str = "", *given: Any):
         super().__init__(*given)
         self.layer = layer
+        self.latents = False
         self.joint = True
         self.segments: list[Segment] = []
         self.base = 0
@@ -199,6 +202,8 @@ class Segmented:
         self.offset -= self.base
         self._put(keys, values)
         self.offset += self.base
+        if self.latents:
+            return self.whole()
         self.unread = self.keys, self.values
         if self.how is None:
             attention.note_given(self.keys, self.values, self)
@@ -374,7 +379,7 @@ def attend(
 ) -> mx.array:
     """mlx-lm's `scaled_dot_product_attention`, which reads segments too. Raises RuntimeError."""
     held = attention.giver_of(keys, values) if cache is None else cache
-    if not isinstance(held, Segmented) or not held.segments:
+    if not isinstance(held, Segmented) or not held.segments or held.latents:
         return _next(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     cache, unread = held, held.unread
     if unread is not None and unread[0] is keys and unread[1] is values:
@@ -422,18 +427,20 @@ def by_rows(
     tails: Sequence[Pair],
     scale: float,
     sinks: mx.array | None = None,
+    latents: bool = False,
 ) -> mx.array:
     """(rows, heads, n, width): each row attends to the segments that it has, `held`, and to its tail. Rows
     that begin with the same segments read those once, together.
 
-    tails  unpacked
+    tails    unpacked
+    latents  as `fold` has it
     """
     out: list[mx.array] = [queries] * len(tails)
     for rows, shared in _sharing(held):
         own = [[*(segment.pair(layer) for segment in held[row][len(shared) :]), tails[row]] for row in rows]
         before = [segment.pair(layer) for segment in shared]
         some = queries[mx.array(rows)] if len(rows) < len(held) else queries
-        got = fold(some, before, own, scale, sinks)
+        got = fold(some, before, own, scale, sinks, latents)
         for index, row in enumerate(rows):
             out[row] = got[index : index + 1]
     return mx.concatenate(out)

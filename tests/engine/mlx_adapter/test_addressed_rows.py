@@ -202,12 +202,14 @@ def test_more_tokens_than_the_kernels_take_are_read_by_mlx(
     np.testing.assert_allclose(*out, atol=2e-2 if kind == "packed" else 1e-5)
 
 
-def test_rows_share_packed_kv(tmp_path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("family", ["qwen3 8", "deepseek_v3"])
+def test_rows_share_packed_kv_and_latents(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
     """Steps and passes over it give what a row has alone, as rows with other segments join and leave."""
     monkeypatch.setattr(attention_packed, "SPAN", 32)
     monkeypatch.setattr(attention_packed, "in_use", lambda: True)
-    folder = build_family("qwen3", tmp_path / "qwen3", changes={"head_dim": 64})
-    loaded = mlx_adapter.load(folder, Quantisation(8), segment=32)
+    name, _, bits = family.partition(" ")
+    folder = build_family(name, tmp_path / name, changes={"head_dim": 64} if bits else None)
+    loaded = mlx_adapter.load(folder, Quantisation(8) if bits else None, segment=32)
     assert loaded.segments.tokens == 32
 
     def prefilled(length: int, seed: int) -> mlx_adapter.Cache:
@@ -250,7 +252,9 @@ def test_rows_share_packed_kv(tmp_path, monkeypatch: pytest.MonkeyPatch):
     for new, forget in ((1, 0), (5, 2), (1, 0), (1, 0)):
         check([0, 1, 2], new, forget)
     mlx_adapter.extend(batch, mlx_adapter.copied(alone[3]))
-    assert leaf.addresses()[1][7:] == [0] * 73, "room for 12 segments"
+    room = [0] * (12 * 6 + 1) if bits else [0] * (12 * 2 + 1)
+    assert leaf.addresses()[1][-len(room) :] == room, "room for 12 segments"
+    assert len(leaf.addresses()[1]) == len(room) + (7 if bits else 3)
     for new, forget in ((1, 0), (3, 1), (1, 0)):
         check([0, 1, 2, 3], new, forget)
     mlx_adapter.let_go(mlx_adapter.keep_rows(batch, [2, 1]))
