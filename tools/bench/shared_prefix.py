@@ -1,12 +1,13 @@
 """Decoding rows that share a prefix, with its KV held once and held by each.
 
-    python -m tools.bench.shared_prefix [--shape smollm2] [--tokens 20000] [--rows 1,4] [--new 1]
-        [--kv-bits 8]
+    python -m tools.bench.shared_prefix [--shape smollm2 | --model FOLDER] [--tokens 20000] [--rows 1,4]
+        [--new 1] [--kv-bits 8]
 
-Random KV stands for the prompts, so nothing is prefilled: `--tokens` are shared, and each row has `--own`
-tokens behind. Both kinds take turns, so that a load on the machine slows both: `--run` steps, each started
-before the one before has been read, or a pass of several tokens. A row of output for each number of rows:
-milliseconds a step (median, fastest), bytes of live KV, the logits' largest difference.
+Random KV stands for the prompts of a shape, so nothing is prefilled. A model of a folder, of any family, is
+loaded twice and computes them. `--tokens` are shared, and each row has `--own` tokens behind. Both kinds take
+turns, so that a load on the machine slows both: `--run` steps, each started before the one before has been
+read, or a pass of several tokens. A row of output for each number of rows: milliseconds a step (median,
+fastest), bytes of live KV, the logits' largest difference.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from omlxd.engine import blas
@@ -23,10 +25,12 @@ blas.put_first()  # As an engine does, before anything imports MLX.
 
 import mlx.core as mx  # noqa: E402
 
+from omlxd.common.units import PREFILL_CHUNK  # noqa: E402
 from omlxd.engine import mlx_adapter  # noqa: E402
 from omlxd.engine.mlx_adapter import (  # noqa: E402
     Cache,
     CompiledStep,
+    LoadedModel,
     Quantisation,
     Segment,
     attention,
@@ -76,6 +80,26 @@ def shared(model: Any, segments: list[Segment], base: int, own: dict[str, mx.arr
     return cache
 
 
+def prompts(loaded: LoadedModel, tokens: int, own: int, rows: int) -> list[Cache]:
+    """Rows whose prompts begin with the same `tokens`. They share segments where `loaded` has any."""
+    length, block, live = tokens + own, 64, loaded.segments
+    given = mx.random.randint(5, 200, (1, tokens), key=mx.random.key(0))
+    first = mlx_adapter.new_cache(loaded.model, length + 512)
+    for start in range(0, tokens, PREFILL_CHUNK):
+        loaded.model(given[:, start : start + PREFILL_CHUNK], cache=first)
+        mx.eval(mlx_adapter.state_arrays(first))
+    names = [at.to_bytes(4) for at in range(tokens // block)]
+    live.cut(first, names, block, length, length + 512, last=True)
+    made: list[Cache] = []
+    for seed in range(1, rows + 1):
+        cache = mlx_adapter.copied(first)
+        loaded.model(mx.random.randint(5, 200, (1, own), key=mx.random.key(seed)), cache=cache)
+        mx.eval(mlx_adapter.state_arrays(cache))
+        mlx_adapter.after_prefill(cache, length)
+        made.append(cache)
+    return made
+
+
 def held(make: Callable[[], Cache]) -> tuple[Cache, int]:
     """A cache and the bytes that it added."""
     before = mx.get_active_memory()
@@ -85,9 +109,35 @@ def held(make: Callable[[], Cache]) -> tuple[Cache, int]:
     return cache, mx.get_active_memory() - before
 
 
+def compare(options: argparse.Namespace, rows: int, each: dict[str, tuple[LoadedModel, Cache, int]]) -> None:
+    """Steps or passes of each kind in turns: a row of output."""
+    tokens = mx.zeros((rows, options.new), mx.int32)
+    steps = {kind: CompiledStep(loaded.model) for kind, (loaded, _, _) in each.items()}
+    done = dict.fromkeys(each, 0)
+    times: dict[str, list[float]] = {kind: [] for kind in each}
+    logits: dict[str, mx.array] = {}
+    for _ in range(options.passes):
+        for kind, (loaded, cache, _) in each.items():
+            began = time.perf_counter()
+            for _ in range(options.run):
+                plain = options.new == 1
+                step = steps[kind](tokens, cache, done[kind]) if plain else None
+                logits[kind] = loaded.model(tokens, cache=cache) if step is None else step
+                done[kind] += 1
+                mx.async_eval(logits[kind], mlx_adapter.state_arrays(cache))
+            mx.eval(logits[kind], mlx_adapter.state_arrays(cache))
+            times[kind].append((time.perf_counter() - began) * 1e3 / options.run)
+            if options.new > 1:
+                mlx_adapter.trim(cache, [options.new] * rows)
+    spoken = [f"{statistics.median(times[k]):.1f}, {min(times[k]):.1f}" for k in times]
+    far = mx.abs(logits["private"] - logits["shared"]).max().item()
+    row(rows, *spoken, *(nbytes / 1e6 for _, _, nbytes in each.values()), f"{far:.1e}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", default="smollm2", choices=SHAPES)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--tokens", type=int, default=20000)
     parser.add_argument("--own", type=int, default=500)
     parser.add_argument("--rows", default="1,4")
@@ -101,6 +151,23 @@ def main() -> int:
     attention.install()
     row_attention.install()
     how = Quantisation(options.kv_bits) if options.kv_bits else None
+    row("rows", "private ms", "shared ms", "private MB", "shared MB", "difference")
+    row(*["---"] * 6)
+    if options.model:
+        each = {"private": mlx_adapter.load(options.model, how)}
+        each["shared"] = mlx_adapter.load(options.model, how, segment=options.segment)
+        assert each["shared"].segments.tokens, "this model shares nothing"
+        for rows in map(int, options.rows.split(",")):
+            taken: dict[str, tuple[LoadedModel, Cache, int]] = {}
+            for kind, loaded in each.items():
+                cache, size = held(
+                    lambda loaded=loaded, rows=rows: mlx_adapter.merge(
+                        prompts(loaded, options.tokens, options.own, rows)
+                    )
+                )
+                taken[kind] = loaded, cache, size
+            compare(options, rows, taken)
+        return 0
     loaded = build(shape, kv=how)
     products.prepare(loaded.model)
     assert loaded.layout is not None
@@ -108,8 +175,6 @@ def main() -> int:
     count = options.tokens // size
     prefix = [random_kv(shape, how, size, i) for i in range(count)]
     prefix_bytes = count * loaded.layout.nbytes(size)
-    row("rows", "private ms", "shared ms", "private MB", "shared MB", "difference")
-    row(*["---"] * 6)
     for rows in map(int, options.rows.split(",")):
         owns = [random_kv(shape, how, options.own + options.tokens % size, 100 + i) for i in range(rows)]
         vars(loaded.model).pop("make_cache", None)
@@ -119,7 +184,6 @@ def main() -> int:
             lambda owns=owns: mlx_adapter.merge([private(loaded.model, prefix, own) for own in owns])
         )
         live = mlx_adapter.share_prefixes(loaded.model, size)
-        compiled = CompiledStep(loaded.model)
         assert live.tokens, "this model shares nothing"
         segments = [Segment(kv, how) for kv in prefix]
         shared_cache, shared_bytes = held(
@@ -127,27 +191,9 @@ def main() -> int:
                 [shared(loaded.model, segments, count * size, own) for own in owns]
             )
         )
-        tokens = mx.zeros((rows, options.new), mx.int32)
-        done = {"private": 0, "shared": 0}
-        times: dict[str, list[float]] = {"private": [], "shared": []}
-        logits: dict[str, mx.array] = {}
-        for _ in range(options.passes):
-            for kind, cache in (("private", private_cache), ("shared", shared_cache)):
-                began = time.perf_counter()
-                for _ in range(options.run):
-                    plain = options.new == 1
-                    step = compiled(tokens, cache, done[kind]) if plain else None
-                    logits[kind] = loaded.model(tokens, cache=cache) if step is None else step
-                    done[kind] += 1
-                    mx.async_eval(logits[kind], mlx_adapter.state_arrays(cache))
-                mx.eval(logits[kind], mlx_adapter.state_arrays(cache))
-                times[kind].append((time.perf_counter() - began) * 1e3 / options.run)
-                if options.new > 1:
-                    mlx_adapter.trim(cache, [options.new] * rows)
-        spoken = [f"{statistics.median(times[k]):.1f}, {min(times[k]):.1f}" for k in times]
-        far = mx.abs(logits["private"] - logits["shared"]).max().item()
-        row(rows, *spoken, private_bytes / 1e6, (shared_bytes + prefix_bytes) / 1e6, f"{far:.1e}")
-        del private_cache, shared_cache, segments
+        both = shared_cache, shared_bytes + prefix_bytes
+        compare(options, rows, {"private": (loaded, private_cache, private_bytes), "shared": (loaded, *both)})
+        del private_cache, shared_cache, segments, both
         mlx_adapter.give_memory_back()
     return 0
 

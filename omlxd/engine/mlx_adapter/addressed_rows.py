@@ -329,7 +329,8 @@ class AddressedKVCache(RowsOfOwn):
             tail = self.tails[0]
             kernel = attention_packed.kernel_for(queries, tail.keys, tail.values, self.how)
         elif self.shared is not None:
-            kernel, how = segments.kernel_for(queries, keys), {"shared": self.shared}
+            kernel = segments.kernel_for(queries, keys, sinks)
+            how = {"shared": self.shared, "sinks": sinks}
         else:
             kernel = attention.kernel_for(queries, keys, self.window > 0, sinks)
             how = {"window": self.window, "sinks": sinks}

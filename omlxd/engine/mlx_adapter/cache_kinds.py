@@ -271,14 +271,12 @@ def segmented(cache: Cache, latents: Collection[str] = ()) -> Cache:
     """`cache`, empty, in which a cache that can hold segments replaces every `KVCache`, packed or not; layers
     of these names keep `latents` of MLA.
 
-    Returns an empty list if it has no `KVCache`. On CUDA it may have no others: our steps read all layers
-    alike.
+    Returns an empty list if it has no `KVCache`.
     """
-    names, replaced = {id(leaf): name for name, leaf in leaves(cache)}, 0
+    names = {id(leaf): name for name, leaf in leaves(cache)}
 
     def change(leaf: Any) -> Any:
-        nonlocal replaced
-        replaced += (kind := type(leaf)) in (KVCache, QuantisedKVCache)
+        kind = type(leaf)
         if kind is KVCache:
             held = SegmentedKVCache(names[id(leaf)])
             held.latents = held.layer in latents
@@ -286,7 +284,7 @@ def segmented(cache: Cache, latents: Collection[str] = ()) -> Cache:
         return SegmentedQuantisedKVCache(leaf.how, names[id(leaf)]) if kind is QuantisedKVCache else leaf
 
     changed = [map_leaves(change, layer) for layer in cache]
-    return changed if replaced == len(names) or (replaced and not attention.installed()) else []
+    return changed if any(isinstance(leaf, Segmented) for _, leaf in leaves(changed)) else []
 
 
 def is_batchable(cache: Cache) -> bool:

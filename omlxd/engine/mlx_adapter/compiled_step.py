@@ -209,9 +209,9 @@ class StepKV:
         elif self.shared is None:
             kernel = attention.kernel_for(queries, fresh[0], self._window > 0, sinks)
             step = kernel and kernel.step(queries, put, held, *ends, scale, sinks)
-        elif sinks is None:
-            over_segments = segments.kernel_for(queries, fresh[0])
-            step = over_segments and over_segments.step(queries, put, held, self.shared, *ends, scale)
+        else:
+            over_segments = segments.kernel_for(queries, fresh[0], sinks)
+            step = over_segments and over_segments.step(queries, put, held, self.shared, *ends, scale, sinks)
         if step is None:
             raise Untraceable("no kernel for this attention")
         out, self.keys, self.values = step
@@ -348,7 +348,8 @@ class CompiledStep:
         own = [kind for kind in kinds if issubclass(kind, AddressedKVCache)]
         if self._off or not kinds <= TRACED or (own and not (len(kinds) == 1 and first.tails)):
             return None
-        tails, shared = _tails(first), getattr(first, "shared", None)
+        tails, sharing = _tails(first), [getattr(layer, "shared", None) for layer in cache]
+        shared = next((one for one in sharing if one is not None), None)
         if shared is not None and ((not tails and first.keys is None) or not segment_attention.in_use()):
             return None
         counts = counts or [tokens.shape[1]] * len(tokens)
@@ -373,13 +374,14 @@ class CompiledStep:
         held: list[Any] = []
         if shared is not None:
             shared = first.shared_by(counts, size) if count > 1 else shared
-            held = [*shared[1:], *(layer.shared.addresses for layer in cache)]
+            held = [*shared[1:], *(one.addresses for one in sharing if one is not None)]
             shape += shared.table.shape[0], *shared[3:]
         if shape not in self._functions and not fused and steps < AFTER:
             return None
         values = [() if tails else layer.values for layer in cache]
         try:
-            function = self._function(shape, cache, windows, fused)
+            shares = [one is not None for one in sharing]
+            function = self._function(shape, cache, windows, shares, fused)
             arrays = [at.arrays(counts, size) for at in places.values() if at is not None]
             owners = [owners_of(counts, size)] if count > 1 else []
             logits, keys, values = function(tokens, keys, values, arrays, held, owners)
@@ -419,7 +421,7 @@ class CompiledStep:
         return fused.most_rows if all(type(layer) in TRACED for layer in cache) else 0
 
     def _function(
-        self, shape: tuple[Any, ...], cache: Cache, windows: list[int], fused: bool
+        self, shape: tuple[Any, ...], cache: Cache, windows: list[int], shares: list[bool], fused: bool
     ) -> Callable[..., Any]:
         """What computes a step of this shape, as `_trace` does."""
         function = self._functions.pop(shape, None)
@@ -429,9 +431,9 @@ class CompiledStep:
             if any(_shape(layer) != held[window] for window, layer in zip(windows, cache, strict=True)):
                 raise Untraceable("layers keep different KV")
             if fused:
-                function = partial(self._trace, windows, mx.compile(self._trace_layers))
+                function = partial(self._trace, windows, shares, mx.compile(self._trace_layers))
             else:
-                function = mx.compile(partial(self._trace, windows, None))
+                function = mx.compile(partial(self._trace, windows, shares, None))
             if len(self._functions) >= (FUSED_FUNCTIONS if fused else FUNCTIONS):
                 self._functions.popitem(last=False)
         self._functions[shape] = function
@@ -463,6 +465,7 @@ class CompiledStep:
     def _trace(
         self,
         windows: list[int],
+        shares: list[bool],
         some: Callable[..., Any] | None,
         tokens: mx.array,
         keys: list[Any],
@@ -471,13 +474,14 @@ class CompiledStep:
         held: list[Any],
         owners: list[mx.array],
     ) -> tuple[mx.array, list[Any], list[Any]]:
-        """`windows`: of each layer. `some`: `_trace_layers`, compiled, of a fused step. `places`: as
-        `Next.arrays`, of each window in the order of the layers. `held`: what all layers have of `Shared`,
-        and each layer's addresses; empty where no row has segments.
+        """`windows`: of each layer. `shares`: whether rows hold segments of it. `some`: `_trace_layers`,
+        compiled, of a fused step. `places`: as `Next.arrays`, of each window in the order of the layers.
+        `held`: what those that share have of `Shared`, and the addresses of each; empty where none does.
         `owners`: empty where each row has one token."""
         at = dict(zip(dict.fromkeys(windows), places, strict=True))
-        shared = [Shared(addresses, *held[:5]) for addresses in held[5:]]
-        of_layers = zip(keys, values, windows, shared or [None] * len(keys), strict=True)
+        addresses = iter(held[5:])
+        shared = [Shared(next(addresses), *held[:5]) if its else None for its in shares]
+        of_layers = zip(keys, values, windows, shared, strict=True)
         layers = [
             StepKV(
                 own_keys,

@@ -179,16 +179,20 @@ def _addresses_code() -> _Code:
 
 
 class SegmentKernel:
-    """Attention of rows that hold segments, beside `tails`, which reads the rest of each. Its kernels compile
-    now. Raises what NVRTC, the driver and MLX raise."""
+    """Attention of rows that hold segments, beside `tails`, which reads the rest of each.
 
-    def __init__(self, tails: Kernel):
+    sinks  it has these
+
+    Its kernels compile now. Raises what NVRTC, the driver and MLX raise.
+    """
+
+    def __init__(self, tails: Kernel, sinks: bool = False):
         self._tails = tails
         self.most_new = tails.most_new
         cuts = dict.fromkeys((tails.span, TILE_SPAN))
         self._code = _Code(
             {"": segments_source(tails.width, tails.group, tails.dtype)}
-            | {cut: merge_source(tails.width, tails.dtype, cut) for cut in cuts}
+            | {cut: merge_source(tails.width, tails.dtype, cut, sinks) for cut in cuts}
         )
 
     def __call__(
@@ -199,9 +203,10 @@ class SegmentKernel:
         values: mx.array,
         places: tuple[Sequence[int], Sequence[int]],
         scale: float,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """As `attention_kernel.Kernel`, whose `keys` and `values` are the rows' tails here."""
-        return self._attend(queries, shared, (keys, values), *constants_of(places), scale)
+        return self._attend(queries, shared, (keys, values), *constants_of(places), scale, sinks)
 
     def over_tails(
         self,
@@ -213,9 +218,10 @@ class SegmentKernel:
         shared: Shared,
         fresh: Sequence[mx.array] = (),
         behind: mx.array | None = None,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """As `Kernel.over_tails`."""
-        return self._attend(queries, shared, tails, *constants_of(places), scale, fresh, behind)
+        return self._attend(queries, shared, tails, *constants_of(places), scale, sinks, fresh, behind)
 
     def step(
         self,
@@ -226,9 +232,10 @@ class SegmentKernel:
         starts: mx.array,
         ends: mx.array,
         scale: float,
+        sinks: mx.array | None = None,
     ) -> tuple[mx.array, Any, Any]:
         """As `Kernel.step`."""
-        return self._attend(queries, shared, held, starts, ends, scale, fresh), *kept(held)
+        return self._attend(queries, shared, held, starts, ends, scale, sinks, fresh), *kept(held)
 
     def _attend(
         self,
@@ -238,6 +245,7 @@ class SegmentKernel:
         starts: mx.array,
         ends: mx.array,
         scale: float,
+        sinks: mx.array | None = None,
         fresh: Sequence[mx.array] = (),
         behind: mx.array | None = None,
     ) -> mx.array:
@@ -247,6 +255,7 @@ class SegmentKernel:
         )
         kv_heads = queries.shape[1] // self._tails.group
         rows, heads, new, width = queries.shape
+        last = [] if sinks is None else [sinks]
         parts, segments = -(-shared.tokens // SPAN), shared.table.shape[0]
         most, most_tiles = parts * shared.most, segment_kernel.most_tiles(width)
         tiles = -(-rows * self._tails.group * new // (8 * most_tiles))
@@ -263,8 +272,8 @@ class SegmentKernel:
         )
         return self._code.run(
             cut,
-            [sums, weights, shared.counts, tail_sums, tail_weights, starts, ends],
-            [parts, most, tail_sums.shape[-2], heads * new],
+            [sums, weights, shared.counts, tail_sums, tail_weights, starts, ends, *last],
+            [parts, most, tail_sums.shape[-2], heads * new, new],
             grid=(rows * heads * new * (32 * MERGE_WARPS + width), 1, 1),
             threadgroup=(32 * MERGE_WARPS + width, 1, 1),
             output_shapes=[queries.shape],
@@ -284,17 +293,17 @@ _used: list[SegmentKernel] = []
 
 
 @cache
-def checked(tails: Kernel) -> SegmentKernel | None:
+def checked(tails: Kernel, sinks: bool = False) -> SegmentKernel | None:
     """What reads segments beside `tails`; None, and a line in the log, where it does not compute what MLX's
     own attention does, or not the same bits for a row alone."""
     began, far = time.perf_counter(), 0.0
     if tails.width not in WIDTHS or tails.group > MOST_GROUP:
         return None
     try:
-        kernel = SegmentKernel(tails)
+        kernel = SegmentKernel(tails, sinks)
         for new in {1, min(5, tails.most_new)}:
             for tokens, rows in _CASES:
-                far = max(far, _difference(kernel, tails, tokens, rows, new))
+                far = max(far, _difference(kernel, tails, tokens, rows, new, sinks))
     except Exception as error:
         log.warning("KV in segments is read by MLX's own products: our kernel does not run here (%s)", error)
         return None
@@ -340,7 +349,9 @@ _CASES = ((2 * SPAN, ([0, 1, 2], [0, 1], [], [0, 1])), (16, (list(range(19)), [2
 """Tokens of a segment, and each row's segments, by number."""
 
 
-def _difference(kernel: SegmentKernel, tails: Kernel, tokens: int, rows: Any, new: int) -> float:
+def _difference(
+    kernel: SegmentKernel, tails: Kernel, tokens: int, rows: Any, new: int, sinks: bool = False
+) -> float:
     """The largest from MLX's own in float32; infinite where a row alone has other bits. NaN too."""
     width, kv_heads, scale = tails.width, 2, tails.width**-0.5
     ends, capacity = [900, 77, 130, new][: len(rows)], 1024
@@ -355,14 +366,15 @@ def _difference(kernel: SegmentKernel, tails: Kernel, tokens: int, rows: Any, ne
     ]
     keys, values = (random(len(rows), kv_heads, capacity, width, seed=500 + i) for i in (0, 1))
     queries = random(len(rows), kv_heads * tails.group, new, width, seed=502)
+    its = random(kv_heads * tails.group, seed=503) + 5 if sinks else None
 
     def attend(which: list[int]) -> mx.array:
         own = [rows[row] for row in which]
         at = mx.array(which)
         given, places = (keys[at], values[at]), ([0] * len(which), [ends[row] for row in which])
         if not any(own):
-            return tails(queries[at], *given, places, scale)
-        return kernel(queries[at], _shared_of(held, own), *given, places, scale)
+            return tails(queries[at], *given, places, scale, sinks=its)
+        return kernel(queries[at], _shared_of(held, own), *given, places, scale, sinks=its)
 
     together, far = attend(list(range(len(rows)))), 0.0
     for row, (numbers, end) in enumerate(zip(rows, ends, strict=True)):
@@ -372,7 +384,9 @@ def _difference(kernel: SegmentKernel, tails: Kernel, tokens: int, rows: Any, ne
         ]
         exact = [mx.concatenate(list(parts), axis=2).astype(mx.float32) for parts in zip(*own, strict=True)]
         query = queries[row : row + 1].astype(mx.float32)
-        want = mx.fast.scaled_dot_product_attention(query, *exact, scale=scale, mask="causal")
+        want = mx.fast.scaled_dot_product_attention(
+            query, *exact, scale=scale, mask="causal", sinks=None if its is None else its.astype(mx.float32)
+        )
         if not mx.array_equal(attend([row])[0], together[row]).item():
             return float("inf")
         one = cast(float, mx.abs(together[row : row + 1].astype(mx.float32) - want).max().item())

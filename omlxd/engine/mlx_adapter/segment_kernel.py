@@ -264,12 +264,14 @@ _MERGE = """
     const float* own = tail_weights + head * tail_most * 2;
     float best = -1e30f, total = 0.f;
     for (int s = 0; s < spans; s++) best = fmaxf(best, own[s * 2]);
+    SINK
     #pragma unroll 4
     for (int s = 0; s < spans; s++) {
       const float weight = omlxd_exp2(own[s * 2] - best);
       total += weight * own[s * 2 + 1];
       x += weight * tail_sums[(head * tail_most + s) * D + d];
     }
+    if (SINKS) total = __fadd_rn(total, omlxd_exp2(sink - best));
     if (d == 0) { tail_best = best; tail_total = total; }
   }
   __syncthreads();
@@ -287,6 +289,10 @@ _MERGE = """
   }
   out[head * D + d] = omlxd_round<T>(x / mass);
 """
+
+
+_SINK = """const float sink = omlxd_float<T>(sinks[head % queries / new_tokens]) * 1.44269504f;
+    best = fmaxf(best, sink);"""
 
 
 def _constants(**numbers: int) -> str:
@@ -327,15 +333,17 @@ def segments_source(width: int, group: int, dtype: Any) -> tuple[str, str]:
     return name, f'{head}extern "C" __global__ void {bounds} {name}({arguments}) {{\n{_BODY}\n}}\n'
 
 
-def merge_source(width: int, dtype: Any, span: int) -> tuple[str, str]:
-    """(function, CUDA source). `span`: tokens of a part of a tail."""
+def merge_source(width: int, dtype: Any, span: int, sinks: bool = False) -> tuple[str, str]:
+    """(function, CUDA source). `span`: tokens of a part of a tail. `sinks`: as attention_source.py's."""
     kind = TYPES[dtype]
-    numbers = {"D": width, "WARPS": MERGE_WARPS, "TAIL_SPAN": span}
+    numbers = {"D": width, "WARPS": MERGE_WARPS, "TAIL_SPAN": span, "SINKS": int(sinks)}
     name = "_".join(["omlxd_segments_merge", kind, *map(str, numbers.values())])
     arguments = (
         "const float* sums, const float* weights, const int* counts, "
-        "const float* tail_sums, const float* tail_weights, const int* starts, const int* ends, T* out, "
-        "const int parts, const int most, const int tail_most, const int queries"
+        f"const float* tail_sums, const float* tail_weights, const int* starts, const int* ends, "
+        f"{'const T* sinks, ' * sinks}T* out, "
+        "const int parts, const int most, const int tail_most, const int queries, const int new_tokens"
     )
     head = f"{HEADER}using T = {kind};\n{_constants(**numbers)}"
-    return name, f'{head}extern "C" __global__ void {name}({arguments}) {{\n{_MERGE}\n}}\n'
+    body = _MERGE.replace("SINK\n", f"{_SINK if sinks else 'const float sink = 0.f;'}\n")
+    return name, f'{head}extern "C" __global__ void {name}({arguments}) {{\n{body}\n}}\n'

@@ -386,15 +386,14 @@ def attend(
         cache.unread = None
     _check_read(cache)  # Layers that share this one's KV read it again.
     plain = (mask is None or isinstance(mask, str)) and not cache.joint
-    by_kernel = plain and sinks is None
-    if by_kernel and isinstance(cache, SegmentedQuantisedKVCache):
+    if plain and sinks is None and isinstance(cache, SegmentedQuantisedKVCache):
         out = _packed_by_address(queries, cache, scale)
         if out is not None:
             return out
-    kernel = kernel_for(queries, keys) if by_kernel and cache.how is None else None
+    kernel = kernel_for(queries, keys, sinks) if plain and cache.how is None else None
     if kernel is not None and queries.shape[2] <= kernel.most_new:
         places = [0], [cache.offset - cache.base]
-        return kernel(queries, cast(Shared, cache.shared), keys, values, places, scale)
+        return kernel(queries, cast(Shared, cache.shared), keys, values, places, scale, sinks)
     if plain and queries.shape[2] <= FEW:
         parts = [*(segment.pair(cache.layer) for segment in cache.segments), cache.tail()]
         return fold(queries, [], [parts], scale, sinks)
@@ -460,10 +459,10 @@ def _sharing(segments: Sequence[Sequence[Segment]]) -> list[tuple[list[int], lis
     return list(found.values())
 
 
-def kernel_for(queries: mx.array, keys: mx.array) -> SegmentKernel | None:
+def kernel_for(queries: mx.array, keys: mx.array, sinks: mx.array | None = None) -> SegmentKernel | None:
     """What reads segments and tails together; None: MLX's products do. On CUDA alone."""
-    tails = attention.kernel_for(queries, keys) if attention.installed() else None
-    return segment_attention.checked(tails) if tails is not None else None
+    tails = attention.kernel_for(queries, keys, sinks=sinks) if attention.installed() else None
+    return segment_attention.checked(tails, sinks is not None) if tails is not None else None
 
 
 def can_share(model: Any, make_cache: Any) -> bool:
@@ -483,15 +482,16 @@ def can_share(model: Any, make_cache: Any) -> bool:
 
 
 def logits_behind(model: Any, make_cache: Any) -> tuple[mx.array, mx.array]:
-    """Logits of two tokens behind four that are in a segment, and behind the same that are not."""
+    """Logits of two tokens behind `FIRST` in a segment, and behind the same that are not."""
     model(mx.array([FIRST]), cache=(whole := make_cache()))
     single = _behind_a_segment(model, make_cache())
-    got, want = (model(mx.array([[14, 15]]), cache=cache) for cache in (single, whole))
+    got, want = (model(mx.array([[34, 35]]), cache=cache) for cache in (single, whole))
+    mx.eval(got, want)  # As long as the segment lives: a kernel was told where it lies.
     return got, want
 
 
-FIRST = [5, 6, 7, 8]
-"""Tokens of a check."""
+FIRST = [*range(5, 21)]
+"""Tokens of a check: as many as the kernel reads at once, which it must not leave out."""
 
 
 def _behind_a_segment(model: Any, cache: Any) -> Any:

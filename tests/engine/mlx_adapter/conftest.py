@@ -189,9 +189,10 @@ class SegmentReference:
         values: mx.array,
         places: tuple[list[int], list[int]],
         scale: float,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         starts, ends = (mx.array(at) for at in places)
-        return self._attend(queries, shared, keys, values, starts, ends, scale)
+        return self._attend(queries, shared, keys, values, starts, ends, scale, sinks)
 
     def step(
         self,
@@ -202,13 +203,14 @@ class SegmentReference:
         starts: mx.array,
         ends: mx.array,
         scale: float,
+        sinks: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         if isinstance(held, Tails):
             places = starts.tolist(), ends.tolist()
-            out = self.over_tails(queries, held, places, scale, shared=shared, fresh=fresh)
+            out = self.over_tails(queries, held, places, scale, shared=shared, fresh=fresh, sinks=sinks)
             return out, held, cast(Any, None)
         keys, values = put_newest(held, fresh, ends)
-        return self._attend(queries, shared, keys, values, starts, ends, scale), keys, values
+        return self._attend(queries, shared, keys, values, starts, ends, scale, sinks), keys, values
 
     def over_tails(
         self,
@@ -220,6 +222,7 @@ class SegmentReference:
         shared: Shared,
         fresh: Any = (),
         behind: mx.array | None = None,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """As `SegmentKernel.over_tails`; writes in place."""
         Reference.by_address += 1
@@ -231,7 +234,7 @@ class SegmentReference:
             mx.concatenate([with_room(array, most) for array in arrays]) for arrays in zip(*each, strict=True)
         ]
         starts, ends = (mx.array(at) for at in places)
-        return self._attend(queries, shared, held[0], held[1], starts, ends, scale)
+        return self._attend(queries, shared, held[0], held[1], starts, ends, scale, sinks)
 
     def _attend(
         self,
@@ -242,6 +245,7 @@ class SegmentReference:
         starts: mx.array,
         ends: mx.array,
         scale: float,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         SegmentReference.calls += 1
         new = queries.shape[2]
@@ -257,6 +261,9 @@ class SegmentReference:
             holders = table[slot, 1::2][None], mx.arange(table.shape[1] // 2)[None] < table[slot, 0]
             holds = mx.any((holders[0] == rows[:, None]) & holders[1], axis=1)[:, None, None, None]
             parts.append((out, mx.where(holds, mass, -mx.inf)))
+        if sinks is not None:
+            mass = mx.broadcast_to(sinks[:, None, None], parts[0][1].shape)
+            parts.append((mx.zeros_like(parts[0][0]), mass))
         masses = mx.concatenate([mass for _, mass in parts], axis=-1)
         weights = mx.softmax(masses, axis=-1)
         return sum((out * weights[..., i : i + 1] for i, (out, _) in enumerate(parts)), mx.array(0.0))
@@ -420,7 +427,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
         for module in (attention, row_attention):
             monkeypatch.setattr(module, "backend", lambda: "cuda")
         monkeypatch.setattr(attention, "kernel_for", lambda *_: kernel)
-        monkeypatch.setattr(segments, "kernel_for", lambda queries, keys: over_segments)
+        monkeypatch.setattr(segments, "kernel_for", lambda *_: over_segments)
         monkeypatch.setattr(segment_attention, "in_use", lambda: True)
         monkeypatch.setattr(attention_packed, "kernel_for", lambda *parts: PackedReference(parts[-1]))
         monkeypatch.setattr(latent_kernel, "kernel_for", lambda *_: LatentReference())

@@ -451,7 +451,7 @@ def test_short_requests_go_as_if_nothing_were_shared(folder: Path, reference):
 
 def test_without_a_kernel_a_gpu_shares_nothing(folder: Path, reference, monkeypatch):
     reference()
-    monkeypatch.setattr(segments, "kernel_for", lambda queries, keys: None)
+    monkeypatch.setattr(segments, "kernel_for", lambda *_: None)
     monkeypatch.setattr(segment_attention, "in_use", lambda: False)
     model = mlx_adapter.load(folder).model
     for by_kernel in (True, False):
@@ -557,7 +557,10 @@ def test_a_source_for_each_kind_of_heads():
     ]
     sources = [segment_kernel.segments_source(*kind) for kind in kinds]
     sources += [
-        segment_kernel.merge_source(width, mx.bfloat16, tail) for width in (64, 128) for tail in (128, 512)
+        segment_kernel.merge_source(width, mx.bfloat16, tail, sinks)
+        for width in (64, 128)
+        for tail in (128, 512)
+        for sinks in (False, True)
     ]
     assert len({name for name, _ in sources}) == len(sources)
     assert all(name.isidentifier() for name, _ in sources)
