@@ -37,6 +37,7 @@ from .cache_kinds import (
     extend_batch,
     filled_cache,
     keep_rows,
+    keeps_latents_of_own,
     layout_of,
     merge,
     new_cache,

@@ -516,6 +516,12 @@ def keeps_latents(leaf: Any) -> bool:
     return leaf.keys.shape[1] == 1 and leaf.keys.shape[3] != leaf.values.shape[3]
 
 
+def keeps_latents_of_own(cache: Cache) -> bool:
+    """Whether rows of its batches keep latents of MLA of their own. A row alone is better off in a batch:
+    passes over one sequence's cache are the model's, which makes keys and values of each head."""
+    return any(getattr(leaf, "own_rows", "") == LATENTS for _, leaf in leaves(cache))
+
+
 def merge(caches: Sequence[Cache]) -> Cache:
     """One batch cache of several single ones, layer by layer. Copies them, but for rows that keep arrays of
     their own: the batch takes those."""

@@ -26,16 +26,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from . import attention, attention_packed, cuda_driver, latent_kernel, segment_attention, segments
 from .addressed_rows import AddressedKVCache, Tail, tails_of
 from .attention_kernel import Tails, put
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
-from .cache_kinds import COPIED, Cache, arrays_of
+from .cache_kinds import COPIED, KINDS, Cache, arrays_of, leaves
 from .fused_attention import ARCHITECTURES, MOST_NEW, owners_of
 from .fused_step import Between, FusedStep, Layer, Unfusable
 from .latent_rows import AddressedLatentsKVCache, same_parts
@@ -133,6 +134,63 @@ def _shape(layer: Any, name: str = "keys") -> tuple[int, ...]:
         return len(tails), *tails[0].parts[0].shape[1:]
     held = getattr(layer, name)
     return tuple((held[0] if isinstance(held, list) else held).shape)
+
+
+class StepState:
+    """Stands for a layer's recurrent state while a step is traced: its arrays, by number."""
+
+    lengths = left_padding = None
+
+    def __init__(self, arrays: Sequence[mx.array]):
+        self.arrays = list(arrays)
+
+    def __getitem__(self, at: int) -> mx.array:
+        return self.arrays[at]
+
+    def __setitem__(self, at: int, array: mx.array) -> None:
+        self.arrays[at] = array
+
+    def make_mask(self, N: int) -> None:
+        """A new token of each row hides nothing."""
+
+    def advance(self, N: int) -> None:
+        """No row has lengths of its own."""
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """What a model's steps of one shape have in common.
+
+    windows  of each leaf of its cache that keeps KV
+    shares   whether rows hold segments of it
+    states   numbers of the leaves with recurrent state
+    tree     the number of each layer's leaf, or those of the members of a `CacheList`
+    """
+
+    windows: list[int]
+    shares: list[bool]
+    states: list[int]
+    tree: list[int | list[int]]
+
+
+def _tree(cache: Cache) -> list[int | list[int]]:
+    numbers = count()
+    return [
+        [next(numbers) for _ in layer.caches] if isinstance(layer, CacheList) else next(numbers)
+        for layer in cache
+    ]
+
+
+def _is_state(leaf: Any) -> bool:
+    """Whether it keeps recurrent state, which every row of a batch has had tokens for."""
+    kind = KINDS.get(type(leaf))
+    return (
+        kind is not None
+        and kind.trim is None
+        and leaf.lengths is None
+        and leaf.left_padding is None
+        and not any(array is None for array in leaf.cache)
+    )
 
 
 class StepKV:
@@ -344,6 +402,14 @@ class CompiledStep:
                 on, then what has no meaning. Where rows have fewer than others, their KV is trimmed later as
                 if they had as many
         """
+        if vars(self._model).get("omlxd_compiles") is False and self._fused is None:
+            return None
+        every = [leaf for _, leaf in leaves(cache)]
+        states = [at for at, leaf in enumerate(every) if _is_state(leaf)]
+        tree, recurrent = _tree(cache), [every[at] for at in states]
+        cache = [leaf for at, leaf in enumerate(every) if at not in states]
+        if not cache:
+            return None
         kinds, first = {type(layer) for layer in cache}, cache[0]
         own = [kind for kind in kinds if issubclass(kind, AddressedKVCache)]
         if self._off or not kinds <= TRACED or (own and not (len(kinds) == 1 and first.tails)):
@@ -380,15 +446,18 @@ class CompiledStep:
             return None
         values = [() if tails else layer.values for layer in cache]
         try:
-            shares = [one is not None for one in sharing]
-            function = self._function(shape, cache, windows, shares, fused)
+            plan = Plan(windows, [one is not None for one in sharing], states, tree)
+            function = self._function(shape, cache, plan, fused)
             arrays = [at.arrays(counts, size) for at in places.values() if at is not None]
             owners = [owners_of(counts, size)] if count > 1 else []
-            logits, keys, values = function(tokens, keys, values, arrays, held, owners)
+            before = [leaf.cache for leaf in recurrent]
+            logits, keys, values, after = function(tokens, keys, values, arrays, held, owners, before)
         except Exception as error:
             log.info("decode steps are not compiled: %s", error)
             self._off = True
             return None
+        for leaf, now in zip(recurrent, after, strict=True):
+            leaf.cache = now
         at = places[windows[0]]
         assert at is not None
         # Of a step it is lazy: an array of the host's takes CUDA 30 µs, and few passes ask for this one.
@@ -420,20 +489,19 @@ class CompiledStep:
             return 0
         return fused.most_rows if all(type(layer) in TRACED for layer in cache) else 0
 
-    def _function(
-        self, shape: tuple[Any, ...], cache: Cache, windows: list[int], shares: list[bool], fused: bool
-    ) -> Callable[..., Any]:
-        """What computes a step of this shape, as `_trace` does."""
+    def _function(self, shape: tuple[Any, ...], cache: Cache, plan: Plan, fused: bool) -> Callable[..., Any]:
+        """What computes a step of this shape, as `_trace` does. `cache`: leaves with KV."""
         function = self._functions.pop(shape, None)
         self.compiles = function is None
         if function is None:
-            held = {window: _shape(layer) for window, layer in zip(windows, cache, strict=True)}
-            if any(_shape(layer) != held[window] for window, layer in zip(windows, cache, strict=True)):
+            of_window = list(zip(plan.windows, cache, strict=True))
+            held = {window: _shape(layer) for window, layer in of_window}
+            if any(_shape(layer) != held[window] for window, layer in of_window):
                 raise Untraceable("layers keep different KV")
             if fused:
-                function = partial(self._trace, windows, shares, mx.compile(self._trace_layers))
+                function = partial(self._trace, plan, mx.compile(self._trace_layers))
             else:
-                function = mx.compile(partial(self._trace, windows, shares, None))
+                function = mx.compile(partial(self._trace, plan, None))
             if len(self._functions) >= (FUSED_FUNCTIONS if fused else FUNCTIONS):
                 self._functions.popitem(last=False)
         self._functions[shape] = function
@@ -464,8 +532,7 @@ class CompiledStep:
 
     def _trace(
         self,
-        windows: list[int],
-        shares: list[bool],
+        plan: Plan,
         some: Callable[..., Any] | None,
         tokens: mx.array,
         keys: list[Any],
@@ -473,15 +540,20 @@ class CompiledStep:
         places: list[tuple[mx.array, mx.array, mx.array]],
         held: list[Any],
         owners: list[mx.array],
-    ) -> tuple[mx.array, list[Any], list[Any]]:
-        """`windows`: of each layer. `shares`: whether rows hold segments of it. `some`: `_trace_layers`,
-        compiled, of a fused step. `places`: as `Next.arrays`, of each window in the order of the layers.
-        `held`: what those that share have of `Shared`, and the addresses of each; empty where none does.
-        `owners`: empty where each row has one token."""
-        at = dict(zip(dict.fromkeys(windows), places, strict=True))
+        states: list[list[mx.array]],
+    ) -> tuple[mx.array, list[Any], list[Any], list[list[mx.array]]]:
+        """Logits; keys, values and states behind them.
+
+        some    `_trace_layers`, compiled, of a fused step
+        places  as `Next.arrays`, of each window in the order of the layers
+        held    what layers that share have of `Shared`, and the addresses of each; empty where none does
+        owners  empty where each row has one token
+        states  arrays of each leaf with recurrent state
+        """
+        at = dict(zip(dict.fromkeys(plan.windows), places, strict=True))
         addresses = iter(held[5:])
-        shared = [Shared(next(addresses), *held[:5]) if its else None for its in shares]
-        of_layers = zip(keys, values, windows, shared, strict=True)
+        shared = [Shared(next(addresses), *held[:5]) if its else None for its in plan.shares]
+        of_layers = zip(keys, values, plan.windows, shared, strict=True)
         layers = [
             StepKV(
                 own_keys,
@@ -497,11 +569,17 @@ class CompiledStep:
         if self._fused is not None and some is not None:
             logits = self._fused(tokens, layers, partial(_call_layers, some))
         else:
-            logits = self._model(tokens, cache=layers)
+            recurrent = [StepState(arrays) for arrays in states]
+            every: list[Any] = list(layers)
+            for number, state in zip(plan.states, recurrent, strict=True):
+                every.insert(number, state)
+            tree = [[every[m] for m in own] if isinstance(own, list) else every[own] for own in plan.tree]
+            logits = self._model(tokens, cache=tree)
+            states = [state.arrays for state in recurrent]
         if not all(layer.done for layer in layers):
             raise Untraceable("a layer does not attend by its cache")
         kept = [((), ()) if isinstance(layer.held, Tails) else layer.held for layer in layers]
-        return logits, [keys for keys, _ in kept], [values for _, values in kept]
+        return logits, [keys for keys, _ in kept], [values for _, values in kept], states
 
     def _how_of(self, keys: Any) -> Quantisation | None:
         """How `keys` are packed: of rows with arrays of their own, `Tails`."""

@@ -224,6 +224,8 @@ def load(
     if batchable and not has_own_rows(model) and (attention.installed() or row_attention.pays()):
         use_own_rows(model)
     if batchable and attention.installed():
+        if not vars(model).get("omlxd_fused"):
+            compiles(model)
         _attend_unequal(model)
     return LoadedModel(
         model=model,
@@ -369,8 +371,8 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     """From now on `model`'s caches can hold segments of so many tokens.
 
     Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut. `by_kernel`: nor where
-    steps that read them are not fused, but for latents on CUDA. Rows that share segments keep arrays of
-    their own in a batch. Kernels take segments of equal length, so where there are any no short one is cut.
+    steps that read them are neither fused nor compiled. Rows that share segments keep arrays of their own in
+    a batch. Kernels take segments of equal length, so where there are any no short one is cut.
     """
     fresh = _make_cache(model)
     if not tokens or not (held := segmented(fresh())):
@@ -389,18 +391,37 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
         if not far < CLOSE:  # NaN too
             log.info("prefixes are not shared: logits behind segments differ by %.3g", far)
             return LiveSegments()
-    how, by_address = holders[0].how, bool(latents) and attention.installed()
-    if attention.installed() and not by_address:
+    how, shares = holders[0].how, True
+    if attention.installed() and not latents:
         shares = packed_share(tokens) if how is not None else steps_share(model)
-    else:
-        shares = True
-    if not shares or (by_kernel and not by_address and not vars(model).get("omlxd_fused")):
+    if not shares:
         return LiveSegments()
     model.make_cache = make_cache
-    if not use_own_rows(model):
+    if not use_own_rows(model) or (by_kernel and not vars(model).get("omlxd_fused") and not compiles(model)):
         model.make_cache = fresh
+        object.__setattr__(model, "omlxd_own_rows", False)
         return LiveSegments()
     return LiveSegments(tokens, 0 if attention.installed() else segments.SHORT_SEGMENT, how)
+
+
+def compiles(model: Any) -> bool:
+    """Whether steps of `model` are compiled: not where they would have other bits than its own. Kept."""
+    if "omlxd_compiles" not in vars(model):
+        step, equal = CompiledStep(model), True
+        batch = merge([_try(model, [[*range(5, 12)]])[0]])
+        extend(batch, _try(model, [[3, 4]])[0])
+        other = copied(batch)
+        for at in range(3):
+            tokens = mx.array([[20 + at], [30 + at]])
+            if (got := step(tokens, batch, AFTER)) is None:
+                return False
+            want = model(tokens, cache=other)
+            mx.eval(got, want, state_arrays(batch), state_arrays(other))
+            equal = equal and bool(mx.array_equal(got, want))
+        if not equal:
+            log.info("decode steps are not compiled: their bits would differ from those of the model's own")
+        object.__setattr__(model, "omlxd_compiles", equal)
+    return bool(vars(model)["omlxd_compiles"])
 
 
 def use_own_rows(model: Any) -> bool:

@@ -119,6 +119,8 @@ class DecodeBatch:
         """Add a prefilled row whose first token has been sampled, read and reported."""
         if not self.rows:
             self._cache, self._merged = sequence.take_cache(), False
+            if mlx_adapter.keeps_latents_of_own(self._cache):
+                self._merge()
         else:
             self._extend(mlx_adapter.extend, sequence.take_cache())
         _advance(sequence, sequence.tokens[-1])
@@ -141,12 +143,15 @@ class DecodeBatch:
     def _extend(self, extend: Callable[..., None], cache: mlx_adapter.Cache) -> None:
         """Add a cache's rows to this one's. Where memory runs out amid the layers, no layer keeps them."""
         if not self._merged:
-            self._cache, self._merged = mlx_adapter.merge([self._cache]), True
+            self._merge()
         try:
             extend(self._cache, cache)
         except Exception:
             mlx_adapter.keep_rows(self._cache, range(len(self.rows)))
             raise
+
+    def _merge(self) -> None:
+        self._cache, self._merged = mlx_adapter.merge([self._cache]), True
 
     def _append_rows(self, sequences: Seq[Sequence]) -> None:
         newest = mx.array([sequence.tokens[-1] for sequence in sequences])

@@ -8,9 +8,11 @@ import pytest
 from families import FAMILIES, build_family
 from family_configs import CONFIGS, WINDOW, WINDOWED
 from fast_or_slow import SOME_FAMILIES, rest_slow
+from mlx_lm.models.cache import ArraysCache
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, compiled_step
+from omlxd.engine.mlx_adapter import CompiledStep, compiled_step, loading
+from omlxd.engine.mlx_adapter.cache_kinds import leaves
 
 from .conftest import Reference
 
@@ -70,7 +72,10 @@ def test_it_computes_what_the_model_does(family: str, lengths: tuple[int, ...], 
     np.testing.assert_allclose(steps.run(len(lengths)), want, atol=2e-4)
     if family in COMPILED:
         assert steps.done == STEPS - compiled_step.AFTER
-        assert Reference.steps == len(loaded.model.layers), "shared KV included, traced once"
+        attending = len(loaded.model.layers)
+        if family in HYBRIDS:
+            attending = sum(not isinstance(leaf, ArraysCache) for _, leaf in leaves(cache))
+        assert Reference.steps == attending, "shared KV included, traced once"
         for name, array in mlx_adapter.tensors(cache).items() if len(lengths) == 1 else ():
             again = batch_of(loaded, lengths)
             Steps(loaded, again, None).run(1)
@@ -79,9 +84,11 @@ def test_it_computes_what_the_model_does(family: str, lengths: tuple[int, ...], 
         assert steps.done == 0
 
 
-COMPILED = tuple(
-    name for name in FAMILIES if CONFIGS[name].classes <= WINDOWED and not name.startswith("deepseek")
-)
+LATENTS = ("deepseek_v3", "deepseek_v32", "kimi_linear")
+HYBRIDS = tuple(name for name in FAMILIES if CONFIGS[name].classes > {"ArraysCache"} and name not in LATENTS)
+"""Recurrent state beside KV."""
+COMPILED = tuple(name for name in FAMILIES if CONFIGS[name].classes <= WINDOWED and name not in LATENTS)
+COMPILED += HYBRIDS
 
 
 @pytest.mark.slow
@@ -110,3 +117,26 @@ def test_windows_that_come_round_while_rows_come_and_go(family: str, tmp_path, r
     for one, other in zip(*got, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-3 if family == "gemma4_text" else 2e-4)
     assert done > WINDOW
+
+
+def test_steps_of_other_bits_are_not_compiled(tmp_path, reference, monkeypatch: pytest.MonkeyPatch, caplog):
+    reference()
+    loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "qwen3"))
+    model = loaded.model
+    for off in (0.0, 1e-3):
+        vars(model).pop("omlxd_compiles", None)
+
+        def compiled(function, off=off, **how):
+            def call(*given):
+                logits, *others = function(*given)
+                return (logits + off, *others)
+
+            return call
+
+        monkeypatch.setattr(mx, "compile", compiled)
+        with caplog.at_level("INFO"):
+            assert loading.compiles(model) == (off == 0)
+        steps = Steps(loaded, batch_of(loaded, (5, 9)), CompiledStep(model))
+        steps.run(2)
+        assert bool(steps.done) == (off == 0)
+    assert "their bits would differ" in caplog.text

@@ -458,12 +458,17 @@ def test_without_a_kernel_a_gpu_shares_nothing(folder: Path, reference, monkeypa
         assert mlx_adapter.share_prefixes(model, SEGMENT, by_kernel=by_kernel).tokens == 0
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_gpu_shares_where_steps_are_fused(folder: Path, fused: bool, reference):
+@pytest.mark.parametrize("steps", ["fused", "compiled", "each"])
+def test_a_gpu_shares_where_steps_are_fused_or_compiled(steps: str, folder: Path, reference):
     reference()
     model = mlx_adapter.load(folder).model
-    object.__setattr__(model, "omlxd_fused", fuse(model) if fused else None)
-    assert mlx_adapter.share_prefixes(model, SEGMENT, by_kernel=True).tokens == (SEGMENT if fused else 0)
+    object.__setattr__(model, "omlxd_fused", fuse(model) if steps == "fused" else None)
+    object.__setattr__(model, "omlxd_compiles", steps == "compiled")
+    shares = mlx_adapter.share_prefixes(model, SEGMENT, by_kernel=True).tokens
+    assert shares == (0 if steps == "each" else SEGMENT)
+    batch = mlx_adapter.merge([mlx_adapter.new_cache(model, 64)])
+    done = CompiledStep(model)(mx.array([[1]]), batch, 0)
+    assert mlx_adapter.has_own_rows(model) == (steps != "each") and done is None
 
 
 def test_fused_steps_that_read_segments_wrongly_keep_prefixes_apart(
