@@ -153,9 +153,9 @@ _HELP = {
     "own: the same requests in the same order then get the same answers; random: anywhere",
     "speculation": "auto: several guessed tokens of a request are checked in a pass where that is measured "
     "to be faster, in a batch too, and answers stay the same; off: one token a pass",
-    "share_prefix": "auto: running requests that begin alike hold the KV of that once, on a "
-    "CPU and on CUDA where decode steps are fused; on: on any GPU, where steps may be slow; off: each holds "
-    "its own",
+    "share_prefix": "auto: running requests that begin alike hold the KV of that once, on a CPU and on CUDA "
+    "where decode steps are fused or compiled; on: on any GPU, where steps may be slow; off: each holds its "
+    "own",
     "hoist_system": "put system messages that stand before the first answer at the head of the prompt: "
     "always, never, or auto",
     "no_healing": "render earlier answers as the client sends them, not as they were generated",

@@ -254,6 +254,18 @@ def test_layers_of_all_tokens_share_beside_others(family: str, tmp_path: Path):
         assert_nothing_is_left(rig)
 
 
+@pytest.mark.parametrize("family", rest_slow(("qwen3", *LATENTS), "deepseek_v3"))
+def test_a_row_of_latents_is_a_batch_alone_too(family: str, tmp_path: Path):
+    """Its passes read latents as they are; those over one sequence's cache make keys and values of all."""
+    folder = build_family(family, tmp_path / family)
+    with Rig(folder) as rig:
+        output = rig.start(PROMPTS[0][:100], LONG)
+        output.first.wait(60)
+        merged = rig.on_engine(lambda: rig.scheduler._batches[0]._merged)
+        assert merged == (family in LATENTS)
+        output.tokens()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_those_who_join_later_share_and_those_who_leave_take_nothing_away(

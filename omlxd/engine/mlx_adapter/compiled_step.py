@@ -11,7 +11,11 @@ step, and so does a step that must make a window's arrays longer, or shorter aft
 Where the kernel does not run (Metal, CPU) nothing is compiled.
 
 One row of OLMo 3's kind, four layers of 512, windows in two of them, in bfloat16 on an H200: 0.52 ms a token,
-and 0.96 step by step.
+and 0.96 step by step. Four rows of Qwen3.5's kind, twelve layers of 2,560, nine with recurrent state, on an
+H100: 4.1 ms and 5.5.
+
+`loading.compiles` compares bits with those of the model's own steps. Where they differ (Falcon H1) none is
+compiled: the first steps behind a join are not.
 
 A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
 depend on when rows joined. So do passes with guesses, of up to `FusedStep.most_rows` tokens, but for
