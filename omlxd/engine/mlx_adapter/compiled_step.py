@@ -408,10 +408,12 @@ class CompiledStep:
         """
         if vars(self._model).get("omlxd_compiles") is False and self._fused is None:
             return None
-        every = [leaf for _, leaf in leaves(cache)]
-        states = [at for at, leaf in enumerate(every) if _is_state(leaf)]
-        tree, recurrent = _tree(cache), [every[at] for at in states]
-        cache = [leaf for at, leaf in enumerate(every) if at not in states]
+        states, recurrent, tree = list[int](), list[Any](), _tree(cache)
+        if not {type(layer) for layer in cache} <= TRACED:
+            every = [leaf for _, leaf in leaves(cache)]
+            states = [at for at, leaf in enumerate(every) if _is_state(leaf)]
+            recurrent = [every[at] for at in states]
+            cache = [leaf for at, leaf in enumerate(every) if at not in states]
         if not cache:
             return None
         kinds, first = {type(layer) for layer in cache}, cache[0]
