@@ -255,6 +255,23 @@ def test_layers_of_all_tokens_share_beside_others(family: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", rest_slow(("qwen3", *LATENTS), "deepseek_v3"))
+def test_short_rests_behind_a_prefix_that_is_all_in_segments(family: str, tmp_path: Path):
+    """Their ends are computed together, over rows without a tail."""
+    folder = build_family(family, tmp_path / family)
+    prefix = prompt(2 * SEGMENT)
+    prompts = [prefix + prompt(40, seed=seed) for seed in range(3)]
+    with Rig(folder, segment=SEGMENT) as rig:
+        alone = [rig.run(tokens, 8).got for tokens in prompts]
+    for hot in (True, False):
+        with Rig(folder, segment=SEGMENT) as rig:
+            if hot:
+                rig.run(prefix + prompt(20, seed=9), 2)
+            running = rig.on_engine(lambda rig=rig: [rig.start(tokens, 8) for tokens in prompts])
+            assert [output.tokens() for output in running] == alone
+            assert_nothing_is_left(rig)
+
+
+@pytest.mark.parametrize("family", rest_slow(("qwen3", *LATENTS), "deepseek_v3"))
 def test_a_row_of_latents_is_a_batch_alone_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its passes read latents as they are; those over one sequence's cache make keys and values of all."""
     monkeypatch.setattr(row_attention, "pays", lambda: True)  # Else a measurement decides.

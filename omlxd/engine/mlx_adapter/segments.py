@@ -235,9 +235,9 @@ class Segmented:
 
     def whole(self) -> Pair:
         """K and V of all tokens, joined and unpacked; lazy."""
-        length = self.offset - self.base
         each = [segment.parts(self.layer) for segment in self.segments]
-        each.append([part[..., :length, :] for part in self._parts])
+        if (length := self.offset - self.base) or not each:
+            each.append([part[..., :length, :] for part in self._parts])
         return unpacked([mx.concatenate(list(parts), axis=2) for parts in zip(*each, strict=True)], self.how)
 
     def add_segment(self, segment: Segment) -> None:
