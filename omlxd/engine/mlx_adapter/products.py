@@ -1,9 +1,10 @@
 """Products of few rows with 16-bit weights on CUDA: a row's result has the same bits whoever shares the pass.
 
 MLX hands a product of one row to a kernel of its own and one of several rows to cuBLAS, whose sums come in
-another order. So an answer depended on who else was decoding. The kernel of products_kernel.py takes 1 to
-`SET` rows, for fused_step.py up to `MOST_ROWS`, and adds in one order. RMSNorm before a product and biases
-are of the same launch; layer_products.py has a layer's products in one.
+another order. So an answer depended on who else was decoding, also by the experts that DeepSeek's kind of
+router (`MoEGate`) chose. The kernel of products_kernel.py takes 1 to `SET` rows, for fused_step.py up to
+`MOST_ROWS`, and adds in one order. RMSNorm before a product and biases are of the same launch;
+layer_products.py has a layer's products in one.
 
 `prepare` compiles and checks it for the shapes of a model's weights, beside MLX's own in results and in time;
 a shape whose check fails goes on by MLX. It never runs on Metal or a CPU.
@@ -160,6 +161,39 @@ def _as_linear(self: Any, x: mx.array) -> mx.array:
     return _own_as_linear(self, x)
 
 
+def _gate(kind: Any) -> Any:
+    """The class of a router of experts that does no more with its weight than multiply by it."""
+
+    def __call__(self: Any, x: mx.array) -> Any:
+        weight = self["weight"]
+        if x.size > SET * x.shape[-1] or x.dtype != weight.dtype or not most_rows([weight]):
+            return kind.__call__(self, x)
+        return _of_scores(kind, self, products(x, [weight])[0])
+
+    return type(kind.__name__, (kind,), {"__call__": __call__})
+
+
+def _of_scores(kind: Any, gate: Any, scores: mx.array) -> Any:
+    """What `gate` makes of these products with its weight: it multiplies them by an identity matrix."""
+    weight = gate["weight"]
+    gate["weight"] = mx.eye(len(weight), dtype=weight.dtype)
+    try:
+        return kind.__call__(gate, scores)
+    finally:
+        gate["weight"] = weight
+
+
+def _needs_scores_alone(gate: Any) -> bool:
+    """Whether `gate` gives the same by its products alone."""
+    weight, kind = gate["weight"], type(gate)
+    x = mx.random.normal((1, 1, weight.shape[1]), key=mx.random.key(3)).astype(weight.dtype)
+    try:
+        got, want = _of_scores(kind, gate, x @ weight.T), kind.__call__(gate, x)
+        return all(mx.array_equal(a, b).item() for a, b in zip(got, want, strict=True))
+    except Exception:
+        return False
+
+
 def prepare(model: Any) -> None:
     """Check the kernel for each shape of `model`'s weights, and its time for all of them; install it."""
     if backend() != "cuda":
@@ -167,11 +201,15 @@ def prepare(model: Any) -> None:
     began = time.perf_counter()
     shapes: dict[tuple[int, int, Any], list[mx.array]] = {}
     linears: list[nn.Linear] = []
+    gates: list[Any] = []
     for _, module in model.named_modules():
-        if type(module) in (nn.Linear, nn.Embedding) and module["weight"].dtype in TYPES:
+        is_gate = type(module).__name__ == "MoEGate" and "weight" in module
+        if (is_gate or type(module) in (nn.Linear, nn.Embedding)) and module["weight"].dtype in TYPES:
             weight = module["weight"]
             if type(module) is nn.Linear:
                 linears.append(module)
+            if is_gate:
+                gates.append(module)
             if weight.shape[1] % 8 == 0:
                 shapes.setdefault((*weight.shape, weight.dtype), []).append(weight)
     if linears:
@@ -190,6 +228,9 @@ def prepare(model: Any) -> None:
     _in_use.update(dict.fromkeys(right, most))
     if most:
         install()
+        for gate in gates:
+            if _needs_scores_alone(gate):
+                gate.__class__ = _gate(type(gate))
     log.info(
         "products: %s, checked in %.1f s; milliseconds of all, ours and MLX's: %s",
         f"of up to {most} rows by omlxd's kernel" if most else "by MLX's own kernels",

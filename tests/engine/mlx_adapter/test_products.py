@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from families import build_family
+from mlx_lm.models import deepseek_v3
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import loading, products, products_kernel
@@ -196,3 +197,49 @@ def test_nothing_is_prepared_off_cuda():
     layer.set_dtype(mx.bfloat16)
     products.prepare(layer)
     assert not products.most_rows([layer.weight]) and loading.backend() != "cuda"
+
+
+class Routed(nn.Module):
+    """DeepSeek V3's router, beside a product of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        args = deepseek_v3.ModelArgs(
+            hidden_size=K, n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1
+        )
+        self.gate, self.other = deepseek_v3.MoEGate(args), nn.Linear(K, N)
+        self.gate.weight = drawn(8, K)
+        self.set_dtype(mx.bfloat16)
+
+
+class Weighs(deepseek_v3.MoEGate):
+    """Does more with its weight."""
+
+    def __call__(self, x: mx.array) -> Any:
+        experts, scores = super().__call__(x)
+        return experts, scores * self.weight.sum()
+
+
+Weighs.__name__ = "MoEGate"
+
+
+def test_a_router_s_products_have_the_same_bits_in_company(kernel: Kernel):
+    model, x = Routed(), drawn(5, 1, K)
+    want = [model.gate(row[None]) for row in x]
+    products.prepare(model)
+    kernel.calls.clear()
+    experts, scores = model.gate(x)
+    assert kernel.calls == [(5, 1, K)] and model.gate["weight"].shape == (8, K)
+    for row, (its, own) in enumerate(want):
+        assert mx.array_equal(experts[row : row + 1], its) and mx.array_equal(scores[row : row + 1], own)
+    model.gate(drawn(products.SET + 1, 1, K))
+    assert len(kernel.calls) == 1, "more rows are MLX's own"
+
+
+def test_a_router_that_needs_its_weight_otherwise_stays_as_it_is(kernel: Kernel):
+    model = Routed()
+    model.gate.__class__ = Weighs
+    products.prepare(model)
+    kernel.calls.clear()
+    model.gate(drawn(5, 1, K))
+    assert type(model.gate) is Weighs and not kernel.calls
