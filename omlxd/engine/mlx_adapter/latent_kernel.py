@@ -381,12 +381,12 @@ def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
         tails = Tails(mx.concatenate(numbers, axis=1), capacity, max(cut, 1))
         newest = [mx.concatenate(list(parts)) for parts in zip(*fresh, strict=True)]
         behind = put(newest, tails, mx.array([first + count - cut for first in at], mx.int32))
-        some = [
+        asked = [
             array[mx.array(list(rows))][:, mx.array(list(tokens))].reshape(-1, heads, 1, array.shape[4])
             for array in (queries, turned)
         ]
         seen = [ends[row] - 1 + token for row in rows for token in tokens]
-        out = kernel.over_tails(*some, tails, seen, scale, behind)
+        out = kernel.over_tails(*asked, tails, seen, scale, behind)
         mx.eval(out)
         return out
 
