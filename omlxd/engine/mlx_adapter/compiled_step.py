@@ -14,8 +14,8 @@ One row of OLMo 3's kind, four layers of 512, windows in two of them, in bfloat1
 and 0.96 step by step. Four rows of Qwen3.5's kind, twelve layers of 2,560, nine with recurrent state, on an
 H100: 4.1 ms and 5.5.
 
-`loading.compiles` compares bits with those of the model's own steps. Where they differ (Falcon H1) none is
-compiled: the first steps behind a join are not.
+`loading.compiles` compares bits with those of the model's own steps. Where they differ (Falcon H1) no step is
+compiled, since the first ones behind a join never are.
 
 A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
 depend on when rows joined. So do passes with guesses, of up to `FusedStep.most_rows` tokens, but for
@@ -186,7 +186,7 @@ def _tree(cache: Cache) -> list[int | list[int]]:
 
 
 def _is_state(leaf: Any) -> bool:
-    """Whether it keeps recurrent state, which every row of a batch has had tokens for."""
+    """Whether it keeps recurrent state of all rows, without padding."""
     kind = KINDS.get(type(leaf))
     return (
         kind is not None
@@ -406,7 +406,7 @@ class CompiledStep:
                 on, then what has no meaning. Where rows have fewer than others, their KV is trimmed later as
                 if they had as many
         """
-        if vars(self._model).get("omlxd_compiles") is False and self._fused is None:
+        if self._off or (self._fused is None and vars(self._model).get("omlxd_compiles") is False):
             return None
         states, recurrent, tree = list[int](), list[Any](), _tree(cache)
         if not {type(layer) for layer in cache} <= TRACED:
@@ -418,7 +418,7 @@ class CompiledStep:
             return None
         kinds, first = {type(layer) for layer in cache}, cache[0]
         own = [kind for kind in kinds if issubclass(kind, AddressedKVCache)]
-        if self._off or not kinds <= TRACED or (own and not (len(kinds) == 1 and first.tails)):
+        if not kinds <= TRACED or (own and not (len(kinds) == 1 and first.tails)):
             return None
         tails, sharing = _tails(first), [getattr(layer, "shared", None) for layer in cache]
         shared = next((one for one in sharing if one is not None), None)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from . import nvrtc, segment_attention
+from . import segment_attention
 from .attention_kernel import Tails, constant, put
 from .attention_source import COPIES, HEADER, TYPES
 from .attention_source import source_of as merge_source
@@ -219,10 +219,8 @@ class LatentKernel:
 
     def __init__(self, width: int, part: int, dtype: Any):
         self._width, self._part, self._dtype = width, part, dtype
-        function, source = source_of(width, part, dtype)
-        self._spans = function, nvrtc.machine_code(source)
-        function, source = merge_source("merge", width, 1, dtype, SPAN)
-        self._merge = function, nvrtc.machine_code(source)
+        sources = source_of(width, part, dtype), merge_source("merge", width, 1, dtype, SPAN)
+        self._code = segment_attention.Code(dict(zip(("spans", "merge"), sources, strict=True)))
         # As `Kernel`'s.
         self._compiled = lru_cache(64)(
             lambda queries, **how: cast(Any, mx.compile(partial(self._attend, **how)))
@@ -281,8 +279,8 @@ class LatentKernel:
     ) -> mx.array:
         tokens, heads = queries.shape[:2]
         spans = -(-most // SPAN)
-        sums, weights = _run(
-            self._spans,
+        sums, weights = self._code.run(
+            "spans",
             [queries, rope_queries, table, ends, scale, behind],
             [heads, new, table.shape[1], each],
             grid=(spans * 32 * WARPS, -(-heads // 16), tokens),
@@ -291,27 +289,16 @@ class LatentKernel:
             output_shapes=[(tokens, heads, spans, self._width), (tokens, heads, spans, 2)],
             output_dtypes=[mx.float32, mx.float32],
         )
-        return _run(
-            self._merge,
-            [sums, weights, mx.zeros_like(ends), ends],
+        starts = constant("latents' starts", (0,) * tokens, mx.int32)
+        return self._code.run(
+            "merge",
+            [sums, weights, starts, ends],
             [spans, heads, 1],
             grid=(tokens * heads * self._width, 1, 1),
             threadgroup=(self._width, 1, 1),
             output_shapes=[queries.shape],
             output_dtypes=[self._dtype],
         )[0]
-
-
-def _run(code: tuple[str, bytes], inputs: list[mx.array], scalars: list[int], **how: Any) -> list[mx.array]:
-    function, compiled = code
-    return mx.fast.precompiled_cuda_kernel(
-        name=function,
-        compiled_source=compiled,
-        inputs=inputs,
-        scalars=scalars,
-        ensure_row_contiguous=True,
-        **how,
-    )
 
 
 # --------------------------------------------------------------------------- the check

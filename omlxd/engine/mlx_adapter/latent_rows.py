@@ -200,14 +200,14 @@ class AddressedLatentsKVCache(LatentRows, AddressedKVCache):
     def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float) -> mx.array:
         kernel = latent_kernel.kernel_for(queries, rope_queries)
         if kernel is None or self._behind is None:
-            raise RuntimeError("no kernel attends so to latents by address")
+            raise RuntimeError("no kernel reads these latents by address")
         ends = [length - self.new + i + 1 for length in self.lengths for i in range(self.new)]
         (tails,) = tails_of([self], 1)
         return kernel.over_tails(queries, rope_queries, tails, ends, scale, self._behind)
 
 
 def attentions(model: Any) -> list[Any]:
-    """The modules of `model` that attend by latents and are called as DeepSeek V3's."""
+    """The modules of `model` that attend to latents and take the arguments of DeepSeek V3's."""
     found = [
         module for module in model.modules() if hasattr(module, "embed_q") and hasattr(module, "unembed_out")
     ]

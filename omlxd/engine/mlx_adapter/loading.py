@@ -512,7 +512,7 @@ def _compare_latents(model: Any, make_cache: Callable[[], Cache]) -> None:
     It gets the same there: logits of experts would differ by more, as rounding chooses others.
     """
     if not (modules := attentions(model)):
-        raise RuntimeError("its attention by latents is called otherwise")
+        raise RuntimeError("its attention over latents takes other arguments than DeepSeek V3's")
     for new in (1, 2, MOST_NEW + 1):
         rows = [make_cache(), make_cache()]
         for length, row in enumerate(rows, 2):

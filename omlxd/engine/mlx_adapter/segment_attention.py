@@ -152,7 +152,7 @@ AT_ONCE = 24
 _machine_code = cache(lambda source: nvrtc.machine_code(source))
 
 
-class _Code:
+class Code:
     """Machine code by what a source is made of. Raises what NVRTC and the driver raise."""
 
     def __init__(self, sources: dict[Any, tuple[str, str]]):
@@ -174,8 +174,8 @@ class _Code:
 
 
 @cache
-def _addresses_code() -> _Code:
-    return _Code({"": segment_kernel.addresses_source(AT_ONCE)})
+def _addresses_code() -> Code:
+    return Code({"": segment_kernel.addresses_source(AT_ONCE)})
 
 
 class SegmentKernel:
@@ -190,7 +190,7 @@ class SegmentKernel:
         self._tails = tails
         self.most_new = tails.most_new
         cuts = dict.fromkeys((tails.span, TILE_SPAN))
-        self._code = _Code(
+        self._code = Code(
             {"": segments_source(tails.width, tails.group, tails.dtype)}
             | {cut: merge_source(tails.width, tails.dtype, cut, sinks) for cut in cuts}
         )

@@ -7,9 +7,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.mlx_adapter import latent_kernel
+from omlxd.engine.mlx_adapter import latent_kernel, segment_attention
+from omlxd.engine.mlx_adapter.attention_kernel import Tails
 
 from .conftest import LatentReference, known_addresses
+from .test_segment_attention import Watched
 
 
 class Late(LatentReference):
@@ -93,3 +95,21 @@ def test_sources_are_complete():
         assert f"{name}(" in source and source.count("{") == source.count("}")
         for word in ("D = ", "E = ", "SPAN = ", "TILE = ", "WARPS = ", "using T = "):
             assert word in source
+
+
+def test_two_launches_read_all_rows(monkeypatch: pytest.MonkeyPatch):
+    watched = Watched()
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", watched, raising=False)
+    monkeypatch.setattr(segment_attention.nvrtc, "machine_code", lambda source: b"")
+    kernel = latent_kernel.LatentKernel(256, 64, mx.float16)
+    tails, queries, rope = (
+        Tails(mx.zeros((2, 4), mx.uint64), 1024),
+        mx.zeros((6, 20, 1, 256)),
+        mx.zeros((6, 20, 1, 64)),
+    )
+    out = kernel.over_tails(queries, rope, tails, [7, 8, 9, 600, 601, 602], 0.1, mx.zeros((1,), mx.int32))
+    assert out.shape == queries.shape
+    names, counts, grids = zip(*watched.launches, strict=True)
+    assert [name.split("_float16")[0] for name in names] == ["omlxd_latents", "omlxd_decode_merge"]
+    assert counts == (6, 4)
+    assert grids == ((2 * 256, 2, 6), (6 * 20 * 256, 1, 1)), "two spans, two tiles of heads, six tokens"
