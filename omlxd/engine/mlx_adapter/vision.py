@@ -34,6 +34,7 @@ from ...errors import ModelError
 from ...models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
 from . import attention, segments, tower
 from .cache_kinds import Cache, add_arrays_kind, leaves
+from .own_rows import RowsOfOwn
 
 _FEATURES = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
 
@@ -169,6 +170,7 @@ class VisionModel(nn.Module):
         self._mrope = hasattr(vlm.language_model, "get_rope_index")
         names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
         self.whole_images = _let_images_see_themselves(vlm.language_model)
+        _let_rows_mask_themselves(vlm.language_model)
         self.pause: tower.Pause = lambda result: None
         self._visual_ids = [id for name in names if isinstance(id := getattr(vlm.config, name, None), int)]
 
@@ -309,6 +311,28 @@ def _let_images_see_themselves(language: Any) -> bool:
 
     text._apply_blockwise_bidirectional_overlay = overlay
     return True
+
+
+def _let_rows_mask_themselves(language: Any) -> None:
+    """Let layers of a batch whose rows keep arrays of their own say what they hide (own_rows.py).
+
+    mlx-vlm's Gemma 4 asks its windows for arrays behind the first tokens. No image is in such a pass.
+    """
+    text: Any = getattr(language, "model", None)
+    if (own := getattr(text, "_make_masks", None)) is None:
+        return
+
+    def masks(h: mx.array, cache: Sequence[Any], types: mx.array | None = None) -> list[Any]:
+        if types is not None or not any(isinstance(layer, RowsOfOwn) for layer in cache):
+            return own(h, cache, types)
+        kinds = [layer.layer_type for layer in text.layers]
+        windows = {"sliding_attention": text.window_size}
+        made = {  # By the first layer of each kind, since the last ones may read others' KV.
+            kind: cache[kinds.index(kind)].make_mask(h.shape[1], windows.get(kind)) for kind in set(kinds)
+        }
+        return [made[kind] for kind in kinds]
+
+    text._make_masks = masks
 
 
 def _positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None) -> mx.array:
