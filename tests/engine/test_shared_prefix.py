@@ -36,8 +36,8 @@ SEGMENTS = [pytest.param(SEGMENT, id="full"), pytest.param(mlx_adapter.SEGMENT, 
 PREFIX = 3 * SEGMENT + 100
 """Tokens that requests share: three segments and a part."""
 MIXED = ("gemma3_text", "gpt_oss", "gemma4_text", "gemma3n", "qwen3_5", "falcon_h1")
-LATENTS = ("deepseek_v3", "kimi_linear")
-"""MLA, alone and beside recurrent layers."""
+LATENTS = ("deepseek_v3", "deepseek_v32", "kimi_linear")
+"""MLA, alone, with an index that chooses among the latents, and beside recurrent layers."""
 N = 24
 LONG = 120
 """Tokens of an answer; of one beside which others surely come to decode."""
@@ -399,7 +399,7 @@ def test_memory_for_a_prefix_that_somebody_holds_is_asked_for_once(model: Path, 
         *(
             ("falcon_h1", True),
             ("deepseek_v3", True),
-            ("deepseek_v32", False),
+            ("deepseek_v32", True),
             ("mamba2", False),
             ("recurrent_gemma", False),
         ),

@@ -142,7 +142,7 @@ CONFIGS: dict[str, Family] = {
     ),
     "deepseek_v3": Family({**_ROUTED, **_MLA}, fp32_only=True, promise="tokens"),
     "deepseek_v32": Family(
-        {**_ROUTED, **_MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 160},
+        {**_ROUTED, **_MLA, "index_head_dim": 16, "index_n_heads": 16, "index_topk": 160},
         fp32_only=True,
         promise="tokens",
     ),

@@ -58,7 +58,7 @@ So several long rows are faster in 16 bits. With the next tokens not on their wa
 0.03 and 0.12 for one token; with 8 warps a block and spans of 512 besides 0.06, 0.03 and 0.19.
 """
 
-WIDTHS = (64, 128, 256)
+WIDTHS = (64, 96, 128, 256)
 
 CLOSE = 0.03
 """Largest difference from MLX's own in float32, for values of a normal distribution: bfloat16's rounding."""
@@ -88,6 +88,9 @@ template <int BYTES> __device__ inline void omlxd_load(const void* from, unsigne
     *out = *reinterpret_cast<const unsigned short*>(from);
   } else if constexpr (BYTES == 4) {
     *out = *reinterpret_cast<const unsigned*>(from);
+  } else if constexpr (BYTES == 6) {
+    const unsigned short* x = reinterpret_cast<const unsigned short*>(from);
+    out[0] = x[0] | (unsigned)x[1] << 16; out[1] = x[2];
   } else if constexpr (BYTES == 8) {
     const uint2 x = *reinterpret_cast<const uint2*>(from);
     out[0] = x.x; out[1] = x.y;
@@ -106,7 +109,9 @@ _BODY = """
   // grid (spans, KV heads x tiles of 16 queries, rows). A warp reads 16 tokens at once for all 16 queries:
   // fragments of mma.m16n8k16, whose k and n are dealt out so that a product is of one group of numbers.
   constexpr int E = 32 / BITS, WORDS = D / E, GROUPS = D / G;  // numbers of a word; of a token
-  constexpr int KW = G / (4 * E) < 4 ? G / (4 * E) : 4, KC = WORDS / (4 * KW), VW = G / (8 * E);
+  constexpr int KW = G / (4 * E) < 4 ? G / (4 * E) : 4, KC = WORDS / (4 * KW);
+  // Of values a lane has VN numbers of a group: those of VW words, or of half a word, which two lanes read.
+  constexpr int VN = G / 8, VW = VN < E ? 1 : VN / E, HALVES = VN < E ? 1 : 2;
   constexpr bool HELD = D <= 128;  // Queries have room in registers, and so have all values of 16 tokens.
   constexpr float UP = 64.f;  // Weights times scales are far from what float16 can't hold.
   const int fresh = new_tokens, queries = GROUP * fresh, tiles = (queries + 15) / 16;
@@ -178,7 +183,7 @@ _BODY = """
   auto load_values = [&](unsigned* v, int token, int g) {
     #pragma unroll
     for (int w = 0; w < VW; w++) v[w] = 0;
-    if (token < to) omlxd_load<VW * 4>(values + (column + token) * WORDS + (g * 8 + line) * VW, v);
+    if (token < to) omlxd_load<VW * 4>(values + (column + token) * WORDS + (g * 8 + line) * VN / E, v);
   };
   auto load = [&](int base, Tile& x) {
     #pragma unroll
@@ -311,15 +316,15 @@ _BODY = """
       #pragma unroll
       for (int w = 0; w < VW; w++)
         #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const unsigned pick = half ? 0x7632 : 0x5410;
+        for (int half = 0; half < HALVES; half++) {
+          const unsigned pick = (HALVES == 1 ? line & 1 : half) ? 0x7632 : 0x5410;
           unsigned x[2][E / 2];
           #pragma unroll
           for (int i = 0; i < 2; i++)
             omlxd_unpack<BITS>(__byte_perm(v[2 * i][w], v[2 * i + 1][w], pick), x[i]);
           #pragma unroll
           for (int j = 0; j < E / 2; j++)
-            omlxd_mma<float16>(sum[(g * VW + w) * E + half * (E / 2) + j], share[0][0], share[1][0],
+            omlxd_mma<float16>(sum[g * VN + w * E + half * (E / 2) + j], share[0][0], share[1][0],
                                share[0][1], share[1][1], x[0][j], x[1][j]);
         }
     }
@@ -343,11 +348,11 @@ _BODY = """
   for (int g = 0; g < GROUPS; g++) {
     if (g) __syncthreads();
     #pragma unroll
-    for (int t = 0; t < VW * E; t++)
+    for (int t = 0; t < VN; t++)
       #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int column = quad * 2 + (e & 1);  // Of tile t.
-        vectors[warp][line + 8 * (e >> 1)][column * VW * E + t] = sum[g * VW * E + t][e] * (1.f / UP);
+        vectors[warp][line + 8 * (e >> 1)][column * VN + t] = sum[g * VN + t][e] * (1.f / UP);
       }
     __syncthreads();
     for (int i = threadIdx.x; i < 16 * G; i += 32 * WARPS) {
@@ -404,8 +409,8 @@ _PUT = """if (to == end) {  // Nobody else reads the newest token.
 
 
 def fits(width: int, how: Quantisation) -> bool:
-    """Whether there is a kernel: of 4 bits in groups of 32 a lane would read half a word."""
-    return width in WIDTHS and width % how.group == 0 and how.bits * how.group >= 256
+    """Whether there is a kernel."""
+    return width in WIDTHS and width % how.group == 0
 
 
 def in_use() -> bool:

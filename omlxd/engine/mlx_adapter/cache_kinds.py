@@ -32,7 +32,14 @@ from .device import SAFETENSORS_DTYPE
 from .latent_rows import AddressedLatentsKVCache, LatentRowsKVCache
 from .own_rows import OwnRowsKVCache
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
-from .segments import Segment, Segmented, SegmentedKVCache, SegmentedQuantisedKVCache
+from .segments import (
+    Segment,
+    Segmented,
+    SegmentedKVCache,
+    SegmentedQuantisedKVCache,
+    segmented_layers,
+)
+from .sparse_rows import AddressedIndexKVCache, IndexRowsKVCache
 
 Cache = list[Any]
 """One cache object a layer, of one sequence or of a batch."""
@@ -351,9 +358,8 @@ def filled_cache(
 
 def open_tails(cache: Cache) -> None:
     """Make arrays for the next tokens of one sequence, where all that it has are in segments."""
-    for leaf in cache:
-        if isinstance(leaf, Segmented):
-            leaf.open_tail()
+    for leaf in segmented_layers(cache):
+        leaf.open_tail()
 
 
 def after_prefill(cache: Cache, length: int) -> None:
@@ -505,8 +511,16 @@ def copied(cache: Cache) -> Cache:
 # --------------------------------------------------------------------------- caches of a batch
 
 
-LATENTS = "latents"
-"""What `own_rows` of a leaf says where its rows keep latents of MLA of their own; of other KV "kv"."""
+LATENTS, INDEX, PLAIN = "latents", "index", "kv"
+"""What `own_rows` of a leaf says where its rows keep arrays of their own: latents of MLA, keys by which
+DeepSeek V3.2 chooses among them, other KV."""
+
+_ROWS_OF_OWN = {
+    LATENTS: (LatentRowsKVCache, AddressedLatentsKVCache),
+    INDEX: (IndexRowsKVCache, AddressedIndexKVCache),
+    PLAIN: (OwnRowsKVCache, AddressedKVCache),
+}
+"""Classes of a batch's layer: on a CPU and Metal, and on CUDA."""
 
 
 def keeps_latents(leaf: Any) -> bool:
@@ -514,6 +528,17 @@ def keeps_latents(leaf: Any) -> bool:
     if not isinstance(leaf, KVCache) or leaf.keys is None or leaf.values is None:
         return False
     return leaf.keys.shape[1] == 1 and leaf.keys.shape[3] != leaf.values.shape[3]
+
+
+def latents_of(cache: Cache) -> dict[str, str]:
+    """What those leaves of a cache with tokens in it keep that keep latents of MLA or an index of these, by
+    name."""
+    found: dict[str, str] = {}
+    for at, layer in enumerate(cache):
+        members = _leaves(f"layers.{at}", layer)
+        if keeps_latents(members[0][1]):
+            found |= {name: LATENTS if keeps_latents(leaf) else INDEX for name, leaf in members}
+    return found
 
 
 def keeps_latents_of_own(cache: Cache) -> bool:
@@ -530,9 +555,7 @@ def merge(caches: Sequence[Cache]) -> Cache:
 
 def _merge_leaves(*rows: Any) -> Any:
     if own := getattr(rows[0], "own_rows", ""):
-        if attention.installed():
-            return AddressedLatentsKVCache(rows) if own == LATENTS else AddressedKVCache(rows)
-        return LatentRowsKVCache(rows) if own == LATENTS else OwnRowsKVCache(rows)
+        return _ROWS_OF_OWN[own][attention.installed()](rows)
     kind = KINDS.get(type(rows[0]))
     return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
 

@@ -36,7 +36,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from . import attention, attention_packed, cuda_driver, latent_kernel, segment_attention, segments
+from . import (
+    attention,
+    attention_packed,
+    cuda_driver,
+    index_kernel,
+    latent_kernel,
+    segment_attention,
+    segments,
+)
 from .addressed_rows import AddressedKVCache, Tail, tails_of
 from .attention_kernel import Tails, put
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
@@ -47,6 +55,7 @@ from .latent_rows import AddressedLatentsKVCache, same_parts
 from .quantised import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segment_attention import Shared
 from .segments import SegmentedKVCache
+from .sparse_rows import AddressedIndexKVCache
 
 log = logging.getLogger(__name__)
 
@@ -222,6 +231,8 @@ class StepKV:
         self.owners = owners
         self.starts, self.ends, self.offset, self._window = starts, ends, offset, window
         self._fresh: tuple[mx.array, mx.array] | None = None
+        self.chosen: mx.array | None = None  # As `LatentRows` and `IndexRows` have it.
+        self.newest: list[mx.array] = []
         self.done = False
 
     @property
@@ -285,9 +296,19 @@ class StepKV:
         kernel = None if self.done else latent_kernel.kernel_for(queries, rope_queries)
         if kernel is None:
             raise Untraceable("no kernel for this attention")
-        behind = put(fresh, self.keys, self.ends - self.starts)
+        behind, chosen = put(fresh, self.keys, self.ends - self.starts), self.chosen
         self.done = True
-        return kernel.step(queries, rope_queries, self.keys, self.ends, scale, behind)
+        return kernel.step(queries, rope_queries, self.keys, self.ends, scale, behind, chosen)
+
+    def choose(self, queries: mx.array, keys: mx.array, weights: mx.array, most: int) -> None:
+        """As `IndexRows`."""
+        kernel = index_kernel.kernel_for(queries) if self._latents and not self.done else None
+        if kernel is None:
+            raise Untraceable("no kernel for this index")
+        behind = put((keys, mx.zeros_like(keys)), self.keys, self.ends - self.starts)
+        self.newest, self.done = [behind], True
+        if self.keys.most > most:
+            self.chosen = kernel.step(queries, weights, self.keys, self.ends, behind, most)
 
 
 def fused_step(model: Any) -> FusedStep | None:
@@ -379,7 +400,8 @@ def _blank(layer: Any, held: Any, count: int) -> mx.array:
 
 TRACED = {
     *(KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache),
-    *(SegmentedKVCache, QuantisedKVCache, QuantisedBatchKVCache, AddressedKVCache, AddressedLatentsKVCache),
+    *(SegmentedKVCache, QuantisedKVCache, QuantisedBatchKVCache),
+    *(AddressedKVCache, AddressedLatentsKVCache, AddressedIndexKVCache),
 }
 """Classes of the layers of a cache, no other subclass."""
 
@@ -418,7 +440,7 @@ class CompiledStep:
             return None
         kinds, first = {type(layer) for layer in cache}, cache[0]
         own = [kind for kind in kinds if issubclass(kind, AddressedKVCache)]
-        if not kinds <= TRACED or (own and not (len(kinds) == 1 and first.tails)):
+        if not kinds <= TRACED or (own and not (len(kinds) == len(own) and first.tails)):
             return None
         tails, sharing = _tails(first), [getattr(layer, "shared", None) for layer in cache]
         shared = next((one for one in sharing if one is not None), None)
@@ -502,7 +524,7 @@ class CompiledStep:
         if function is None:
             of_window = list(zip(plan.windows, cache, strict=True))
             held = {window: _shape(layer) for window, layer in of_window}
-            if any(_shape(layer) != held[window] for window, layer in of_window):
+            if any(_shape(layer) != held[window] and not _tails(layer) for window, layer in of_window):
                 raise Untraceable("layers keep different KV")
             if fused:
                 function = partial(self._trace, plan, mx.compile(self._trace_layers))

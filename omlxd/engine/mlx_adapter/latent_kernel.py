@@ -3,7 +3,8 @@
 A latent is the value of all heads, and their key beside the part that RoPE turns. Blocks of threads read a
 row's own latents and parts by address, in spans cut at fixed places, once for 16 heads, and multiply them on
 the tensor cores; attention_source.py's merge puts the spans together. Several tokens of a row are as many
-rows here (latent_rows.py), so a pass with guesses has the bits of steps.
+rows here (latent_rows.py), so a pass with guesses has the bits of steps. `omlxd_latents_chosen` reads the
+tokens alone that an index chose (sparse_rows.py).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ _BODY = """
   extern __shared__ uint4 ring[];
   __shared__ float tops[WARPS][16], masses[WARPS][16];
   __shared__ __align__(16) T shares[16][TILE + 8];
+  // `chosen`, where CHOSEN: (tokens of all rows, picks), of which each reads the first `ends`.
   const int span = blockIdx.x, tile = blockIdx.y, row = blockIdx.z;
   const int from = span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
@@ -69,17 +71,23 @@ _BODY = """
   const int low = lane & 7, second = lane >> 3 & 1, third = lane >> 4;
   const unsigned long long* own = tails + (long)(row / new_tokens) * columns;
   const int before = own[3];  // Tokens in segments, which tiles divide.
-  auto fetch = [&](int base, int stage) {
-    const int segment = base < before ? base / each : -1;
+  const uint4 *latents, *parts;
+  auto turn_to = [&](int token) {  // Token `token` of the row, and what follows it in its array.
+    const int segment = token < before ? token / each : -1;
     const unsigned long long* at = segment < 0 ? own : own + 4 + segment * 2;
-    const int first = segment < 0 ? base - before : base - segment * each;
-    const uint4* latents = reinterpret_cast<const uint4*>(at[0]) + (long)first * (D / 8);
-    const uint4* parts = reinterpret_cast<const uint4*>(at[1]) + (long)first * (E / 8);
+    const int first = segment < 0 ? token - before : token - segment * each;
+    latents = reinterpret_cast<const uint4*>(at[0]) + (long)first * (D / 8);
+    parts = reinterpret_cast<const uint4*>(at[1]) + (long)first * (E / 8);
+  };
+  auto fetch = [&](int base, int stage) {
+    if constexpr (!CHOSEN) turn_to(base);
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += 32 * WARPS) {
       const int token = i / CHUNKS, chunk = i % CHUNKS;
       const bool has = base + token < to;
       const int place = (stage * TILE + token) * STRIDE + chunk, part = chunk - D / 8;
-      const uint4* x = part < 0 ? latents + token * (D / 8) + chunk : parts + token * (E / 8) + part;
+      if constexpr (CHOSEN) turn_to(has ? chosen[(long)row * picks + base + token] : 0);
+      const int at = CHOSEN ? 0 : token;
+      const uint4* x = part < 0 ? latents + at * (D / 8) + chunk : parts + at * (E / 8) + part;
       OMLXD_COPY(omlxd_shared(ring + place), has ? x : latents, has ? 16 : 0);
     }
     asm volatile("cp.async.commit_group;");
@@ -197,16 +205,16 @@ def fits(width: int, part: int, dtype: Any) -> bool:
     return dtype in TYPES and width % 128 == 0 and width <= 512 and part % 32 == 0 and 0 < part <= 128
 
 
-def source_of(width: int, part: int, dtype: Any) -> tuple[str, str]:
-    """(function, CUDA source)."""
+def source_of(width: int, part: int, dtype: Any, chosen: bool = False) -> tuple[str, str]:
+    """(function, CUDA source). `chosen`: it reads some tokens alone."""
     kind = TYPES[dtype]
-    function = f"omlxd_latents_{kind}_{width}_{part}"
-    numbers = {"D": width, "E": part, "SPAN": SPAN, "TILE": TILE, "WARPS": WARPS}
+    function = f"omlxd_latents{'_chosen' * chosen}_{kind}_{width}_{part}"
+    numbers = {"D": width, "E": part, "SPAN": SPAN, "TILE": TILE, "WARPS": WARPS, "CHOSEN": int(chosen)}
     constants = ", ".join(f"{word} = {number}" for word, number in numbers.items())
     arguments = (
         "const T* q, const T* rope_q, const unsigned long long* tails, const int* ends, const float* scale, "
-        "const int* behind, float* sums, float* weights, const int heads, const int new_tokens, "
-        "const int columns, const int each"
+        "const int* behind, const int* chosen, float* sums, float* weights, const int heads, "
+        "const int new_tokens, const int columns, const int each, const int picks"
     )
     head = f"{HEADER}{COPIES}using T = {kind};\nconstexpr int {constants};\n"
     bounds = f"__launch_bounds__({32 * WARPS}, 1)"
@@ -219,8 +227,9 @@ class LatentKernel:
 
     def __init__(self, width: int, part: int, dtype: Any):
         self._width, self._part, self._dtype = width, part, dtype
-        sources = source_of(width, part, dtype), merge_source("merge", width, 1, dtype, SPAN)
-        self._code = segment_attention.Code(dict(zip(("spans", "merge"), sources, strict=True)))
+        sources = {name: source_of(width, part, dtype, name == "chosen") for name in ("spans", "chosen")}
+        sources["merge"] = merge_source("merge", width, 1, dtype, SPAN)
+        self._code = segment_attention.Code(sources)
         # As `Kernel`'s.
         self._compiled = lru_cache(64)(
             lambda queries, **how: cast(Any, mx.compile(partial(self._attend, **how)))
@@ -234,6 +243,7 @@ class LatentKernel:
         ends: Sequence[int],
         scale: float,
         behind: mx.array,
+        chosen: mx.array | None = None,
     ) -> mx.array:
         """(tokens of all rows, heads, 1, width).
 
@@ -243,12 +253,19 @@ class LatentKernel:
         tails         of each row: latents and parts
         ends          of each token of these: how many it sees of its row's, itself included
         behind        what `put` gave
+        chosen        (tokens of all rows, picks) in int32: the places of the tokens that each reads, in
+                      order, and of what it does not see behind them. None: all
         """
-        new = len(queries) // len(tails.table)
-        call = self._compiled(queries.shape, most=tails.most, new=new, each=tails.each)
+        new, most = len(queries) // len(tails.table), tails.most
+        if chosen is not None:
+            most = chosen.shape[1]
+            ends = [min(end, most) for end in ends]
+        how = {"most": most, "new": new, "each": tails.each, "picks": most if chosen is not None else 0}
+        call = self._compiled(queries.shape, **how)
         places = constant(f"latents{new}", tuple(ends), mx.int32)
         scales = constant("scale", (scale,), mx.float32)
-        return call(queries, rope_queries, tails.table, places, scales, behind)
+        picked = places if chosen is None else chosen
+        return call(queries, rope_queries, tails.table, places, scales, behind, picked)
 
     def step(
         self,
@@ -258,11 +275,15 @@ class LatentKernel:
         ends: mx.array,
         scale: float,
         behind: mx.array,
+        chosen: mx.array | None = None,
     ) -> mx.array:
         """As `over_tails`, of one token a row, for a compiled step; `ends`: (rows,)."""
-        how = {"most": tails.most, "new": 1, "each": tails.each}
-        scales = constant("scale", (scale,), mx.float32)
-        return self._attend(queries, rope_queries, tails.table, ends, scales, behind, **how)
+        how = {"most": tails.most, "new": 1, "each": tails.each, "picks": 0}
+        if chosen is not None:
+            how["most"] = how["picks"] = chosen.shape[1]
+            ends = mx.minimum(ends, chosen.shape[1])
+        scales, picked = constant("scale", (scale,), mx.float32), ends if chosen is None else chosen
+        return self._attend(queries, rope_queries, tails.table, ends, scales, behind, picked, **how)
 
     def _attend(
         self,
@@ -272,17 +293,19 @@ class LatentKernel:
         ends: mx.array,
         scale: mx.array,
         behind: mx.array,
+        chosen: mx.array,
         *,
         most: int,
         new: int,
         each: int,
+        picks: int,
     ) -> mx.array:
         tokens, heads = queries.shape[:2]
         spans = -(-most // SPAN)
         sums, weights = self._code.run(
-            "spans",
-            [queries, rope_queries, table, ends, scale, behind],
-            [heads, new, table.shape[1], each],
+            "chosen" if picks else "spans",
+            [queries, rope_queries, table, ends, scale, behind, chosen],
+            [heads, new, table.shape[1], each, picks],
             grid=(spans * 32 * WARPS, -(-heads // 16), tokens),
             threadgroup=(32 * WARPS, 1, 1),
             shared_memory=2 * TILE * (self._width + self._part + 8) * 2,
@@ -335,7 +358,8 @@ def checked(width: int, part: int, dtype: Any) -> LatentKernel | None:
 
 def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
     """The largest from MLX's own in float32, for rows of unequal length; NaN is infinite. So are other bits
-    of a row alone, of one whose first tokens are in a segment, and of one of several tokens in a pass."""
+    of a row alone, of one whose first tokens are in a segment, of one of several tokens in a pass, and of one
+    whose tokens are all chosen; and if others are read than those that are."""
     ends, capacity, heads, scale = (SPAN - 100, 2 * SPAN + 17), 3 * SPAN, 20, (width + part) ** -0.5
 
     def some(seed: int, *shape: int) -> mx.array:
@@ -345,7 +369,9 @@ def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
     queries, turned = some(5, 2, 2, heads, 1, width), some(6, 2, 2, heads, 1, part)
     mx.eval(held, queries, turned)
 
-    def attend(rows: Sequence[int], tokens: Sequence[int], cut: int = 0) -> mx.array:
+    def attend(
+        rows: Sequence[int], tokens: Sequence[int], cut: int = 0, chosen: mx.array | None = None
+    ) -> mx.array:
         """`tokens` of the last two of each of `rows`, whose first `cut` tokens are in a segment."""
         count, at = len(tokens), [ends[row] - 2 + tokens[0] for row in rows]
         fresh = [
@@ -373,18 +399,22 @@ def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
             for array in (queries, turned)
         ]
         seen = [ends[row] - 1 + token for row in rows for token in tokens]
-        out = kernel.over_tails(*asked, tails, seen, scale, behind)
+        out = kernel.over_tails(*asked, tails, seen, scale, behind, chosen)
         mx.eval(out)
         return out
 
     together, far = attend((0, 1), (0, 1)), 0.0
     same = [(attend((1,), (0, 1)), together[2:]), (attend((0, 1), (1,)), together[1::2])]
     same.append((attend((1,), (0, 1), SPAN), together[2:]))
+    every = mx.broadcast_to(mx.arange(capacity), (2, capacity))
+    same.append((attend((1,), (0, 1), chosen=every), together[2:]))
     if not all(mx.array_equal(a, b).item() for a, b in same):
         return float("inf")
-    for at, got in enumerate(together):
-        row, token = divmod(at, 2)
-        latents, parts = (array[0, 0, : ends[row] - 1 + token].astype(mx.float32) for array in held[row])
+    some_alone = attend((1,), (0, 1), SPAN, every[:, 1::2])
+    for at, got in enumerate([*together, *some_alone]):
+        row, token = divmod(at, 2) if at < 4 else (1, at - 4)
+        read = slice(ends[row] - 1 + token) if at < 4 else slice(1, None, 2)
+        latents, parts = (array[0, 0, read].astype(mx.float32) for array in held[row])
         query, rope = (array[row, token, :, 0].astype(mx.float32) for array in (queries, turned))
         want = mx.softmax(query @ latents.T * scale + rope @ parts.T, axis=-1) @ latents
         apart = cast(float, mx.abs(got[:, 0].astype(mx.float32) - want).max().item())

@@ -27,7 +27,7 @@ takes 11.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -51,12 +51,14 @@ class LatentRows(RowsOfOwn):
     """What a layer of a batch whose rows have latents of their own gives a model: latents as keys, parts as
     values.
 
-    new  tokens of a row that the model takes for rows now
+    new     tokens of a row that the model takes for rows now
+    chosen  of the tokens that the next attention reads, as `IndexRows.choose` gives it; None: all
     """
 
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.new = 1
+        self.chosen: Any = None
 
     @property
     def lengths(self) -> list[int]:
@@ -71,7 +73,7 @@ class LatentRows(RowsOfOwn):
         """Latents and parts of all tokens of a row that has some, (1, 1, tokens, width) each."""
         raise NotImplementedError
 
-    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float) -> mx.array:
+    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float, chosen: Any) -> mx.array:
         """(rows * new, heads, 1, width), by queries for latents and for parts of the newest `new` tokens."""
         raise NotImplementedError
 
@@ -131,7 +133,8 @@ class LatentRows(RowsOfOwn):
             return attention.mlx_own(queries, keys, values, None, scale, mask, sinks)
         if keys is not self.keys_and_values()[0] or not isinstance(mask, mx.array) or sinks is not None:
             raise RuntimeError("this model's attention reads latents otherwise")
-        return self._attend(queries, mask, scale)
+        chosen, self.chosen = self.chosen, None
+        return self._attend(queries, mask, scale, chosen)
 
 
 def same_parts(parts: mx.array) -> mx.array:
@@ -156,18 +159,34 @@ class LatentRowsKVCache(LatentRows, OwnRowsKVCache):
         held = self.rows[row]
         return held.whole() if getattr(held, "segments", ()) else held.keys_and_values()
 
-    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float) -> mx.array:
-        """Heads and tokens of a row are rows of one product: MLX's own reads the latents once a head."""
+    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float, chosen: Any) -> mx.array:
         rows, (_, heads, _, width) = len(self.rows), queries.shape
-        both = mx.concatenate([queries * scale, rope_queries], axis=-1)
-        both = both.reshape(rows, self.new, heads, -1).swapaxes(1, 2)
-        held = [getattr(row, "segments", ()) for row in self.rows]
-        tails = [
-            row.tail() if own else row.keys_and_values() for row, own in zip(self.rows, held, strict=True)
-        ]
-        layer = getattr(self.rows[0], "layer", "")
-        got = segments.by_rows(both, layer, held, tails, 1.0, latents=True)
-        return got.swapaxes(1, 2).reshape(rows * self.new, heads, 1, width)
+        both = mx.concatenate([queries * scale, rope_queries], axis=-1).reshape(rows, self.new, heads, -1)
+        if not chosen:
+            return self._over_all(both, range(rows)).reshape(rows * self.new, heads, 1, width)
+        out = {row: self._over_chosen(both[row], row, places) for row, places in chosen.items()}
+        if others := [row for row in range(rows) if row not in out]:
+            out |= zip(others, each_row(self._over_all(both[mx.array(others)], others)), strict=True)
+        joint = [out[row].reshape(self.new, heads, 1, width) for row in range(rows)]
+        return mx.concatenate(joint)
+
+    def _over_all(self, queries: mx.array, which: Sequence[int]) -> mx.array:
+        """(rows, new, heads, width) of these rows. Heads and tokens of a row are rows of one product: MLX's
+        own reads the latents once a head."""
+        rows = [self.rows[row] for row in which]
+        held = [getattr(row, "segments", ()) for row in rows]
+        tails = [row.tail() if own else row.keys_and_values() for row, own in zip(rows, held, strict=True)]
+        layer = getattr(rows[0], "layer", "")
+        return segments.by_rows(queries.swapaxes(1, 2), layer, held, tails, 1.0, latents=True).swapaxes(1, 2)
+
+    def _over_chosen(self, queries: mx.array, row: int, places: mx.array) -> mx.array:
+        """(new, heads, width) of a row whose new tokens attend to these `places` (new, most) of it."""
+        latents, parts = (array[0, 0][places] for array in self._whole(row))
+        new, most, width = latents.shape
+        scores = queries[..., :width] @ latents.swapaxes(1, 2) + queries[..., width:] @ parts.swapaxes(1, 2)
+        counts = mx.arange(self.lengths[row] - new, self.lengths[row])[:, None, None] + 1
+        scores = mx.where(mx.arange(most) < counts, scores, -mx.inf)
+        return mx.softmax(scores, axis=-1, precise=True) @ latents
 
 
 class AddressedLatentsKVCache(LatentRows, AddressedKVCache):
@@ -197,13 +216,13 @@ class AddressedLatentsKVCache(LatentRows, AddressedKVCache):
         # Of several tokens nothing else asks for what puts them into the tails.
         return out if queries.shape[2] == 1 else cast(Any, mx.depends)(out, self._behind)
 
-    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float) -> mx.array:
+    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float, chosen: Any) -> mx.array:
         kernel = latent_kernel.kernel_for(queries, rope_queries)
         if kernel is None or self._behind is None:
             raise RuntimeError("no kernel reads these latents by address")
         ends = [length - self.new + i + 1 for length in self.lengths for i in range(self.new)]
         (tails,) = tails_of([self], 1)
-        return kernel.over_tails(queries, rope_queries, tails, ends, scale, self._behind)
+        return kernel.over_tails(queries, rope_queries, tails, ends, scale, self._behind, chosen)
 
 
 def attentions(model: Any) -> list[Any]:
@@ -224,7 +243,7 @@ def take_tokens_for_rows(modules: Iterable[Any]) -> None:
 def _by_tokens(kind: Any) -> Any:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows, new, width = x.shape
-        if not isinstance(cache, LatentRows) or not 1 < new <= MOST_NEW:
+        if not hasattr(cache, "tokens_as_rows") or not 1 < new <= MOST_NEW:
             return kind.__call__(self, x, mask, cache)
         with cache.tokens_as_rows(new):
             out = kind.__call__(self, x.reshape(rows * new, 1, width), None, cache)

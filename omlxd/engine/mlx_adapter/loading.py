@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from ...kv.layout import KVLayout
 from . import attention, products, row_attention, segments, tower, vision
 from .addressed_rows import CLOSE, AddressedKVCache, check_kinds, distance
 from .cache_kinds import (
-    LATENTS,
+    PLAIN,
     Cache,
     StateLayout,
     arrays_of,
@@ -37,7 +37,7 @@ from .cache_kinds import (
     extend,
     is_batchable,
     keep_rows,
-    keeps_latents,
+    latents_of,
     layout_of,
     leaves,
     merge,
@@ -63,6 +63,7 @@ from .multi_lora import Adapters, read_adapter
 from .own_rows import OwnRowsKVCache
 from .quantised import Quantisation, QuantisedKVCache
 from .segments import SegmentedKVCache, SegmentedQuantisedKVCache
+from .sparse_rows import let_choose
 
 log = logging.getLogger(__name__)
 
@@ -439,6 +440,7 @@ def use_own_rows(model: Any) -> bool:
         return False
     if latents := _latents_of(model):
         take_tokens_for_rows(attentions(model))
+        let_choose(attentions(model))
     kinds = *plain, QuantisedKVCache, SegmentedQuantisedKVCache, RotatingKVCache
     for some in (kinds, plain):
         make_cache = partial(_with_own_rows, fresh, some, latents)
@@ -491,42 +493,54 @@ def _make_cache(model: Any) -> Callable[[], Cache]:
     return getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
 
 
-def _with_own_rows(fresh: Callable[[], Cache], kinds: tuple[type, ...], latents: Collection[str]) -> Cache:
+def _with_own_rows(fresh: Callable[[], Cache], kinds: tuple[type, ...], latents: Mapping[str, str]) -> Cache:
     cache = fresh()
     for name, leaf in leaves(cache):
         if type(leaf) in kinds:
-            leaf.own_rows = LATENTS if name in latents else "kv"
+            leaf.own_rows = latents.get(name, PLAIN)
     return cache
 
 
-def _latents_of(model: Any) -> set[str]:
-    """Names of the layers that keep latents of MLA. Puts a pass together, and computes none."""
+def _latents_of(model: Any) -> dict[str, str]:
+    """`latents_of` a cache of `model`. Puts a pass together, and computes none."""
     cache = make_prompt_cache(model)
     model(mx.array([[0]]), cache=cache)
-    return {name for name, leaf in leaves(cache) if keeps_latents(leaf)}
+    return latents_of(cache)
 
 
 def _compare_latents(model: Any, make_cache: Callable[[], Cache]) -> None:
     """Raise RuntimeError unless attention by latents gives two rows in a batch what it gives each alone.
 
-    It gets the same there: logits of experts would differ by more, as rounding chooses others.
+    It gets the same there: logits of experts would differ by more, as rounding chooses others. So it does
+    of an index, which chooses here only in float32.
     """
     if not (modules := attentions(model)):
         raise RuntimeError("its attention over latents takes other arguments than DeepSeek V3's")
+    index = getattr(modules[0], "indexer", None)
     for new in (1, 2, MOST_NEW + 1):
-        rows = [make_cache(), make_cache()]
-        for length, row in enumerate(rows, 2):
-            model(mx.arange(7, 7 + length)[None], cache=row)
-        batch = merge([copied(row) for row in rows])
-        with calls_of(modules[0]) as calls:
-            for row in rows:
-                model(mx.arange(11, 11 + new)[None], cache=row)
-        held, own = dict(leaves(batch)), {id(leaf): name for row in rows for name, leaf in leaves(row)}
-        layer = held[own[id(calls[0][1])]]
-        mask = layer.make_mask(new, return_array=True)
-        got = modules[0](mx.concatenate([x for x, _, _ in calls]), mask, layer)
-        if not (far := distance(got, mx.concatenate([out for _, _, out in calls]))) < CLOSE:  # NaN too
-            raise RuntimeError(f"attention of {new} tokens a row differs by {far:.3g} from a row's alone")
+        _compare_attention(model, make_cache, modules[0], new)
+        if index is not None and index.wk.weight.dtype == mx.float32:
+            most, index.index_topk = index.index_topk, 3
+            try:
+                _compare_attention(model, make_cache, modules[0], new)
+            finally:
+                index.index_topk = most
+
+
+def _compare_attention(model: Any, make_cache: Callable[[], Cache], module: Any, new: int) -> None:
+    """`_compare_latents` of a pass of `new` tokens a row."""
+    rows = [make_cache(), make_cache()]
+    for length, row in enumerate(rows, 2):
+        model(mx.arange(7, 7 + length)[None], cache=row)
+    batch = merge([copied(row) for row in rows])
+    with calls_of(module) as calls:
+        for row in rows:
+            model(mx.arange(11, 11 + new)[None], cache=row)
+    layer = batch[next(at for at, own in enumerate(rows[0]) if own is calls[0][1])]
+    mask = leaves([layer])[0][1].make_mask(new, return_array=True)
+    got = module(mx.concatenate([x for x, _, _ in calls]), mask, layer)
+    if not (far := distance(got, mx.concatenate([out for _, _, out in calls]))) < CLOSE:  # NaN too
+        raise RuntimeError(f"attention of {new} tokens a row differs by {far:.3g} from a row's alone")
 
 
 def _quantise(model: Any, plain: Cache, kv: Quantisation, model_type: str) -> Cache:

@@ -21,6 +21,7 @@ from omlxd.engine.mlx_adapter import (
     attention_kernel,
     attention_packed,
     compiled_step,
+    index_kernel,
     latent_kernel,
     row_attention,
     segment_attention,
@@ -280,7 +281,7 @@ def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         return mx.array(numbers, mx.uint64)
 
     monkeypatch.setattr(segment_attention, "addresses_of", addresses_of)
-    for module in (addressed_rows, compiled_step, latent_kernel, segment_attention):
+    for module in (addressed_rows, compiled_step, index_kernel, latent_kernel, segment_attention):
         monkeypatch.setattr(module, "put", put_by_number)
 
 
@@ -362,13 +363,15 @@ class LatentReference:
         ends: list[int],
         scale: float,
         behind: mx.array,
+        chosen: mx.array | None = None,
     ) -> mx.array:
         LatentReference.calls += 1
         out, new = list[mx.array](), len(queries) // len(tails.table)
         for token, end in enumerate(ends):
             latents, parts = self.held(tails, token // new)
             assert end <= min(latents.shape[2], tails.most)
-            latents, parts = latents[:, :, :end], parts[:, :, :end]
+            read = mx.arange(end) if chosen is None else chosen[token, : min(end, chosen.shape[1])]
+            latents, parts = latents[:, :, read], parts[:, :, read]
             own = slice(token, token + 1)
             scores = (queries[own] * scale) @ latents.swapaxes(-1, -2)
             scores = scores + rope_queries[own] @ parts.swapaxes(-1, -2)
@@ -383,8 +386,9 @@ class LatentReference:
         ends: mx.array,
         scale: float,
         behind: Any,
+        chosen: mx.array | None = None,
     ) -> mx.array:
-        return self.over_tails(queries, rope_queries, tails, cast(Any, ends.tolist()), scale, behind)
+        return self.over_tails(queries, rope_queries, tails, cast(Any, ends.tolist()), scale, behind, chosen)
 
     @staticmethod
     def held(tails: Tails, row: int) -> list[mx.array]:
@@ -400,6 +404,38 @@ class LatentReference:
         pieces.append([SegmentReference.arrays[number] for number in numbers])
         assert {part.shape[2] for part in pieces[-1]} == {capacity}
         return [mx.concatenate(list(parts), axis=2) for parts in zip(*pieces, strict=True)]
+
+
+class IndexReference:
+    """What index_kernel.IndexKernel computes, token by token."""
+
+    calls = 0
+
+    def over_tails(
+        self, queries: Any, weights: Any, tails: Tails, ends: list[int], behind: Any, most: int
+    ) -> mx.array:
+        return self.step(queries, weights, tails, mx.array(ends), behind, most)
+
+    def step(
+        self, queries: Any, weights: Any, tails: Tails, ends: mx.array, behind: Any, most: int
+    ) -> mx.array:
+        return self.best(self.scores(queries, weights, tails, ends, behind), ends, most)
+
+    def scores(
+        self, queries: mx.array, weights: mx.array, tails: Tails, ends: mx.array, behind: mx.array
+    ) -> mx.array:
+        IndexReference.calls += 1
+        out, new = list[mx.array](), len(queries) // len(tails.table)
+        for token, end in enumerate(cast(Any, ends.tolist())):
+            keys = LatentReference.held(tails, token // new)[0][0, 0, :end].astype(mx.float32)
+            each = mx.maximum(queries[token, :, 0].astype(mx.float32) @ keys.T, 0)
+            scores = (each * weights[token].astype(mx.float32)[:, None]).sum(axis=0)
+            out.append(mx.pad(scores, (0, tails.most - end), constant_values=-mx.inf))
+        return mx.stack(out)
+
+    def best(self, scores: mx.array, ends: mx.array, most: int) -> mx.array:
+        order = np.argsort(-np.array(scores), axis=-1, kind="stable")[:, :most]
+        return mx.array(np.sort(order, axis=-1).astype(np.int32))
 
 
 @pytest.fixture
@@ -420,7 +456,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
     kernel = Reference()
     Reference.calls = Reference.several = Reference.steps = Reference.by_address = 0
     over_segments = SegmentReference()
-    SegmentReference.calls = SegmentReference.several = LatentReference.calls = 0
+    SegmentReference.calls = SegmentReference.several = LatentReference.calls = IndexReference.calls = 0
     known_addresses(monkeypatch)
 
     def install() -> None:
@@ -431,6 +467,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(segment_attention, "in_use", lambda: True)
         monkeypatch.setattr(attention_packed, "kernel_for", lambda *parts: PackedReference(parts[-1]))
         monkeypatch.setattr(latent_kernel, "kernel_for", lambda *_: LatentReference())
+        monkeypatch.setattr(index_kernel, "kernel_for", lambda *_: IndexReference())
         attention.install()
 
     yield install

@@ -345,7 +345,7 @@ def test_windows_that_are_masked_otherwise_stay_joint_beside_rows_by_address(tmp
 
 def test_a_model_that_reads_its_kv_otherwise_is_copied(tmp_path, caplog):
     with caplog.at_level("INFO"):
-        loaded = load("deepseek_v32", tmp_path)
+        loaded = load("mamba2", tmp_path)
     assert "rows of a batch are copied as others join and leave" in caplog.text
     batch = mlx_adapter.merge([prefilled(loaded, 9, 0), prefilled(loaded, 9, 1)])
     assert not addressed(batch) and not mlx_adapter.has_own_rows(loaded.model)

@@ -142,11 +142,12 @@ def test_sources_are_complete():
         for width in attention_packed.WIDTHS
         for group in (1, 7)
         for dtype in (mx.bfloat16, mx.float16)
-        for how in (Quantisation(8), Quantisation(4), Quantisation(8, 32))
+        for how in (Quantisation(8), Quantisation(4), Quantisation(8, 32), Quantisation(4, 32))
     ]
     assert len({name for name, _ in made}) == len(made)
     for name, source in made:
         assert name in source and not re.search(r"\bPUT\b", source)
-    assert not attention_packed.fits(64, Quantisation(4, 32)) and not attention_packed.fits(
-        96, Quantisation(8, 32)
+    assert attention_packed.fits(96, Quantisation(4, 32)) and not attention_packed.fits(
+        96, Quantisation(8, 64)
     )
+    assert not attention_packed.fits(512, Quantisation(8, 64))

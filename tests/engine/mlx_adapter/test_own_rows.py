@@ -26,11 +26,13 @@ PACKED = ("qwen3 8", "qwen3 4", "gemma3_text 8", "qwen3_next 4")
 """Families, and bits of their per-token KV."""
 WINDOWS = ("gemma3_text", "gemma4_text", "gemma4", "gpt_oss", "olmo3")
 """The third is mlx-vlm's, and masks its windows itself."""
-LATENTS = ("deepseek_v3", "kimi_linear")
-"""MLA, alone and beside recurrent layers."""
+LATENTS = ("deepseek_v3", "deepseek_v32", "kimi_linear")
+"""MLA, alone, with an index that chooses among the latents, and beside recurrent layers."""
 OWN = ("llama", "qwen3", "qwen3_next", "falcon_h1", "recurrent_gemma", "gemma3n", *WINDOWS, *PACKED, *LATENTS)
-JOINT = ("deepseek_v32", "mamba2")
-"""The first chooses among its latents by other ones; the last keeps no such KV."""
+JOINT = ("mamba2",)
+"""It keeps no such KV."""
+CHOSEN = 25
+"""Tokens that an index chooses: fewer than most rows have."""
 
 
 @pytest.fixture(params=[True, False], ids=["pays", "does not pay"])
@@ -47,6 +49,8 @@ def load(name: str, root: Path, changes: Mapping[str, Any] | None = None) -> mlx
     """Of a family, and with KV in so many bits: `qwen3 8`."""
     family, _, bits = name.partition(" ")
     changes = {"head_dim": 64} | dict(changes or {}) if bits else changes
+    if family == "deepseek_v32":
+        changes = {"index_topk": CHOSEN} | dict(changes or {})
     build = build_family if family in FAMILIES else build_vision_family
     folder = build(family, root / family, **({"changes": changes} if changes else {}))
     return mlx_adapter.load(folder, Quantisation(int(bits)) if bits else None)
