@@ -82,6 +82,14 @@ _MLA: dict[str, Any] = {
     "v_head_dim": 16,
 }
 
+_CHOSEN: dict[str, Any] = {
+    **_ROUTED,
+    **_MLA,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
+    "index_topk": 160,
+}
+
 _LINEAR_ATTENTION: dict[str, Any] = {
     "num_hidden_layers": 4,
     "full_attention_interval": 4,
@@ -141,8 +149,18 @@ CONFIGS: dict[str, Family] = {
         fp32_only=True,
     ),
     "deepseek_v3": Family({**_ROUTED, **_MLA}, fp32_only=True, promise="tokens"),
-    "deepseek_v32": Family(
-        {**_ROUTED, **_MLA, "index_head_dim": 16, "index_n_heads": 16, "index_topk": 160},
+    "deepseek_v32": Family(_CHOSEN, fp32_only=True, promise="tokens"),
+    "glm_moe_dsa": Family(
+        {
+            **_CHOSEN,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "moe_layer_freq": 1,
+            "attention_bias": False,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
         fp32_only=True,
         promise="tokens",
     ),

@@ -7,6 +7,10 @@ and choose among each row's own, and latents (latent_rows.py) read what it chose
 all is read. Several tokens of a row are as many rows. Longer passes are the model's own.
 
 On CUDA index_kernel.py makes the scores, and latent_kernel.py reads the chosen latents by address.
+
+Six layers of 512, 16 heads, latents of 512, an index of 16 heads that chooses 1,024 tokens, random, float32,
+OpenBLAS, two CPUs, four rows from 2,000 tokens on (tools/bench/joins.py --rows 4 --context 2000 --turns 3
+--rounds 1), as one array and so, milliseconds: a join 285 and 120, a leave 209 and 107, a step 210 and 110.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _taken(family: str) -> bool:
     return bool(CONFIGS[family].classes & WINDOWED) and family not in NOT_TAKEN
 
 
-NOT_TAKEN = ("deepseek_v3", "deepseek_v32", "kimi_linear")
+NOT_TAKEN = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear")
 """Their attention derives keys and values from what their caches keep."""
 
 

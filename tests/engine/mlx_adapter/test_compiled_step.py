@@ -84,7 +84,7 @@ def test_it_computes_what_the_model_does(family: str, lengths: tuple[int, ...], 
         assert steps.done == 0
 
 
-LATENTS = ("deepseek_v3", "deepseek_v32", "kimi_linear")
+LATENTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear")
 HYBRIDS = tuple(name for name in FAMILIES if CONFIGS[name].classes > {"ArraysCache"} and name not in LATENTS)
 """Recurrent state beside KV."""
 COMPILED = tuple(name for name in FAMILIES if CONFIGS[name].classes <= WINDOWED and name not in LATENTS)
