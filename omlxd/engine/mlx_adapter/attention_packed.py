@@ -58,7 +58,7 @@ So several long rows are faster in 16 bits. With the next tokens not on their wa
 0.03 and 0.12 for one token; with 8 warps a block and spans of 512 besides 0.06, 0.03 and 0.19.
 """
 
-WIDTHS = (64, 96, 128, 256)
+WIDTHS = (64, 96, 128, 256, 512)
 
 CLOSE = 0.03
 """Largest difference from MLX's own in float32, for values of a normal distribution: bfloat16's rounding."""
@@ -95,8 +95,11 @@ template <int BYTES> __device__ inline void omlxd_load(const void* from, unsigne
     const uint2 x = *reinterpret_cast<const uint2*>(from);
     out[0] = x.x; out[1] = x.y;
   } else {
-    const uint4 x = *reinterpret_cast<const uint4*>(from);
-    out[0] = x.x; out[1] = x.y; out[2] = x.z; out[3] = x.w;
+    #pragma unroll
+    for (int i = 0; i < BYTES / 16; i++) {
+      const uint4 x = reinterpret_cast<const uint4*>(from)[i];
+      out[4 * i] = x.x; out[4 * i + 1] = x.y; out[4 * i + 2] = x.z; out[4 * i + 3] = x.w;
+    }
   }
 }
 template <typename T> __device__ inline float omlxd_number(const unsigned* pairs, int index) {
@@ -106,16 +109,19 @@ template <typename T> __device__ inline float omlxd_number(const unsigned* pairs
 """
 
 _BODY = """
-  // grid (spans, KV heads x tiles of 16 queries, rows). A warp reads 16 tokens at once for all 16 queries:
+  // grid (spans, KV heads x tiles of 16 queries x parts, rows). A part has the sums of GV groups of values:
+  // registers have no room for all of heads over 256 wide. A warp reads 16 tokens at once for 16 queries:
   // fragments of mma.m16n8k16, whose k and n are dealt out so that a product is of one group of numbers.
   constexpr int E = 32 / BITS, WORDS = D / E, GROUPS = D / G;  // numbers of a word; of a token
   constexpr int KW = G / (4 * E) < 4 ? G / (4 * E) : 4, KC = WORDS / (4 * KW);
   // Of values a lane has VN numbers of a group: those of VW words, or of half a word, which two lanes read.
   constexpr int VN = G / 8, VW = VN < E ? 1 : VN / E, HALVES = VN < E ? 1 : 2;
+  constexpr int PARTS = D > 256 ? 2 : 1, GV = GROUPS / PARTS;
   constexpr bool HELD = D <= 128;  // Queries have room in registers, and so have all values of 16 tokens.
   constexpr float UP = 64.f;  // Weights times scales are far from what float16 can't hold.
   const int fresh = new_tokens, queries = GROUP * fresh, tiles = (queries + 15) / 16;
-  const int span = blockIdx.x, row = blockIdx.z, kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles;
+  const int span = blockIdx.x, row = blockIdx.z, part = blockIdx.y % PARTS, own_group = part * GV;
+  const int tile = blockIdx.y / PARTS % tiles, kv_head = blockIdx.y / PARTS / tiles;
   const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, line = lane >> 2, quad = lane & 3;
@@ -176,14 +182,13 @@ _BODY = """
       for (int f = 0; f < D / 16; f++) shared_qs[f][lane] = qs[f];
     __syncthreads();
   }
-  constexpr int PAIRS = (GROUPS + 1) / 2;
-  struct Tile {
-    unsigned k[2][KC * KW], v[4][GROUPS * VW], ks[4][PAIRS], kb[4][PAIRS], vs[4][PAIRS], vb[4][PAIRS];
-  };
+  constexpr int PAIRS = (GROUPS + 1) / 2, PV = (GV + 1) / 2;
+  struct Tile { unsigned k[2][KC * KW], v[4][GV * VW], ks[4][PAIRS], kb[4][PAIRS], vs[4][PV], vb[4][PV]; };
   auto load_values = [&](unsigned* v, int token, int g) {
     #pragma unroll
     for (int w = 0; w < VW; w++) v[w] = 0;
-    if (token < to) omlxd_load<VW * 4>(values + (column + token) * WORDS + (g * 8 + line) * VN / E, v);
+    const int word = ((own_group + g) * 8 + line) * VN / E;
+    if (token < to) omlxd_load<VW * 4>(values + (column + token) * WORDS + word, v);
   };
   auto load = [&](int base, Tile& x) {
     #pragma unroll
@@ -201,23 +206,25 @@ _BODY = """
     for (int n = 0; n < 4; n++) {
       const int token = base + quad * 2 + (n & 1) + (n >> 1) * 8;
       #pragma unroll
-      for (int p = 0; p < PAIRS; p++) x.ks[n][p] = x.kb[n][p] = x.vs[n][p] = x.vb[n][p] = 0;
+      for (int p = 0; p < PAIRS; p++) x.ks[n][p] = x.kb[n][p] = 0;
+      #pragma unroll
+      for (int p = 0; p < PV; p++) x.vs[n][p] = x.vb[n][p] = 0;
       if (token < to) {
         omlxd_load<GROUPS * 2>(key_scales + (column + token) * GROUPS, x.ks[n]);
         omlxd_load<GROUPS * 2>(key_biases + (column + token) * GROUPS, x.kb[n]);
-        omlxd_load<GROUPS * 2>(value_scales + (column + token) * GROUPS, x.vs[n]);
-        omlxd_load<GROUPS * 2>(value_biases + (column + token) * GROUPS, x.vb[n]);
+        omlxd_load<GV * 2>(value_scales + (column + token) * GROUPS + own_group, x.vs[n]);
+        omlxd_load<GV * 2>(value_biases + (column + token) * GROUPS + own_group, x.vb[n]);
       }
       if constexpr (HELD)
         #pragma unroll
-        for (int g = 0; g < GROUPS; g++) load_values(x.v[n] + g * VW, token, g);
+        for (int g = 0; g < GV; g++) load_values(x.v[n] + g * VW, token, g);
     }
   };
-  float best[2] = {-1e30f, -1e30f}, total[2] = {0.f, 0.f}, shift[2][GROUPS], sum[D / 8][4];
+  float best[2] = {-1e30f, -1e30f}, total[2] = {0.f, 0.f}, shift[2][GV], sum[GV * VN][4];
   #pragma unroll
-  for (int g = 0; g < GROUPS; g++) shift[0][g] = shift[1][g] = 0.f;
+  for (int g = 0; g < GV; g++) shift[0][g] = shift[1][g] = 0.f;
   #pragma unroll
-  for (int t = 0; t < D / 8; t++)
+  for (int t = 0; t < GV * VN; t++)
     #pragma unroll
     for (int e = 0; e < 4; e++) sum[t][e] = 0.f;
   Tile now, next;
@@ -280,23 +287,23 @@ _BODY = """
       best[h] = top;
       total[h] *= shrink[h];
       #pragma unroll
-      for (int g = 0; g < GROUPS; g++) shift[h][g] *= shrink[h];
+      for (int g = 0; g < GV; g++) shift[h][g] *= shrink[h];
       #pragma unroll
       for (int n = 0; n < 4; n++) {
         weight[h][n] = omlxd_exp2(score[n >> 1][2 * h + (n & 1)] - top);
         total[h] += weight[h][n];
         #pragma unroll
-        for (int g = 0; g < GROUPS; g++) shift[h][g] += weight[h][n] * omlxd_number<T>(now.vb[n], g);
+        for (int g = 0; g < GV; g++) shift[h][g] += weight[h][n] * omlxd_number<T>(now.vb[n], g);
       }
     }
     if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
       #pragma unroll
-      for (int t = 0; t < D / 8; t++) {
+      for (int t = 0; t < GV * VN; t++) {
         sum[t][0] *= shrink[0]; sum[t][1] *= shrink[0]; sum[t][2] *= shrink[1]; sum[t][3] *= shrink[1];
       }
     }
     #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
+    for (int g = 0; g < GV; g++) {
       unsigned share[2][2], v[4][VW];
       #pragma unroll
       for (int n = 0; n < 4; n++) {
@@ -329,7 +336,7 @@ _BODY = """
         }
     }
   }
-  __shared__ float tops[WARPS][16], masses[WARPS][16], shifts[WARPS][16][GROUPS], vectors[WARPS][16][G];
+  __shared__ float tops[WARPS][16], masses[WARPS][16], shifts[WARPS][16][GV], vectors[WARPS][16][G];
   #pragma unroll
   for (int h = 0; h < 2; h++) {
     float mass = total[h];
@@ -337,7 +344,7 @@ _BODY = """
     mass += __shfl_xor_sync(~0u, mass, 2);
     if (quad == 0) { tops[warp][line + 8 * h] = best[h]; masses[warp][line + 8 * h] = mass; }
     #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
+    for (int g = 0; g < GV; g++) {
       float x = shift[h][g];
       x += __shfl_xor_sync(~0u, x, 1);
       x += __shfl_xor_sync(~0u, x, 2);
@@ -345,7 +352,7 @@ _BODY = """
     }
   }
   #pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
+  for (int g = 0; g < GV; g++) {
     if (g) __syncthreads();
     #pragma unroll
     for (int t = 0; t < VN; t++)
@@ -368,8 +375,8 @@ _BODY = """
         x += part * (vectors[w][h][d] + shifts[w][h][g]);
       }
       const long to_place = ((of_row * GROUP + m % GROUP) * fresh + m / GROUP) * gridDim.x + span;
-      sums[to_place * D + g * G + d] = x;
-      if (g == 0 && d == 0) { weights[to_place * 2] = top; weights[to_place * 2 + 1] = mass; }
+      sums[to_place * D + (own_group + g) * G + d] = x;
+      if (part + g + d == 0) { weights[to_place * 2] = top; weights[to_place * 2 + 1] = mass; }
     }
   }
 """
@@ -409,8 +416,8 @@ _PUT = """if (to == end) {  // Nobody else reads the newest token.
 
 
 def fits(width: int, how: Quantisation) -> bool:
-    """Whether there is a kernel."""
-    return width in WIDTHS and width % how.group == 0
+    """Whether there is a kernel: for heads over 256 wide shared memory has no room for groups of 128."""
+    return width in WIDTHS and width % how.group == 0 and (width <= 256 or how.group < 128)
 
 
 def in_use() -> bool:
@@ -595,7 +602,7 @@ class PackedKernel:
         rows, heads, new = queries.shape[:3]
         kv_heads, own = heads // self._group, isinstance(held, Tails)
         capacity = held.most if isinstance(held, Tails) else held[0][0].shape[2]
-        spans = -(-capacity // SPAN)
+        spans, tiles, parts = -(-capacity // SPAN), -(-self._group * new // 16), 1 + (self._width > 256)
         given = [part for parts in fresh for part in parts]
         given += [held.table] if isinstance(held, Tails) else [*held[0], *held[1]]
         last = [ends if behind is None else behind] if own and not fresh else []
@@ -604,7 +611,7 @@ class PackedKernel:
             "own_" * own + ("step" if fresh else "spans"),
             [queries, *given, starts, ends, scale, *last],
             [*([] if own else [capacity]), new, kv_heads, *table],
-            grid=(spans * 32 * WARPS, kv_heads * -(-self._group * new // 16), rows),
+            grid=(spans * 32 * WARPS, kv_heads * tiles * parts, rows),
             threadgroup=(32 * WARPS, 1, 1),
             output_shapes=[(rows, heads * new, spans, self._width), (rows, heads * new, spans, 2)],
             output_dtypes=[mx.float32, mx.float32],

@@ -150,4 +150,7 @@ def test_sources_are_complete():
     assert attention_packed.fits(96, Quantisation(4, 32)) and not attention_packed.fits(
         96, Quantisation(8, 64)
     )
-    assert not attention_packed.fits(512, Quantisation(8, 64))
+    assert attention_packed.fits(512, Quantisation(8)) and not attention_packed.fits(
+        512, Quantisation(8, 128)
+    )
+    assert not attention_packed.fits(80, Quantisation(8, 16))
