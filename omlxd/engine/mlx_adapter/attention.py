@@ -137,6 +137,9 @@ def attend(
     if cache is not None and hasattr(cache, "attend"):  # Packed KV, or a step being compiled.
         return cache.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
+    given = queries, keys, values, cache, scale, mask, sinks
+    if prompt_shapes.are_fixed() and (out := _attend_prompt(*given, windows_alone=True)) is not None:
+        return out
     if (out := prompt_shapes.attend(queries, keys, values, scale, mask, sinks)) is not None:
         return out
     if new <= MOST_NEW and (found := own_rows(cache, keys, values, mask, new)) is not None:
@@ -144,11 +147,11 @@ def attend(
         kernel = kernel_for(queries, held.keys, window > 0, sinks)
         if kernel is not None and new <= kernel.most_new:
             return kernel(queries, held.keys, held.values, places, scale, window=window, sinks=sinks)
-    if new > MOST_NEW and backend() == "cuda":
-        if (out := _attend_prompt(queries, keys, values, cache, scale, mask, sinks)) is not None:
+    if new > 1 and backend() == "cuda":
+        if (out := _attend_prompt(*given)) is not None:
             return out
-        # A plan is for what the arrays have room for, too.
-        keys, values = mx.contiguous(keys), mx.contiguous(values)
+        if new > MOST_NEW:  # A plan is for what the arrays have room for, too.
+            keys, values = mx.contiguous(keys), mx.contiguous(values)
     return mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
@@ -160,24 +163,34 @@ def _attend_prompt(
     scale: float,
     mask: Any,
     sinks: mx.array | None,
+    windows_alone: bool = False,
 ) -> mx.array | None:
-    """By the kernel for a prompt's pass; None where that is not for it."""
+    """By the kernel for a prompt's pass; None where that is not for it.
+
+    A window goes by it whatever the pass has, so that bits of its KV do not depend on where passes begin.
+    """
     new, tokens, dtype = queries.shape[2], keys.shape[2], queries.dtype
-    if len(queries) > 1 or not prompt_attention.fits(new, tokens, PREFILL_CHUNK) or keys.dtype != dtype:
+    if len(queries) > 1 or keys.dtype != dtype:
         return None
-    window, places = 0, (0, tokens)
-    if (found := own_rows(cache, keys, values, mask, new)) is not None:
+    window, before, places, found = 0, 0, (0, tokens), own_rows(cache, keys, values, mask, new)
+    if found is not None:
         held, (starts, ends), window = found
         if ends[0] > held.keys.shape[2]:
             return None
         keys, values, places = held.keys, held.values, (starts[0], ends[0])
+        if window:
+            had = held.offset if isinstance(held.offset, int) else held.tokens()[0]
+            before = had - (ends[0] - starts[0])
     elif not isinstance(mask, str) or keys.shape != values.shape:
+        return None
+    if not window and (windows_alone or not prompt_attention.fits(new, tokens, PREFILL_CHUNK)):
         return None
     width, group = queries.shape[3], queries.shape[1] // keys.shape[1]
     if sinks is not None and sinks.dtype != dtype:
         return None
     kernel = prompt_attention.checked(width, group, dtype, sinks is not None)
-    return kernel and kernel(queries, keys, values, places, scale, window=window, sinks=sinks)
+    how: dict[str, Any] = {"window": window, "sinks": sinks, "before": before}
+    return kernel and kernel(queries, keys, values, places, scale, **how)
 
 
 def own_rows(

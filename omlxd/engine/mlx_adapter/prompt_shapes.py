@@ -3,8 +3,9 @@
 cuBLAS and cuDNN choose the order of their sums by shapes. So the bits of KV depended on the number of tokens
 in a pass, and with it on where a cached prefix ended. Here a product of few rows is padded to the number of
 rows from which all have the bits of a whole chunk, and attention has the shapes of `shape_of`. Each kind is
-checked when it is first met. Where the check fails, and for quantised weights, experts, windows, sinks and
-adapters, nothing changes. The last pass needs none of this: the prompt alone decides how many tokens it has.
+checked when it is first met. Where the check fails, and for quantised weights, experts and adapters, nothing
+changes; windows have a kernel that needs no shapes (prompt_attention.py). The last pass needs none of this:
+the prompt alone decides how many tokens it has.
 
 On an H100 products of 192 to 2,048 rows have the same bits, with weights of an 8B shape, of a 3B one and of
 SmolLM2; those of 64 have others for some. Attention of 64 to 2,048 new tokens has the same bits, and those of
@@ -64,6 +65,11 @@ def fixed_shapes(on: bool) -> Iterator[None]:
         yield
     finally:
         _fixed = before
+
+
+def are_fixed() -> bool:
+    """Whether what is computed now is such a pass."""
+    return _fixed
 
 
 # ----------------------------------------------------------------- products
@@ -144,11 +150,11 @@ def attend(
 
     keys, values  (1, KV heads, tokens, width), the new tokens' last
     """
-    if not _fixed or not isinstance(mask, str) or sinks is not None:
+    if not _fixed or not isinstance(mask, str):
         return None
     width, group = queries.shape[3], queries.shape[1] // keys.shape[1]
     same = keys.shape == values.shape and keys.dtype == queries.dtype and len(queries) == 1
-    if not same or not _keeps_bits(width, group, queries.dtype):
+    if not same or not _keeps_bits(width, group, queries.dtype, sinks is not None):
         return None
     new, tokens = queries.shape[2], keys.shape[2]
     count, end = shape_of(new, tokens)
@@ -156,16 +162,20 @@ def attend(
     queries = mx.pad(queries, [(0, 0), (0, 0), (count - new - behind, behind), (0, 0)])
     if behind:
         keys, values = (mx.pad(array, [(0, 0), (0, 0), (0, behind), (0, 0)]) for array in (keys, values))
-    return _attend(queries, keys, values, scale)[:, :, count - new - behind : count - behind]
+    return _attend(queries, keys, values, scale, sinks)[:, :, count - new - behind : count - behind]
 
 
-def _attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+def _attend(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None
+) -> mx.array:
     keys, values = mx.contiguous(keys), mx.contiguous(values)  # A plan is for what arrays have room for, too.
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask="causal", sinks=sinks
+    )
 
 
 @cache
-def _keeps_bits(width: int, group: int, dtype: Any) -> bool:
+def _keeps_bits(width: int, group: int, dtype: Any, has_sinks: bool) -> bool:
     """Whether a token's result does not depend on the shape in which it is computed."""
     if dtype not in (mx.bfloat16, mx.float16):
         return False
@@ -175,9 +185,11 @@ def _keeps_bits(width: int, group: int, dtype: Any) -> bool:
         for heads in (2 * group, 2, 2)
     )
 
+    sinks = mx.random.normal((2 * group,), key=mx.random.key(1)).astype(dtype) if has_sinks else None
+
     def of(new: int, tokens: int) -> mx.array:
         held = keys[:, :, :tokens], values[:, :, :tokens]
-        return _attend(queries[:, :, tokens - new : tokens], *held, width**-0.5)
+        return _attend(queries[:, :, tokens - new : tokens], *held, width**-0.5, sinks)
 
     ends = range(PREFILL_CHUNK, most + 1, PREFILL_CHUNK)
     whole = mx.concatenate([of(PREFILL_CHUNK, end) for end in ends], axis=2)

@@ -28,7 +28,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from . import attention, attention_packed
+from . import attention, attention_packed, prompt_shapes
 from .batch_kv import EvenBatchKVCache, put_tokens
 from .device import backend
 
@@ -87,6 +87,10 @@ class PackedKV:
     ) -> mx.array:
         """As `attention.attend`, which asks for it: by the kernel where it can, else by MLX's own."""
         new = queries.shape[2]
+        if not isinstance(keys, list):
+            out = prompt_shapes.attend(queries, keys, values, scale, mask, sinks)
+            if out is not None:
+                return out
         if new <= attention_packed.MOST_NEW and sinks is None and self._gave(keys, values):
             *places, even = self._rows()
             plain = attention.is_plain(mask, new, even)

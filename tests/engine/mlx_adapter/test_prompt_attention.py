@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from families import build_family
+from family_configs import WINDOW
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import attention, prompt_attention
-from omlxd.engine.mlx_adapter.attention_kernel import MOST_NEW
+from omlxd.engine.mlx_adapter import attention, prompt_attention, prompt_shapes
 
 CHUNK = 128
 
@@ -23,11 +23,15 @@ class Plain:
 
     calls: ClassVar[list[tuple[int, tuple[int, int], int]]] = []
     """New tokens, places and window of each."""
+    befores: ClassVar[set[tuple[int, int]]] = set()
+    """New tokens and `before` of each over a window."""
 
-    def __call__(self, queries, keys, values, places, scale, *, window=0, sinks=None):
+    def __call__(self, queries, keys, values, places, scale, *, window=0, sinks=None, before=0):
         start, end = places
         new, tokens = queries.shape[2], end - start
         self.calls.append((new, places, window))
+        if window:
+            self.befores.add((new, before))
         own, seen = mx.arange(tokens - new, tokens)[:, None], mx.arange(tokens)
         held = [array[:, :, start:end].astype(mx.float32) for array in (keys, values)]
         return mx.fast.scaled_dot_product_attention(
@@ -49,6 +53,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, reference):
         monkeypatch.setattr(attention, "backend", lambda: "cuda")
         monkeypatch.setattr(prompt_attention, "checked", lambda *kind: Plain())
         monkeypatch.setattr(Plain, "calls", [])
+        monkeypatch.setattr(Plain, "befores", set())
 
     return begin
 
@@ -65,16 +70,36 @@ def last_logits(loaded: mlx_adapter.LoadedModel, *stops: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_an_end_of_a_prompt_attends_by_the_kernel_and_a_chunk_by_mlx(family: str, tmp_path: Path, on_cuda):
+def test_an_end_of_a_prompt_and_windows_attend_by_the_kernel_and_a_chunk_by_mlx(
+    family: str, tmp_path: Path, on_cuda
+):
     loaded = mlx_adapter.load(build_family(family, tmp_path / family))
     stops = CHUNK, 2 * CHUNK, 2 * CHUNK + 90
     want = last_logits(loaded, *stops)
     on_cuda()
     np.testing.assert_allclose(last_logits(loaded, *stops), want, atol=2e-4)
-    assert Plain.calls and {new for new, _, _ in Plain.calls} == {90}
+    assert Plain.calls and {new for new, _, window in Plain.calls if not window} == {90}
+    assert {new for new, _, window in Plain.calls if window} <= {90, CHUNK}
     ends = {end for _, (_, end), window in Plain.calls if not window}
     assert ends == {2 * CHUNK + 90}, "a chunk's KV is read where it lies"
     assert any(window for _, _, window in Plain.calls) == (family != "llama")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_a_window_goes_by_the_kernel_in_all_passes_before_a_prompts_last(
+    family: str, tmp_path: Path, on_cuda, monkeypatch: pytest.MonkeyPatch
+):
+    """It is told which token comes first: sums are cut at the same tokens wherever a pass begins."""
+    loaded = mlx_adapter.load(build_family(family, tmp_path / family))
+    stops = 20, 60, 64, 100
+    want = last_logits(loaded, *stops)
+    on_cuda()
+    monkeypatch.setattr(prompt_shapes, "backend", lambda: "cuda")
+    with prompt_shapes.fixed_shapes(True):
+        np.testing.assert_allclose(last_logits(loaded, *stops), want, atol=2e-4)
+    first = [max(0, stop - (WINDOW + new - 1)) for new, stop in ((20, 20), (40, 60), (4, 64), (36, 100))]
+    assert Plain.befores == set(zip((20, 40, 4, 36), first, strict=True))
+    assert {window for _, _, window in Plain.calls} == {WINDOW}, "other layers have shapes"
 
 
 def test_keys_that_no_cache_gave_out_and_what_the_kernel_does_not_do(on_cuda):
@@ -101,7 +126,7 @@ def test_keys_that_no_cache_gave_out_and_what_the_kernel_does_not_do(on_cuda):
 
 def test_shapes():
     fits = prompt_attention.fits
-    assert not fits(MOST_NEW, 8000, 2048) and fits(MOST_NEW + 1, 8000, 2048)
+    assert fits(2, 8000, 2048)
     assert fits(2047, 2047, 2048) and not fits(2048, 2048, 2048)
     most = prompt_attention.MOST_PAIRS // 1024
     assert fits(1024, most, 2048) and not fits(1024, most + 1, 2048)
@@ -110,7 +135,7 @@ def test_shapes():
 def test_kernels_of_one_name_have_one_source():
     """MLX keeps a kernel by its name."""
     sources: dict[str, str] = {}
-    for width, group, dtype, sinks in product((64, 128), (1, 8), (mx.bfloat16, mx.float16), (False, True)):
+    for width, group, dtype, sinks in product((64, 512), (1, 8), (mx.bfloat16, mx.float16), (False, True)):
         function, source = prompt_attention.source_of(width, group, dtype, sinks)
         assert f" {function}(" in source
         assert sources.setdefault(function, source) == source
@@ -123,12 +148,12 @@ class Zeros(Plain):
 
 
 class WithoutWindow(Plain):
-    def __call__(self, *given, window=0, sinks=None):
+    def __call__(self, *given, window=0, sinks=None, before=0):
         return super().__call__(*given, sinks=sinks)
 
 
 class WithoutSinks(Plain):
-    def __call__(self, *given, window=0, sinks=None):
+    def __call__(self, *given, window=0, sinks=None, before=0):
         return super().__call__(*given, window=window)
 
 
@@ -140,7 +165,8 @@ def test_the_kernel_is_used_once_it_computes_what_mlx_does(monkeypatch: pytest.M
     with caplog.at_level("INFO"):
         assert passes(Plain) and passes(Plain, sinks=True)
     assert "ends of prompts attend by omlxd's kernel" in caplog.text
-    assert not passes(Plain, 80) and not passes(Plain, dtype=mx.float32)
+    assert passes(Plain, 80) and passes(Plain, 512)
+    assert not passes(Plain, 72) and not passes(Plain, 288) and not passes(Plain, dtype=mx.float32)
     assert not passes(Zeros) and not passes(WithoutWindow) and not passes(WithoutSinks, sinks=True)
     assert passes(WithoutSinks)
     assert "ours differs by" in caplog.text

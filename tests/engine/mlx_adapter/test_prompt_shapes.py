@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rig import BLOCK, Rig
 
-from omlxd.engine.mlx_adapter import attention, products, prompt_shapes
+from omlxd.engine.mlx_adapter import Quantisation, attention, products, prompt_shapes
 from omlxd.engine.mlx_adapter.prompt_shapes import FINE, MOST_MORE, PREFILL_CHUNK, fixed_shapes, shape_of
+from omlxd.engine.mlx_adapter.quantised import QuantisedKVCache
 from omlxd.engine.schedule import prompt_passes
 
 
@@ -66,16 +67,30 @@ def test_what_is_left_as_it_was(on_cuda, monkeypatch: pytest.MonkeyPatch):
         with fixed_shapes(False):  # As for rows that decode beside the pass.
             attention.attend(queries, keys, keys, None, 0.25, "causal")
         attention.attend(queries, keys, keys, None, 0.25, None)
-        attention.attend(queries, keys, keys, None, 0.25, "causal", sinks=mx.ones(4))
         two, held = (mx.concatenate([array] * 2) for array in (queries, keys))
         attention.attend(two, held, held, None, 0.25, "causal")
         attention.attend(queries, keys, mx.ones((1, 2, 120, 8)), None, 0.25, "causal")
         assert not calls
         attention.attend(queries, keys, keys, None, 0.25, "causal")
-    assert calls == [(1, 4, 256, 16)] and not prompt_shapes._fixed
+        attention.attend(queries, keys, keys, None, 0.25, "causal", sinks=mx.ones(4))
+    assert calls == [(1, 4, 256, 16)] * 2 and not prompt_shapes._fixed
     monkeypatch.setattr(prompt_shapes, "backend", lambda: "metal")
     with fixed_shapes(True):
         assert not prompt_shapes._fixed
+
+
+def test_packed_kv_is_attended_to_in_shapes_too(on_cuda, monkeypatch: pytest.MonkeyPatch):
+    own, calls = prompt_shapes._attend, list[tuple[int, ...]]()
+    monkeypatch.setattr(prompt_shapes, "_attend", lambda q, *given: calls.append(q.shape) or own(q, *given))
+    cache, new = QuantisedKVCache(Quantisation(8, 32)), mx.random.normal((1, 2, 100, 32))
+    keys, values = cache.update_and_fetch(new, new)
+    queries = mx.random.normal((1, 4, 100, 32))
+    want = attention.attend(queries, keys, values, cache, 0.2, "causal")
+    assert not calls
+    with fixed_shapes(True):
+        got = attention.attend(queries, keys, values, cache, 0.2, "causal")
+    assert calls == [(1, 4, 256, 32)]
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 class Products:
