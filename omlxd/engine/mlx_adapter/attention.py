@@ -5,7 +5,8 @@ MLX hands attention to cuDNN. Rows of unequal length need a mask there, which co
 at its first call, which takes 36 to 120 ms where there are several new tokens: for the end of each prompt and
 each pass with guesses. And for single tokens its sums come in another order from run to run. The kernels of
 attention_kernel.py read a row from its own first token, in spans cut at fixed positions, and merge them by
-log-sum-exp. Longer ends of prompts have a kernel of their own (prompt_attention.py).
+log-sum-exp. Longer ends of prompts, and windows of all their passes, have a kernel of their own
+(prompt_attention.py).
 
 A window's row is read from its oldest token on, wherever in its ring that lies, and its spans are counted
 from there: its column depends on when the row joined whom, so that spans of columns would give other bits in

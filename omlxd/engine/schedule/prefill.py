@@ -5,8 +5,8 @@
 | CPU     | one block                                 | whatever was restored and whoever else runs, |
 |         |                                           | also where sums depend on a pass's shape     |
 | CUDA    | `PREFILL_CHUNK`                           | whatever was restored, by prompt_shapes.py;  |
-|         |                                           | with packed weights, experts or windows for  |
-|         |                                           | runs that begin at the same place            |
+|         |                                           | with packed weights or experts for runs that |
+|         |                                           | begin at the same place                      |
 | Metal   | a power of two: what takes half a second, | likewise, at rates that give the same pass   |
 |         | at most `PREFILL_CHUNK`                   |                                              |
 
