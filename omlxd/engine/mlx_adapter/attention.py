@@ -168,7 +168,7 @@ def _attend_prompt(
 ) -> mx.array | None:
     """By the kernel for a prompt's pass; None where that is not for it.
 
-    A window goes by it whatever the pass has, so that bits of its KV do not depend on where passes begin.
+    It takes each pass over a window, of any length: so the bits of KV do not depend on where passes begin.
     """
     new, tokens, dtype = queries.shape[2], keys.shape[2], queries.dtype
     if len(queries) > 1 or keys.dtype != dtype:

@@ -531,8 +531,10 @@ def keeps_latents(leaf: Any) -> bool:
 
 
 def latents_of(cache: Cache) -> dict[str, str]:
-    """What those leaves of a cache with tokens in it keep that keep latents of MLA or an index of these, by
-    name."""
+    """`LATENTS` or `INDEX`, by name, of each leaf that keeps latents of MLA or an index of these.
+
+    cache  one with tokens in it
+    """
     found: dict[str, str] = {}
     for at, layer in enumerate(cache):
         members = _leaves(f"layers.{at}", layer)

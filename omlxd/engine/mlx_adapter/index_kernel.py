@@ -33,6 +33,7 @@ import numpy as np
 from . import segment_attention
 from .attention_kernel import Tails, constant, put
 from .attention_source import COPIES, HEADER, TYPES
+from .latent_kernel import tails_behind
 
 log = logging.getLogger(__name__)
 
@@ -376,12 +377,7 @@ def difference(kernel: Any, heads: int, width: int, dtype: Any) -> float:
 
     def scores(rows: Sequence[int], cut: int = 0) -> mx.array:
         """Of the last token of each of `rows`, whose first `cut` tokens are in a segment."""
-        own = [part[:, :, cut:] + 0 for row in rows for part in held[row]]
-        before = [part[:, :, :cut] + 0 for row in rows for part in held[row]] if cut else []
-        found = [segment_attention.addresses_of(arrays) for arrays in (own, before) if arrays]
-        numbers = [addresses.reshape(len(rows), 2) for addresses in found]
-        numbers.insert(1, mx.array([[capacity - cut, cut]] * len(rows), mx.uint64))
-        tails = Tails(mx.concatenate(numbers, axis=1), capacity, max(cut, 1))
+        tails, _held = tails_behind([held[row] for row in rows], cut)
         seen = [ends[row] for row in rows]
         newest = [
             mx.concatenate([part[:, :, end - 1 : end] for part, end in zip(parts, seen, strict=True)])

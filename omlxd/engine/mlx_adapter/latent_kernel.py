@@ -253,8 +253,8 @@ class LatentKernel:
         tails         of each row: latents and parts
         ends          of each token of these: how many it sees of its row's, itself included
         behind        what `put` gave
-        chosen        (tokens of all rows, picks) in int32: the places of the tokens that each reads, in
-                      order, and of what it does not see behind them. None: all
+        chosen        (tokens of all rows, picks) in int32: places of the tokens that each reads, in order;
+                      those that it does not see come last. None: it reads all
         """
         new, most = len(queries) // len(tails.table), tails.most
         if chosen is not None:
@@ -356,6 +356,18 @@ def checked(width: int, part: int, dtype: Any) -> LatentKernel | None:
     return kernel
 
 
+def tails_behind(rows: Sequence[Sequence[mx.array]], cut: int) -> tuple[Tails, list[mx.array]]:
+    """(tails of a check's `rows`, two arrays each, whose first `cut` tokens are in a segment; what must stay
+    as long)."""
+    parts = [part for row in rows for part in row]
+    own, before = [part[:, :, cut:] + 0 for part in parts], [part[:, :, :cut] + 0 for part in parts if cut]
+    found = [segment_attention.addresses_of(arrays) for arrays in (own, before) if arrays]
+    numbers = [addresses.reshape(len(rows), 2) for addresses in found]
+    capacity = parts[0].shape[2]
+    numbers.insert(1, mx.array([[capacity - cut, cut]] * len(rows), mx.uint64))
+    return Tails(mx.concatenate(numbers, axis=1), capacity, max(cut, 1)), own + before
+
+
 def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
     """The largest from MLX's own in float32, for rows of unequal length; NaN is infinite. So are other bits
     of a row alone, of one whose first tokens are in a segment, of one of several tokens in a pass, and of one
@@ -386,12 +398,7 @@ def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
             ]
             for row, first in zip(rows, at, strict=True)
         ]
-        own = [part[:, :, cut:] + 0 for parts in apart for part in parts]
-        before = [part[:, :, :cut] + 0 for parts in apart for part in parts] if cut else []
-        found = [segment_attention.addresses_of(arrays) for arrays in (own, before) if arrays]
-        numbers = [addresses.reshape(len(rows), 2) for addresses in found]
-        numbers.insert(1, mx.array([[capacity - cut, cut]] * len(rows), mx.uint64))
-        tails = Tails(mx.concatenate(numbers, axis=1), capacity, max(cut, 1))
+        tails, _held = tails_behind(apart, cut)
         newest = [mx.concatenate(list(parts)) for parts in zip(*fresh, strict=True)]
         behind = put(newest, tails, mx.array([first + count - cut for first in at], mx.int32))
         asked = [

@@ -202,6 +202,11 @@ class AddressedLatentsKVCache(LatentRows, AddressedKVCache):
         """Tokens of each row: in segments, and all once `more` have come."""
         return self.bases, [length + more for length in self.lengths]
 
+    @property
+    def seen(self) -> list[int]:
+        """How many tokens of its row each of the newest `new` ones sees, itself included."""
+        return [length - self.new + i + 1 for length in self.lengths for i in range(self.new)]
+
     def _put(self, keys: mx.array, values: mx.array) -> None:
         AddressedKVCache._put(self, keys, values)
         self.put_fresh()
@@ -220,9 +225,8 @@ class AddressedLatentsKVCache(LatentRows, AddressedKVCache):
         kernel = latent_kernel.kernel_for(queries, rope_queries)
         if kernel is None or self._behind is None:
             raise RuntimeError("no kernel reads these latents by address")
-        ends = [length - self.new + i + 1 for length in self.lengths for i in range(self.new)]
         (tails,) = tails_of([self], 1)
-        return kernel.over_tails(queries, rope_queries, tails, ends, scale, self._behind, chosen)
+        return kernel.over_tails(queries, rope_queries, tails, self.seen, scale, self._behind, chosen)
 
 
 def attentions(model: Any) -> list[Any]:

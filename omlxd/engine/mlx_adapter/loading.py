@@ -439,8 +439,9 @@ def use_own_rows(model: Any) -> bool:
         log.info("rows of a batch are copied as others join and leave: fused steps have other bits")
         return False
     if latents := _latents_of(model):
-        take_tokens_for_rows(attentions(model))
-        let_choose(attentions(model))
+        modules = attentions(model)
+        take_tokens_for_rows(modules)
+        let_choose(modules)
     kinds = *plain, QuantisedKVCache, SegmentedQuantisedKVCache, RotatingKVCache
     for some in (kinds, plain):
         make_cache = partial(_with_own_rows, fresh, some, latents)
@@ -511,8 +512,8 @@ def _latents_of(model: Any) -> dict[str, str]:
 def _compare_latents(model: Any, make_cache: Callable[[], Cache]) -> None:
     """Raise RuntimeError unless attention by latents gives two rows in a batch what it gives each alone.
 
-    It gets the same there: logits of experts would differ by more, as rounding chooses others. So it does
-    of an index, which chooses here only in float32.
+    It gets the same there: logits of experts would differ by more, as rounding chooses others. Rounding may
+    make an index choose others, too, so its choice is compared in float32 alone.
     """
     if not (modules := attentions(model)):
         raise RuntimeError("its attention over latents takes other arguments than DeepSeek V3's")

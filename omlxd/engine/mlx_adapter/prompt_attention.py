@@ -17,9 +17,14 @@ Milliseconds a layer, 32 query heads on 8 of 128 in bfloat16, one H200 (tools/be
 | 1,500, 10,000   | 36          | 0.392      | 0.954 | 238           |
 | 650, 32,650     | 37          | 0.624      | 1.506 | 229           |
 
-Whole chunks of 2,048 over windows, one H100 (a script that is not kept), this and MLX's then, milliseconds: 8
-query heads on 4 of 256, window 1,024 0.26 and 1.30; 32 on 32 of 128, 4,096 0.95 and 3.24; 64 on 8 of 64 with
-sinks, 128 0.13 and 1.98. Its first call took 3, 2,292 and 1,385.
+Whole chunks of 2,048 tokens over windows in bfloat16, one H100, milliseconds a layer (a script that is not
+kept):
+
+| query heads on KV heads, width | window | MLX's first | MLX's then | this |
+|--------------------------------|--------|-------------|------------|------|
+| 8 on 4, 256                    | 1,024  | 3           | 1.30       | 0.26 |
+| 32 on 32, 128                  | 4,096  | 2,292       | 3.24       | 0.95 |
+| 64 on 8, 64, sinks             | 128    | 1,385       | 1.98       | 0.13 |
 
 A plan is for a capacity, too: a chunk of 2,048 whose KV lies in arrays of another length takes 57 ms again,
 and 0.5 if its keys and values are copied together before.
@@ -44,7 +49,7 @@ WARPS = 4
 """Of a block of threads; each has 16 queries of a head."""
 
 WIDE = 256
-"""Heads over so wide have no room in registers."""
+"""Of heads up to this width, queries and sums have room in registers."""
 
 MOST_PAIRS = 1 << 24
 """New tokens times all tokens of a pass, at most. There it takes 24 ms longer than cuDNN in 36 layers of the

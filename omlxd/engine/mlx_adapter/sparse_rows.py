@@ -2,9 +2,9 @@
 
 Beside the latents of MLA a layer keeps an index: a key of each token. A token's queries for the index score
 all tokens before it, and attention reads the latents of the `index_topk` best alone. mlx-lm's models do both
-with arrays of all rows. For one token a row `let_choose` has the index of a batch (`IndexRows`) keep its keys
-and choose among each row's own, and latents (latent_rows.py) read what it chose; the model then thinks that
-all is read. Several tokens of a row are as many rows. Longer passes are the model's own.
+with arrays of all rows. For one token a row `let_choose` lets the index of a batch (`IndexRows`) keep its
+keys and choose among each row's own. Latents (latent_rows.py) read what it chose, and the model is told that
+all tokens are read. Several tokens of a row are as many rows. Longer passes are the model's own.
 
 On CUDA index_kernel.py makes the scores, and latent_kernel.py reads the chosen latents by address.
 
@@ -31,11 +31,9 @@ from .own_rows import each_row
 class IndexRows(LatentRows):
     """Keys of the index, as keys; values are zeros, as mlx-lm's models have it.
 
-    chosen  what `choose` found, until attention takes it; None: all tokens are read
-    newest  arrays that have the newest tokens, which nobody else may ask for
+    chosen  what `choose` found, until attention takes it; None: it reads all tokens
+    newest  arrays that hold the newest tokens: attention asks for them, since nothing else may
     """
-
-    chosen: Any = None
 
     @property
     def newest(self) -> list[mx.array]:
@@ -94,14 +92,13 @@ class AddressedIndexKVCache(IndexRows, AddressedLatentsKVCache):
 
     def _choose(self, queries: mx.array, weights: mx.array, most: int) -> mx.array | None:
         """(tokens of all rows, most), in order. Those that a token does not see come last."""
-        kernel, lengths = index_kernel.kernel_for(queries), self.lengths
+        kernel = index_kernel.kernel_for(queries)
         if kernel is None or self._behind is None:
             raise RuntimeError("no kernel reads this index by address")
-        if max(lengths) <= most:
+        if max(self.lengths) <= most:
             return None
-        ends = [length - self.new + i + 1 for length in lengths for i in range(self.new)]
         (tails,) = tails_of([self], 1)
-        return kernel.over_tails(queries, weights, tails, ends, self._behind, most)
+        return kernel.over_tails(queries, weights, tails, self.seen, self._behind, most)
 
 
 def best(scores: mx.array, most: int) -> mx.array:
