@@ -223,8 +223,7 @@ async def test_a_hundred_thousand_blocks(tmp_path: Path, capsys: pytest.CaptureF
                 f"({await page.inner_text('#cache [role=status]')}), {rows} rows are elements; 100 "
                 f"of them gone through in {opened:.0f} ms, longest frame of a scroll {scrolled:.0f} ms"
             )
-        # How long it takes to stand is the machine's affair: 32 s were seen beside two busy suites.
-        assert rows < 60 and max(opened, scrolled) / 1000 < PATIENT_S
+        assert rows < 60 and max(loaded, opened / 1000, scrolled / 1000) < PATIENT_S
 
 
 OPENING = """async () => {
