@@ -11,21 +11,24 @@ from importlib import metadata
 from pathlib import Path
 
 import httpx
+import mlx.core as mx
 import numpy as np
 import pytest
 from daemon import wait_until
 from fast_or_slow import rest_slow
 from templates import QWEN3
 
-from omlxd.chat import Conversation, Message, TextPart, Tool
+from omlxd.chat import Conversation, Message, Sampling, TextPart, Tool
+from omlxd.engine.schedule.sampling import UNNAMED, BatchSampler, RowSampling
 from tools.clients.agents import write_files
 from tools.clients.own_daemon import OwnDaemon, first_model
 from tools.clients.played import Played
 from tools.clients.recorder import Recorder
 from tools.clients.reuse import Reuse, ReuseLog, changed
 from tools.clients.run import start_client
-from tools.clients.script import THOUGHT, answer_to, written
+from tools.clients.script import LONG, THOUGHT, answer_to, written
 from tools.clients.script_model import build_script_model
+from tools.clients.scripted_engine import ScriptedRow, forced, scripted_rows
 from tools.clients.turns import BLOCK, Session
 from tools.clients_matrix import PARTS, Row, play_library
 
@@ -67,6 +70,27 @@ def test_the_matrix_plays_a_library(daemon, tmp_path):
     failed = Row("none")
     play_library(failed, [sys.executable, "-c", "raise SystemExit('no such library')"], daemon.url, tmp_path)
     assert failed.problems == dict.fromkeys(PARTS, "it ended before: no such library")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 3}])
+def test_a_long_script_is_said_as_it_is_written(daemon, sampling):
+    """It repeats itself, so that draft tokens are accepted (how many is a matter of time)."""
+    asked = {"messages": [{"role": "user", "content": "Scenario long in /x."}], "max_tokens": 400}
+    answer = httpx.post(f"{daemon.url}/v1/chat/completions", json={**asked, **sampling}, timeout=60).json()
+    assert LONG.startswith(answer["choices"][0]["message"]["content"].strip())
+
+
+def test_each_token_of_a_verify_step_has_its_own_place_in_the_script():
+    """Greedy or not: the plain rows of a greedy one are one and the same."""
+    for temperature in (0.0, 1.0):
+        params = RowSampling.of(Sampling(temperature=temperature, seed=3), UNNAMED)
+        row = ScriptedRow(params, script=(5, 6, 7, 8))
+        row.step = 1
+        rows = scripted_rows(row, [6, 7], [])
+        sampler = BatchSampler(rows)
+        assert sampler(forced(rows, mx.zeros((3, 16)))).tolist() == [6, 7, 8]
+        assert [one.step for one in rows] == [2, 3, 4]
 
 
 # --------------------------------------------------------------------------- many at once

@@ -15,7 +15,8 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from clients.script import answer_to, written  # noqa: E402
 from omlxd.chat import Conversation, GenerateRequest  # noqa: E402
 from omlxd.engine import __main__ as program  # noqa: E402
 from omlxd.engine.host import EngineHost  # noqa: E402
-from omlxd.engine.schedule import sampling  # noqa: E402
+from omlxd.engine.schedule import decode_batch, sampling  # noqa: E402
 from omlxd.engine.schedule.scheduler import Scheduler  # noqa: E402
 from omlxd.engine.sequence import Sequence, State  # noqa: E402
 
@@ -95,10 +96,22 @@ def install() -> None:
             with log.open("ab") as file:
                 file.write(msgspec.json.encode(played) + b"\n")
 
+    decode_batch.sampler_rows = scripted_rows
     EngineHost.__init__ = init
     EngineHost._sampler = sampler
     sampling.BatchSampler.__call__ = call
     Scheduler._over = over
+
+
+def scripted_rows(row: sampling.SamplerRow, guesses: Seq[int], masks: Seq[Any]) -> list[sampling.SamplerRow]:
+    """`sampling.sampler_rows`, where a scripted row has a step of its own for each token of a verify step.
+
+    A plain greedy row stands for all of them, since its step has no effect; of a script it is the place.
+    """
+    rows = sampling.sampler_rows(row, guesses, masks)
+    if isinstance(row, ScriptedRow) and rows[0] is row:
+        return [replace(row, step=row.step + place) for place in range(len(rows))]
+    return rows
 
 
 def forced(rows: list[Any], logits: mx.array) -> mx.array:
