@@ -21,6 +21,7 @@ from msgspec import inspect
 from ..chat import Conversation, DocumentPart, GenerateRequest, ImagePart, RawPrompt, Struct
 from ..common.units import duration
 from ..errors import InvalidRequest, bad_field
+from .unknown_fields import noted
 
 MOST_CONTAINERS = 200_000
 """Objects and lists. Twice what 32 MB of a coding agent's conversation hold."""
@@ -125,13 +126,18 @@ def mended(body: bytes) -> bytes:
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"^Object missing required field `(.*?)`$")
+NO_SUCH_FIELD = "there is no such field"
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """`body` as the decoder's type. Raises InvalidRequest, whatever the bytes are."""
     check_shape(body)
     try:
-        return decoder.decode(body)
+        decoded = decoder.decode(body)
+        if (fields := noted.get()) is not None:
+            fields.note(decoder.type, body)
+        return decoded
     except msgspec.ValidationError as error:
         raise _field_error(str(error), decoder.type) from None
     except RecursionError:
@@ -159,6 +165,8 @@ def _field_error(text: str, body: Any) -> InvalidRequest:
     if missing := _MISSING.match(text):
         param = f"{path}.{missing[1]}" if path else missing[1]
         return bad_field(param, "this field is required")
+    if unknown := _UNKNOWN.match(text):
+        return bad_field(f"{path}.{unknown[1]}" if path else unknown[1], NO_SUCH_FIELD)
     if path.endswith("type") and text.startswith("Invalid value"):
         kind = text.removeprefix("Invalid value ").strip("'")
         if path.startswith("tools."):

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ... import __version__
 from ...api.body import ParsedRequest
 from ...api.openai import chat_request, completions, scores
+from ...api.unknown_fields import UnknownFields, noting
 from ...chat import Finished
 from ...config import Settings
 from ...errors import InvalidRequest, OmlxdError, Overloaded, RequestTooLarge
@@ -37,15 +38,14 @@ from .messages import (
     Info,
     Inspect,
     Line,
+    Lines,
     Load,
     Metrics,
     Quit,
     classified,
     decode_request,
-    done,
     failure,
     id_of,
-    line_of,
     line_out,
 )
 from .model_slot import Loading, ModelSlot
@@ -62,7 +62,8 @@ MOST = 256
 class Bridge:
     """`take_line` each line.
 
-    quit     set once a `quit` came; `quit_id` is its id
+    quit     set once a `quit` came
+    bye      the last line of all
     """
 
     def __init__(self, settings: Settings, pool: EnginePool, out: LineWriter):
@@ -75,7 +76,7 @@ class Bridge:
         self._cancelled: set[Id] = set()
         self._first: asyncio.Task[None] | None = None
         self.quit = asyncio.Event()
-        self.quit_id: Id | None = None
+        self.bye = line_out(None, "bye")
 
     def load_first(self) -> None:
         """Begin to load what `--model` says, before anybody asks for it."""
@@ -94,31 +95,34 @@ class Bridge:
         if line is None:
             self._out.put_line(failure(None, RequestTooLarge(f"A line has at most {LINE_BYTES} bytes.")))
         elif line.strip():
+            unknown = noting()
             try:
-                self._begin_request(decode_request(line), line)
+                self._begin_request(decode_request(line), line, unknown)
             except OmlxdError as error:
                 id = id_of(line)
                 self._out.put_line(failure(None if id in self._tasks else id, error))
 
-    def _begin_request(self, request: AnyRequest, line: bytes) -> None:
+    def _begin_request(self, request: AnyRequest, line: bytes, unknown: UnknownFields) -> None:
         if request.id in self._tasks:
             raise InvalidRequest(f"id: {request.id!r} is in use; give each request its own", param="id")
         if isinstance(request, Quit):
-            self.quit_id = request.id
+            self.bye = line_out(request.id, "bye", ignored=unknown.names)
             self.quit.set()
             return
         if len(self._tasks) >= MOST:
             raise Overloaded(f"{MOST} requests wait for an answer already; send it again in a moment.")
         if isinstance(request, Load):
-            loading = self._slot.load(request.model, [*self._answers.values()])
+            loading = self._slot.load(request.wanted, [*self._answers.values()])
         else:
             loading = self._slot.loading
-        task = asyncio.create_task(self._answer(request, line, loading))
+        task = asyncio.create_task(self._answer(request, line, loading, unknown))
         self._tasks[request.id] = task
         if isinstance(request, (Generate, Chat, Classify, Inspect)):
             self._answers[request.id] = task
 
-    async def _answer(self, request: AnyRequest, line: bytes, loading: Loading | None) -> None:
+    async def _answer(
+        self, request: AnyRequest, line: bytes, loading: Loading | None, unknown: UnknownFields
+    ) -> None:
         """Do it; whatever happens, it gets its last line."""
         try:
             last = await self._last_line(request, line, loading)
@@ -137,6 +141,8 @@ class Bridge:
             self._cancelled.discard(request.id)
             self._answers.pop(request.id, None)
             del self._tasks[request.id]  # The id may be used again by whoever has read the last line.
+        if ignored := unknown.names:
+            last["ignored"] = ignored
         self._out.put_line(last)
 
     async def _last_line(self, request: AnyRequest, line: bytes, loading: Loading | None) -> Line:
@@ -171,14 +177,15 @@ class Bridge:
         _check_one(parsed)
         asked = time.monotonic()
         engine = await self._slot.engine(loading, parsed.model)
-        pump = EventPump(engine.generate(replace(parsed.generate, asked=asked)))
+        pump, lines = EventPump(engine.generate(replace(parsed.generate, asked=asked))), Lines(id)
         try:
             async for event in pump.events():
+                if (line := lines.of(event)) is None:
+                    continue
                 if isinstance(event, Finished):
-                    return done(id, event)
-                if (line := line_of(id, event)) is not None:
-                    self._out.put_line(line)
-                    await self._out.room()
+                    return line
+                self._out.put_line(line)
+                await self._out.room()
         finally:
             await pump.close()
         raise AssertionError("it ends with Finished, or raises")

@@ -109,7 +109,7 @@ async def _run(settings: Settings, source: int, sink: int) -> int:
         await bridge.finish_answers(ANSWERS_S)
     await pool.close()
     await bridge.finish_answers(LAST_LINES_S)
-    out.put_line(line_out(bridge.quit_id, "bye"))
+    out.put_line(bridge.bye)
     await out.close(LAST_LINES_S)
     if out.trouble is None or isinstance(out.trouble, BrokenPipeError):
         return 0

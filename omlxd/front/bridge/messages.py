@@ -6,7 +6,7 @@ answers, or null where it answers none. A request is answered by any number of `
 
 | op         | further fields                                   | last line      |
 |------------|--------------------------------------------------|----------------|
-| `load`     | `model`: folder, ORG/NAME or name                | `loaded`       |
+| `load`     | `model` (or `path`): folder, ORG/NAME or name    | `loaded`       |
 | `generate` | those of POST /v1/completions: `prompt`, …       | `done`         |
 | `chat`     | those of POST /v1/chat/completions: `messages`, … | `done`         |
 | `classify` | `labels`, and `prompt` or `messages`             | `classified`   |
@@ -16,8 +16,9 @@ answers, or null where it answers none. A request is answered by any number of `
 | `cancel`   | `target`: the id of another request              | `cancelled`    |
 | `quit`     |                                                  | `bye`          |
 
-or by an `error`. Unasked for come `ready`, first of all, and `bye`, last of all. api/README.md has the fields
-of each line out.
+or by an `error`. The last line's `ignored` names the fields of the request that nobody reads; of `load` such
+a field is an error. Unasked for come `ready`, first of all, and `bye`, last of all. api/README.md has the
+fields of each line out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ... import chat
-from ...api.body import decode
+from ...api.body import NO_SUCH_FIELD, decode
+from ...api.openai.choices import ids_of
 from ...api.openai.fields import chat_logprobs
 from ...api.openai.scores import Labels, Scores, TopCount
 from ...api.sse import usage_extension
@@ -50,10 +52,18 @@ class Request(msgspec.Struct, frozen=True, tag_field="op"):
     id: Id
 
 
-class Load(Request, frozen=True, tag="load"):
-    """`model` "": what `--model` says, else the demo model."""
+class Load(Request, frozen=True, tag="load", forbid_unknown_fields=True):
+    """None or "" for both: what `--model` says, else the demo model. `path`: another name of `model`."""
 
-    model: str = ""
+    model: str | None = None
+    path: str | None = None
+
+    @property
+    def wanted(self) -> str:
+        """Raises InvalidRequest where the two differ."""
+        if self.model and self.path and self.model != self.path:
+            raise InvalidRequest("path: it is another name of `model`; leave one of them out", param="path")
+        return self.model or self.path or ""
 
 
 class Generate(Request, frozen=True, tag="generate"):
@@ -109,6 +119,8 @@ def decode_request(line: bytes) -> AnyRequest:
     except InvalidRequest as error:
         if error.param == "op":
             raise InvalidRequest(f"op: it must be one of {', '.join(OPS)}", param="op") from None
+        if error.message.endswith(NO_SUCH_FIELD):
+            raise InvalidRequest(f"{error.message}; `load` has model, or path", param=error.param) from None
         raise
 
 
@@ -139,8 +151,6 @@ def line_of(id: Id, event: chat.Event) -> Line | None:
     match event:
         case chat.Progress():
             return line_out(id, "progress", prefilled=event.done, total=event.total)
-        case chat.TokenIds():
-            return line_out(id, "delta", token_ids=list(event.ids), prompt_token_ids=list(event.prompt))
         case chat.ReasoningDelta():
             return line_out(id, "delta", reasoning=event.text)
         case chat.TextDelta():
@@ -153,7 +163,28 @@ def line_of(id: Id, event: chat.Event) -> Line | None:
             return None
 
 
-def done(id: Id, finished: chat.Finished) -> Line:
+class Lines:
+    """The lines of one answer. Ids of tokens go with the text that they make, as over HTTP."""
+
+    def __init__(self, id: Id):
+        self._id = id
+        self._ids: list[chat.Event] = []
+
+    def of(self, event: chat.Event) -> Line | None:
+        """None for an event that says nothing here, or not yet."""
+        if isinstance(event, chat.TokenIds):
+            self._ids.append(event)
+            return None
+        if isinstance(event, chat.Restarted):
+            self._ids = []
+        line = _done(self._id, event) if isinstance(event, chat.Finished) else line_of(self._id, event)
+        if line is None or isinstance(event, chat.Progress):
+            return line
+        ids, self._ids = ids_of(self._ids), []
+        return line | ids
+
+
+def _done(id: Id, finished: chat.Finished) -> Line:
     usage, stop = usage_of(finished.usage), finished.stop_sequence
     return line_out(id, "done", reason=finished.reason, usage=usage, stop_sequence=stop)
 

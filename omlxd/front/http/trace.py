@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ...api.unknown_fields import UnknownFields, noting
 from ...chat import (
     ChoiceEvent,
     Event,
@@ -46,6 +47,7 @@ class Request(msgspec.Struct, frozen=True):
     drafted, accepted  tokens that were guessed, and guesses that held; None if it was begun and not finished
     peak_bytes  the most memory that MLX held; None likewise
     client   the User-Agent
+    ignored  fields of its body that nobody reads
     param    the field at fault
     problem  the error's sentence; texts of the client's in it are left out
     """
@@ -72,6 +74,7 @@ class Request(msgspec.Struct, frozen=True):
     peak_bytes: int | None
     duration_s: float
     client: str = ""
+    ignored: list[str] = []
     param: str = ""
     problem: str = ""
 
@@ -81,6 +84,7 @@ class Request(msgspec.Struct, frozen=True):
             "-" if tokens is None else tokens for tokens in (self.prompt_tokens, self.cached_tokens)
         )
         guesses = "-" if self.drafted is None else f"{self.accepted}/{self.drafted}"
+        ignored = f" ignored={','.join(self.ignored)}" if self.ignored else ""
         peak = "-" if self.peak_bytes is None else human(self.peak_bytes)
         return (
             f"{self.id} {self.method} {self.path} key={self.key} model={self.model} status={self.status} "
@@ -90,7 +94,7 @@ class Request(msgspec.Struct, frozen=True):
             f"ttft={self.ttft_s:.3f}s queue={self.queue_s:.3f}s "
             f"restore={self.restore_s:.3f}s prefill={self.prefill_s:.3f}s decode={self.decode_s:.3f}s "
             f"tokens_per_s={self.tokens_per_s:.1f} peak={peak} wall={self.duration_s:.3f}s "
-            f"client={self.client}{problem}"
+            f"client={self.client}{ignored}{problem}"
         )
 
 
@@ -109,6 +113,7 @@ class RequestTrace:
     computed   of its prompt, so far
     progress   the newest; `progress_s`: seconds until it came
     first_s    seconds until its answer began; 0: it has not; `pieces`: of text that have come
+    unknown_fields  of its body
     """
 
     method: str
@@ -131,6 +136,7 @@ class RequestTrace:
     pieces: int = 0
     client: str = ""
     problem: OmlxdError | None = None
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     body: bytearray = field(default_factory=bytearray)
 
     @property
@@ -209,6 +215,7 @@ class RequestTrace:
             peak_bytes=usage.peak_bytes if is_known else None,
             duration_s=round(time.monotonic() - self.started, 4),
             client=printable(self.client[:SHOWN_CHARS]) or "-",
+            ignored=[printable(name) for name in self.unknown_fields.names],
             param=printable((problem.param or "")[:SHOWN_CHARS]) if problem else "",
             problem=printable(without_texts(problem.message)[:PROBLEM_CHARS]) if problem else "",
         )
@@ -232,7 +239,9 @@ def printable(text: str) -> str:
 
 def begin(scope: Any) -> RequestTrace:
     """A trace for this ASGI scope, kept in it."""
-    trace = scope[_SCOPE_KEY] = RequestTrace(method=scope["method"][:METHOD_CHARS], path=scope["path"])
+    trace = scope[_SCOPE_KEY] = RequestTrace(
+        method=scope["method"][:METHOD_CHARS], path=scope["path"], unknown_fields=noting()
+    )
     trace.client = dict(scope["headers"]).get(b"user-agent", b"").decode("latin-1")
     return trace
 

@@ -13,7 +13,9 @@ import pytest
 from daemon import PATIENCE_S, wait_until
 from engine_lines import EngineLines
 
+from omlxd import chat
 from omlxd.front.bridge.bridge import LINE_BYTES
+from omlxd.front.bridge.messages import Lines
 from tests.models.test_resolve import make
 
 
@@ -74,7 +76,7 @@ def test_it_loads_answers_and_tells_of_itself(start, model):
     for op, more in (("generate", {"prompt": "one"}), ("classify", {"prompt": "one", "labels": ["a"]})):
         error = lines.ask(op, **more)
         assert error["code"] == "unavailable" and '"op": "load"' in error["message"]
-    loaded = lines.ask("load", model=model)
+    loaded = lines.ask("load", path=model)
     assert loaded["type"] == "loaded" and loaded["model"]["model_id"] == "tiny"
     id = lines.send("generate", prompt="hello there")
     done = lines.last(id)
@@ -147,6 +149,8 @@ BAD = {
     b'{"op": "classify", "id": 9, "prompt": "one", "labels": ["a", "a"]}': (9, "each may stand there once"),
     b'{"op": "load", "id": 10, "model": "/nowhere/at/all"}': (10, "there is no folder /nowhere/at/all"),
     b'{"op": "cancel", "id": 11}': (11, "target"),
+    b'{"op": "load", "id": 14, "paht": "/models/tiny"}': (14, "paht: there is no such field"),
+    b'{"op": "load", "id": 15, "model": "tiny", "path": "other"}': (15, "path: it is another name"),
     b"\xff\xfe": (None, "not valid JSON"),
     b'{"op": "info", "id": 12, "x": ' + b"[" * 100_000: (None, "nested too deeply"),
 }
@@ -161,6 +165,51 @@ def test_a_line_that_makes_no_sense_is_an_error_and_nothing_else(lines):
         assert message in error["message"], error
     lines.write(b"\n   \n\r\n")
     assert lines.ask("generate", prompt="still here")["type"] == "done"
+
+
+IGNORED: dict[str, tuple[dict[str, object], list[str]]] = {
+    "load": ({"model": None, "path": None}, []),
+    "generate": ({"prompt": "one", "max_tokns": 4, "max_tokens": 4}, ["max_tokns"]),
+    "chat": (
+        {"messages": [{"role": "user", "content": "script:one", "nam": "x"}], "top_k": 1, "topk": 1},
+        ["messages.*.nam", "topk"],
+    ),
+    "classify": ({"prompt": "one", "labels": ["a"], "top_logprobs": 1, "lables": []}, ["lables"]),
+    "inspect": ({"prompt": "one", "query": 0, "layer": 3}, ["layer"]),
+    "info": ({"more": True}, ["more"]),
+    "metrics": ({"more": True}, ["more"]),
+    "cancel": ({"target": "none", "id_of": "x"}, ["id_of"]),
+}
+
+
+@pytest.mark.parametrize("op", IGNORED)
+def test_a_field_that_nobody_reads_is_told(lines, op):
+    fields, names = IGNORED[op]
+    assert sorted(lines.ask(op, **fields).get("ignored", [])) == names
+
+
+def test_the_last_line_of_all_tells_of_quit_s_fields(start):
+    lines = start()
+    assert lines.ask("quit", id=1, at_once=True) == {"type": "bye", "id": 1, "ignored": ["at_once"]}
+
+
+def test_ids_of_tokens_come_with_their_text():
+    answer = [
+        chat.Progress(0, 3),
+        chat.TokenIds((5,), (1, 2, 3)),
+        chat.ReasoningDelta("so"),
+        chat.TokenIds((6,), ()),
+        chat.TokenIds((7,), ()),
+        chat.TextDelta("yes"),
+        chat.TokenIds((8,), ()),
+        chat.Finished("stop", chat.Usage()),
+    ]
+    of = Lines(1).of
+    lines = [line for event in answer if (line := of(event)) is not None]
+    assert [line["type"] for line in lines] == ["progress", "delta", "delta", "done"]
+    told = [(line.get("reasoning") or line.get("text"), line.get("token_ids")) for line in lines]
+    assert told == [(None, None), ("so", [5]), ("yes", [6, 7]), (None, [8])]
+    assert [line.get("prompt_token_ids") for line in lines] == [None, [1, 2, 3], None, None]
 
 
 def test_a_line_that_is_too_long_is_passed_over(lines):

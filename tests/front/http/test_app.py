@@ -468,6 +468,18 @@ async def test_access_log_tells_counts_and_no_text(caplog):
     assert "model=a\\nb" in second and "status=404" in second and "outcome=not_found" in second
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_access_log_tells_fields_that_nobody_reads(path, caplog):
+    caplog.set_level(logging.INFO, "omlxd.access")
+    async with client(app_of(FakeEngine())) as http:
+        await http.post(path, json=body(path))
+        await http.post(path, json=body(path, temprature=0.5, **{"a\nb": 1}))
+    plain, mistyped = [record for record in caplog.records if record.name == "omlxd.access"]
+    assert plain.fields.ignored == [] and "ignored" not in plain.getMessage()
+    assert mistyped.fields.ignored == ["temprature", "a\\nb"]
+    assert " ignored=temprature,a\\nb" in mistyped.getMessage()
+
+
 async def test_what_its_log_says_of_a_request_can_be_looked_up_in_the_engines(caplog):
     caplog.set_level(logging.INFO, "omlxd.access")
     engine = FakeEngine()
