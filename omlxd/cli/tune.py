@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import math
 import os
 import re
 import signal
@@ -34,8 +35,9 @@ _NUMBERS = {
     "max-length": (2048, 2, 10**6, "tokens of an example; what is beyond is cut"),
     "seed": (0, 0, 2**31, "of the order of examples and of the first numbers"),
 }
-_RANK, _LAYERS = 8, 0
+_RANK, _LAYERS, _SCALE = 8, 0, 20.0
 """Of a new adapter. One that is resumed keeps its own."""
+_DECAY = 0.01
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -51,7 +53,27 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         parser.add_argument(
             f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {usual})"
         )
+    scale = parser.add_mutually_exclusive_group()
+    scale.add_argument(
+        "--scale", type=_positive, metavar="X", help=f"of the adapter's part of a sum (default: {_SCALE:g})"
+    )
+    scale.add_argument("--alpha", type=_positive, metavar="X", help="instead: scale = alpha / rank, as PEFT")
+    parser.add_argument(
+        "--keys",
+        type=_names_of,
+        metavar="NAME,…",
+        help="which matrices of a layer are adapted, as q_proj,v_proj (default: all)",
+    )
     parser.add_argument("--learning-rate", type=_rate, default=1e-4, metavar="X", help="(default: 1e-4)")
+    parser.add_argument(
+        "--weight-decay", type=_decay, default=_DECAY, metavar="X", help=f"AdamW's (default: {_DECAY})"
+    )
+    parser.add_argument(
+        "--grad-checkpoint",
+        action=argparse.BooleanOptionalAction,
+        help="compute layers again instead of keeping their work: slower, less memory (default: where memory "
+        "is short)",
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -80,7 +102,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             problem = "is there; --resume goes on with it" if there else "is not there to be resumed"
             raise ConfigError(f"{model.id}:{name} {problem}.")
         job = _job(args, model.folder, target, train, valid)
-        fit_memory(job, model.folder, settings)
+        fit_memory(job, model.folder, settings, args.grad_checkpoint)
         status = _train(job, lock)
     if not status:
         print(f"{model.id}:{name} is in {target}; `omlxd models list` has it, loss.svg its losses")
@@ -134,19 +156,31 @@ def _job(
     args: argparse.Namespace, folder: Path, target: Path, train: list[Example], valid: list[Example]
 ) -> Job:
     """Raises ConfigError where flags do not go with the model, or with the adapter that is resumed."""
-    layers, lora = _LAYERS, {"rank": _RANK, "scale": 20.0, "dropout": 0.0}
+    layers, lora = _LAYERS, {"rank": _RANK, "scale": _SCALE, "dropout": 0.0}
     most = footprint(folder).layers
+    rank = args.rank or _RANK
     if args.resume:
         layers, lora = lora_of(target)
-        for flag, given, has in (("rank", args.rank, lora["rank"]), ("layers", args.layers, layers)):
-            if given is not None and (given or most) != (has or most):
+        rank = args.rank or lora["rank"]
+    scale = args.scale if args.alpha is None else args.alpha / rank
+    if args.resume:
+        given = {
+            "rank": (args.rank, lora["rank"]),
+            "layers": (args.layers if args.layers is None else args.layers or most, layers or most),
+            "keys": (args.keys, lora.get("keys")),
+            "scale" if args.alpha is None else "alpha": (scale, lora.get("scale")),
+        }
+        for flag, (asked, has) in given.items():
+            if asked is not None and not _same(asked, has):
                 problem = (
-                    f"the adapter has {has or 'all'}, and keeps it; leave out --{flag}, or give a new --name"
+                    f"the adapter has {_spoken(has)}, and keeps it; leave out --{flag}, or give a new --name"
                 )
                 raise ConfigError(f"--{flag}: {problem}.")
     else:
         layers = layers if args.layers is None else args.layers
-        lora["rank"] = args.rank or _RANK
+        lora |= {"rank": rank, "scale": _SCALE if scale is None else scale}
+        if args.keys is not None:
+            lora["keys"] = args.keys
     if layers > most:
         raise ConfigError(f"--layers: {layers} are more than the model's {most}.")
     return Job(
@@ -158,6 +192,7 @@ def _job(
         iters=args.iters,
         batch_size=min(args.batch_size, len(train), len(valid) or len(train)),
         learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
         num_layers=layers,
         lora_parameters=lora,
         max_seq_length=args.max_length,
@@ -190,23 +225,30 @@ def _names(model: InstalledModel, id: str) -> tuple[str, ...]:
     return id, id.rpartition("/")[2], model.spec
 
 
-def fit_memory(job: Job, folder: Path, settings: Settings) -> None:
+def fit_memory(job: Job, folder: Path, settings: Settings, checkpoint: bool | None = None) -> None:
     """Choose whether `job` keeps each layer's work, and its limit. Raises DaemonError if there is no room.
+
+    checkpoint  what --grad-checkpoint says; None: by the memory that is free
 
     A daemon of these settings is asked what its engines hold, and to give back what it can.
     """
     prints = footprint(folder, float32=True)
     free = _free(settings, trim=False)
-    job.grad_checkpoint = memory_need(prints, job) > free // 2
+    job.grad_checkpoint = memory_need(prints, job) > free // 2 if checkpoint is None else checkpoint
     need = memory_need(prints, job)
     if need > free:
         free = _free(settings, trim=True)
     if need > free:
         raise DaemonError(
             f"Training needs about {human(need)} and {human(max(0, free))} are free beside the daemon's "
-            "models; a smaller --batch-size or --max-length needs less; `omlxd models unload` frees a model."
+            f"models; a smaller --batch-size or --max-length needs less{_less(job)}; `omlxd models unload` "
+            "frees a model."
         )
     job.memory_limit = free
+
+
+def _less(job: Job) -> str:
+    return "" if job.grad_checkpoint else ", as --grad-checkpoint does"
 
 
 def _free(settings: Settings, trim: bool) -> int:
@@ -236,3 +278,36 @@ def _rate(text: str) -> float:
     if not 0 < float(text) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return float(text)
+
+
+def _decay(text: str) -> float:
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return float(text)
+
+
+def _positive(text: str) -> float:
+    if not 0 < float(text) <= 10**4:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 10000")
+    return float(text)
+
+
+def _names_of(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of names with commas between them")
+    return sorted(set(names))
+
+
+def _same(asked: object, has: object) -> bool:
+    """Whether what flags ask for is what an adapter has. Its keys may be longer names of the same."""
+    if isinstance(asked, list) and isinstance(has, list):
+        fits = [[key == name or key.endswith(f".{name}") for name in asked] for key in has]
+        return all(map(any, fits)) and all(map(any, zip(*fits, strict=True)))
+    if isinstance(asked, float) and isinstance(has, (int, float)):
+        return math.isclose(asked, has)
+    return asked == has
+
+
+def _spoken(has: object) -> str:
+    return "all" if has is None else ",".join(map(str, has)) if isinstance(has, list) else str(has)

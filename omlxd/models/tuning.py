@@ -56,6 +56,7 @@ class Job(msgspec.Struct, kw_only=True):
     memory_limit  bytes that MLX keeps to
     resume        go on with the adapter in `adapter_path`
     dtype         of the adapter and of AdamW's sums: `float32` or `bfloat16`
+    lora_parameters  rank, scale, dropout; `keys`: names of matrices, or the ends of their names; none: all
     """
 
     model: str
@@ -74,6 +75,7 @@ class Job(msgspec.Struct, kw_only=True):
     resume: bool = False
     memory_limit: int = 0
     dtype: str = "float32"
+    weight_decay: float = 0.01
 
 
 def read_data(folder: Path) -> tuple[list[Example], list[Example]]:

@@ -146,7 +146,18 @@ def test_a_model_that_the_daemon_lists_is_found(tmp_path: Path, base: Path, monk
 
 
 @pytest.mark.parametrize(
-    "words", [["--iters", "0"], ["--rank", "x"], ["--max-length", "1"], ["--learning-rate", "2"]]
+    "words",
+    [
+        ["--iters", "0"],
+        ["--rank", "x"],
+        ["--max-length", "1"],
+        ["--learning-rate", "2"],
+        ["--scale", "0"],
+        ["--scale", "nan"],
+        ["--alpha", "16", "--scale", "2"],
+        ["--keys", "q_proj,,v_proj"],
+        ["--weight-decay", "-1"],
+    ],
 )
 def test_numbers_out_of_range_end_with_2(tmp_path: Path, base: Path, words, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -172,6 +183,11 @@ def test_what_does_not_fit_beside_the_daemon_is_refused_with_both_figures(
     monkeypatch.setattr(tune, "available_ram", lambda: least)
     tune.fit_memory(job, base, settings)
     assert job.grad_checkpoint and job.memory_limit == least
+    with pytest.raises(DaemonError, match="needs less, as --grad-checkpoint does"):
+        tune.fit_memory(job, base, settings, checkpoint=False)
+    monkeypatch.setattr(tune, "available_ram", lambda: 3 * plain)
+    tune.fit_memory(job, base, settings, checkpoint=True)
+    assert job.grad_checkpoint
     monkeypatch.setattr(tune, "available_ram", lambda: least - 1)
     with pytest.raises(DaemonError, match=r"Training needs about .* and .* are free"):
         tune.fit_memory(job, base, settings)
@@ -215,6 +231,35 @@ def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, c
     half = mx.load(str(target / "adapters.safetensors"))
     assert {array.dtype for array in half.values()} == {mx.bfloat16} and half.keys() == after.keys()
     assert mlx_adapter.load(base, adapter=str(target)).layout is not None
+
+
+@pytest.mark.slow
+def test_scale_keys_layers_and_decay_are_the_adapter_s_and_checkpointing_changes_no_loss(
+    tmp_path: Path, base: Path, capfd
+):
+    folder = data(tmp_path / "orders", *[ROW] * 4, valid=ROW)
+    words = ("--max-length", "64", "--batch-size", "2", "--learning-rate", "1e-3", "--iters", "3")
+    choice = ("--alpha", "16", "--keys", "q_proj,self_attn.v_proj", "--layers", "1")
+    losses = []
+    for name, flag in (("plain", "--no-grad-checkpoint"), ("again", "--grad-checkpoint")):
+        assert run(tmp_path, base, folder, *words, *choice, "--name", name, flag) == 0
+        losses.append(re.findall(r"step \d+: .*loss [\d.]+", capfd.readouterr().out))
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert furthest(weights(tmp_path, "plain"), weights(tmp_path, "again")) < 1e-6
+    assert {name.split(".", 3)[3] for name in weights(tmp_path, "plain")} == {
+        f"self_attn.{key}.lora_{side}" for key in ("q_proj", "v_proj") for side in "ab"
+    }
+    target = tmp_path / "adapters" / "tiny" / "plain"
+    config = json.loads((target / "adapter_config.json").read_text())
+    assert config["num_layers"] == 1 and config["lora_parameters"]["scale"] == 2.0
+    assert mlx_adapter.load(base, adapter=str(target)).layout is not None
+    resumed = (*words, "--name", "plain", "--resume")
+    for flag, value in (("--scale", "3"), ("--alpha", "8"), ("--keys", "q_proj"), ("--layers", "2")):
+        with pytest.raises(ConfigError, match=f"{flag}: the adapter has .*, and keeps it"):
+            run(tmp_path, base, folder, *resumed, flag, value)
+    assert run(tmp_path, base, folder, *resumed, *choice, "--rank", "8") == 0
+    assert run(tmp_path, base, folder, *words, *choice, "--name", "decayed", "--weight-decay", "1") == 0
+    assert furthest(weights(tmp_path, "again"), weights(tmp_path, "decayed")) > 1e-5
 
 
 def weights(home: Path, name: str) -> dict[str, mx.array]:

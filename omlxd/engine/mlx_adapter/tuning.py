@@ -14,10 +14,11 @@ from typing import Any, cast
 import mlx.core as mx
 import msgspec
 import numpy as np
-from mlx import optimizers
+from mlx import nn, optimizers
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm import lora
 from mlx_lm.lora import CONFIG_DEFAULTS, train_model
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner import trainer
 from mlx_lm.tuner.datasets import create_dataset
 
@@ -31,6 +32,7 @@ from .loading import read_model
 ADAPTER = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 """AdamW's moments and steps, beside the adapter that they belong to. Whoever serves it does not read them."""
+_ADAPTED = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear, nn.Embedding)
 WARM_UP = 20
 """Steps in which the rate rises, where an adapter goes on without its moments."""
 
@@ -176,6 +178,8 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
     model, tokenizer, _, _ = read_model(path, backend() == "cpu", vision.blindness(path))
     named = {name: getattr(job, name) for name in job.__struct_fields__ if name in CONFIG_DEFAULTS}
     layers = len(model.layers)
+    if (keys := job.lora_parameters.get("keys")) is not None:
+        named["lora_parameters"] = {**job.lora_parameters, "keys": full_keys(model, keys)}
     settings = SimpleNamespace(
         **CONFIG_DEFAULTS
         | named
@@ -185,7 +189,7 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
             "train": True,
             "optimizer": "adamw",
             # Without it, its first 20 steps are three to six times the rate.
-            "optimizer_config": {"adamw": {"bias_correction": True}},
+            "optimizer_config": {"adamw": {"bias_correction": True, "weight_decay": job.weight_decay}},
             "mask_prompt": job.train[0].kind != "text",
             "val_batches": 25,
             "steps_per_report": max(1, job.iters // 50),
@@ -205,6 +209,9 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
     def train(model: Any, optimizer: Any, **rest: Any) -> None:
         resumed = target if job.resume else None
         progress.moments = _Moments(optimizer, model.trainable_parameters(), resumed)
+        if job.grad_checkpoint:
+            _checkpoint_layers(model)
+            rest["args"].grad_checkpoint = False  # Done.
         np.random.seed([job.seed, before])  # mlx-lm's order of examples: another one when it goes on.
         trainer.train(model=model, optimizer=optimizer, **rest)
 
@@ -221,6 +228,8 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
             progress.publish()
     except (ValueError, KeyError) as error:
         raise ModelError(f"{type(error).__name__}: {error}") from error
+    except (AttributeError, TypeError) as error:  # Of models whose code no adapter fits.
+        raise ModelError(f"mlx-lm can't train an adapter of this model: {error}") from error
     except (OSError, RuntimeError) as error:  # MLX's is the second.
         free = human(shutil.disk_usage(target).free)
         raise ModelError(
@@ -230,6 +239,30 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
         shutil.rmtree(unfinished, ignore_errors=True)
     if progress.stopped:
         raise Stopped(progress.steps)
+
+
+def full_keys(model: Any, names: list[str]) -> list[str]:
+    """What mlx-lm calls the matrices of a layer that `names` mean: `q_proj` is `self_attn.q_proj`.
+
+    Raises ModelError for a name that none has.
+    """
+    there = {
+        name
+        for layer in model.layers
+        for name, module in layer.named_modules()
+        if (name and hasattr(module, "to_lora")) or isinstance(module, _ADAPTED)
+    }
+    found = {name: [key for key in there if key == name or key.endswith(f".{name}")] for name in names}
+    for name, keys in found.items():
+        if not keys:
+            raise ModelError(f"--keys: no layer has {name!r}; there are: {', '.join(sorted(there))}")
+    return sorted({key for keys in found.values() for key in keys})
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Have each layer compute again what its gradient needs. mlx-lm's does so for the first layer's class."""
+    for layer in {type(layer): layer for layer in model.layers}.values():
+        trainer.grad_checkpoint(layer)
 
 
 def _make_ready(model: Any, dtype: Any) -> None:
