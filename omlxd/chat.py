@@ -174,6 +174,8 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     """`auto`, `none`, `required`, or `named:<tool>`, which is one call of it."""
     allowed_tools: tuple[str, ...] = ()
     """Names of the tools that may be called, with `auto` and `required`; the prompt lists all. Empty: all."""
+    later_tools: tuple[Tool, ...] = ()
+    """Tools that messages describe where they come up; the prompt does not list them."""
     parallel_calls: bool = True
     """False: the answer ends with its first call."""
     thinking: bool | None = None

@@ -16,8 +16,10 @@ from msgspec.structs import replace
 from .. import chat
 from ..errors import bad_field
 
-_BILLING = re.compile(r"(?:x-anthropic-billing-header:[^\n]*+\n*+)*+")
-"""Its suffix changes with every conversation and compaction."""
+_BILLING = re.compile(
+    r"(?:(?:x-anthropic-billing-header:[^\n]*+|cch=[0-9a-fA-F]*+;[ \t\r]*+(?=\n|\Z))[\r\n]*+)*+"
+)
+"""Its suffix changes with every conversation and compaction, and may stand on a line of its own."""
 
 _SCHEMA_KEYS = (
     *("$schema", "$id", "title", "description", "type", "enum", "const", "format", "properties", "items"),

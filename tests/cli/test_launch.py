@@ -92,7 +92,7 @@ def test_claude(launch, daemon):
     assert args == ["-p", "hi", "--model", "x"]
     assert env["ANTHROPIC_BASE_URL"] == daemon.url and env["ANTHROPIC_AUTH_TOKEN"] == "omlxd"
     models = ["ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"]
-    models += [f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU")]
+    models += [f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU", "FABLE")]
     assert {env[name] for name in models} == {"org/tiny"}
     assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
     assert env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "1024"

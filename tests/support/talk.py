@@ -67,12 +67,13 @@ class Session:
     def __init__(self, prompts: PromptPipeline, scope: Scope = ME, messages: tuple[Message, ...] = ()):
         self.prompts, self.scope = prompts, scope
         self.messages = messages or (Message("system", (TextPart("You are an agent."),)),)
+        self.tools: tuple[Tool, ...] = (READ,)
         self.produced: list[int] = []
         """Tokens of the last prompt and of what was generated from it."""
 
     def ask(self, *messages: Message, thinking: bool | None = None) -> RenderedPrompt:
         self.messages += messages
-        talk = Conversation(self.messages, tools=(READ,), thinking=thinking)
+        talk = Conversation(self.messages, tools=self.tools, thinking=thinking)
         self.rendered = self.prompts.render(talk, scope=self.scope)
         return self.rendered
 
@@ -91,7 +92,7 @@ class Session:
                 id for letter in letters for id in tokenizer.encode(letter, add_special_tokens=False)
             ]
         assert tokenizer.decode(generated) == text
-        parser = OutputParser(tokenizer, (READ,), starts_in_thinking=self.rendered.starts_in_thinking)
+        parser = OutputParser(tokenizer, self.tools, starts_in_thinking=self.rendered.starts_in_thinking)
         answer = Answer()
         events = [event for token in generated for event in parser.add_token(token)] + parser.finish("stop")
         for event in events:

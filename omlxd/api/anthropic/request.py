@@ -137,6 +137,7 @@ def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
         tools.listed,
         tool_choice=tool_choice,
         allowed_tools=allowed_tools,
+        later_tools=tools.later,
         parallel_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         thinking=None if thinking is None else thinking.type in ("enabled", "adaptive"),
         effort=effort_word(request.output_config and request.output_config.effort),

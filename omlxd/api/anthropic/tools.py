@@ -144,6 +144,12 @@ class Tools:
             else:
                 self._removed.discard(name)
 
+    @property
+    def later(self) -> tuple[Tool, ...]:
+        """Those that the model has not from the beginning."""
+        listed = {tool.name for tool in self.listed}
+        return tuple(tool for tool in self._tools.values() if tool and tool.name not in listed)
+
     def _at_server(self, name: str) -> bool:
         return name in self._tools and self._tools[name] is None
 

@@ -6,11 +6,14 @@ whose KV it gets (the model's tokens do). Left out or made equal, after the seed
 | what                                                      | in the canonical form         |
 |-----------------------------------------------------------|-------------------------------|
 | space around a text, how a message is cut into parts      | gone                          |
-| `"message_id": "…"`, `Stats: runtime …`, `Current time is …` | one constant each          |
+| CRLF, in texts                                            | LF                            |
+| `"message_id": …` of any type, `Stats: runtime …`, `Current time is …` | one constant each |
+| a line `cch=…;`, which is nothing else                    | gone                          |
 | a `<system-reminder>` block                               | one constant                  |
 | OpenClaw's inbound-context block                          | gone: it is not always there  |
 | an assistant's thinking, call ids, signatures             | gone                          |
 | a call's arguments: order of keys, spaces, 1.0 for 1      | one spelling                  |
+| arguments that equal the `default` of the tool's schema   | gone                          |
 
 Nothing here uses a pattern that can run past the text it is in: blocks are found by their two ends.
 """
@@ -24,31 +27,57 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ... import chat
+from .tool_defaults import ToolDefaults, canonical_json
 
 Digest = bytes
 """16 bytes."""
 
 _LINES = (
-    (re.compile(r'("message_id"\s*:\s*")[^"]+(")'), r"\1=\2"),
     (re.compile(r"(Stats: runtime\s+)[^\n•]+", re.IGNORECASE), r"\1="),
     (re.compile(r"Current time is[^\n]+"), "Current time is ="),
+    (re.compile(r"^[ \t]*cch=[^\s;]*;[ \t]*(?:\n|\Z)", re.MULTILINE), ""),
 )
+_MESSAGE_ID = re.compile(r'"message_id"\s*:\s*')
+_json = json.JSONDecoder(strict=False)
 _REMINDER = ("<system-reminder>", "</system-reminder>")
 _INBOUND = ("## Inbound Context (trusted metadata)\n", "\n```\n")
-_WORDS = ("message_id", "tats: runtime", "Current time is", "TATS: RUNTIME")
+_WORDS = ("tats: runtime", "Current time is", "TATS: RUNTIME", "cch=")
 """One of them stands in every text that a pattern of `_LINES` changes; looking for words is cheap."""
 
 
 def canonical_text(text: str) -> str:
     """`text` with what transport changes made equal."""
+    text = _with_lf(text)
     if _REMINDER[0] in text:
         text = _without_blocks(text, *_REMINDER, "".join(_REMINDER))
     if _INBOUND[0] in text:
         text = _without_blocks(f"{text}\n", *_INBOUND, "")
+    if '"message_id"' in text:
+        text = _without_message_ids(text)
     if any(word in text for word in _WORDS):
         for pattern, constant in _LINES:
             text = pattern.sub(constant, text)
     return text.strip()
+
+
+def _with_lf(text: str) -> str:
+    return text.replace("\r\n", "\n")
+
+
+def _without_message_ids(text: str) -> str:
+    """`text` with one constant for the JSON value of each `"message_id"`; what is no JSON stays."""
+    out: list[str] = []
+    at = 0
+    for found in _MESSAGE_ID.finditer(text):
+        if found.start() < at:  # Within the value of another.
+            continue
+        try:
+            _, end = _json.raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            continue
+        out += (text[at : found.start()], '"message_id": =')
+        at = end
+    return "".join([*out, text[at:]])
 
 
 def _without_blocks(text: str, start: str, end: str, constant: str) -> str:
@@ -69,20 +98,6 @@ def _without_blocks(text: str, start: str, end: str, constant: str) -> str:
     return "".join([*out, text[at:]])
 
 
-def canonical_json(value: Any) -> str:
-    """JSON text that is the same however the value was written."""
-    return json.dumps(_plain(value), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    # JavaScript writes 1.0 as 1.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def digest_of(*texts: str | bytes, size: int = 16) -> Digest:
     """Return the digest of texts in order, `size` bytes; where one ends is part of it."""
     state = hashlib.blake2b(digest_size=size)
@@ -93,33 +108,40 @@ def digest_of(*texts: str | bytes, size: int = 16) -> Digest:
     return state.digest()
 
 
-def answer_digest(texts: Iterable[str], calls: Iterable[tuple[str, Any]]) -> Digest:
+_NO_DEFAULTS = ToolDefaults()
+
+
+def answer_digest(
+    texts: Iterable[str], calls: Iterable[tuple[str, Any]], defaults: ToolDefaults = _NO_DEFAULTS
+) -> Digest:
     """Return the digest of an assistant's turn: its texts joined, space at their ends gone, and its calls."""
-    text = "".join(text.strip() for text in texts)
-    return digest_of(text, *(f"{name}\n{canonical_json(arguments)}" for name, arguments in calls))
+    text = "".join(_with_lf(text).strip() for text in texts)
+    said = (f"{name}\n{canonical_json(defaults.without(name, arguments))}" for name, arguments in calls)
+    return digest_of(text, *said)
 
 
 def thought_digest(texts: Iterable[str]) -> Digest | None:
     """Of an assistant's thinking; None where there is none."""
-    text = "".join(text.strip() for text in texts)
+    text = "".join(_with_lf(text).strip() for text in texts)
     return digest_of(text) if text else None
 
 
-def answer_of(message: chat.Message) -> tuple[Digest, Digest | None]:
+def answer_of(message: chat.Message, defaults: ToolDefaults = _NO_DEFAULTS) -> tuple[Digest, Digest | None]:
     """(answer, thought) of an assistant's message as a client sent it."""
     parts = message.parts
     return (
         answer_digest(
             (part.text for part in parts if isinstance(part, chat.TextPart)),
             ((part.name, part.arguments) for part in parts if isinstance(part, chat.ToolCallPart)),
+            defaults,
         ),
         thought_digest(part.text for part in parts if isinstance(part, chat.ThinkingPart)),
     )
 
 
-def message_digest(message: chat.Message) -> Digest:
+def message_digest(message: chat.Message, defaults: ToolDefaults = _NO_DEFAULTS) -> Digest:
     if message.role == "assistant":
-        return answer_of(message)[0]
+        return answer_of(message, defaults)[0]
     texts = [canonical_text(part.text) for part in message.parts if isinstance(part, chat.TextPart)]
     others: list[str | bytes] = []
     for part in message.parts:
@@ -134,11 +156,12 @@ def message_digest(message: chat.Message) -> Digest:
 def chain_of(conversation: chat.Conversation) -> list[Digest]:
     """Digests of every beginning of the conversation: [n] is of its tools and its first n messages."""
     tools = (
-        f"{tool.name}\n{tool.description}\n{canonical_json(tool.parameters)}" for tool in conversation.tools
+        f"{tool.name}\n{_with_lf(tool.description)}\n{canonical_json(tool.parameters)}"
+        for tool in conversation.tools
     )
-    chain = [digest_of(*tools)]
+    chain, defaults = [digest_of(*tools)], ToolDefaults((*conversation.tools, *conversation.later_tools))
     for message in conversation.messages:
-        chain.append(digest_of(chain[-1], message.role, message_digest(message)))
+        chain.append(digest_of(chain[-1], message.role, message_digest(message, defaults)))
     return chain
 
 

@@ -20,6 +20,7 @@ from .canonical import Digest, answer_of, chain_of, opening
 from .splice import Splicer
 from .template import Renderer, Text
 from .token_cache import TokenCache
+from .tool_defaults import ToolDefaults
 from .turn_memory import REASONS, Answer, Place, PrefixDigest, Scope, Turn, TurnMemory
 from .turn_store import TurnFiles
 
@@ -204,7 +205,7 @@ class PromptPipeline:
     def learn(self, place: Place | None, answer: Answer, tokens: list[int], generated: list[int]) -> None:
         """Remember a turn: `generated` after the prompt's `tokens`, `answer` sent of it."""
         if place is not None and self.memory is not None:
-            self.memory.remember(place, answer.digest, answer.thought, tokens, generated)
+            self.memory.remember(place, answer.digest(place.defaults), answer.thought, tokens, generated)
 
     def figures(self) -> dict[str, float]:
         """Counters; of correctness are those that are zero on clean traffic."""
@@ -245,7 +246,8 @@ class PromptPipeline:
         most: int | None,
     ) -> RenderedPrompt:
         """`rendered` with turns as they were generated, where that makes a difference."""
-        places = [Place(rendered.session, before, implicit) for before in rendered.chain]
+        defaults = ToolDefaults((*prompt.tools, *prompt.later_tools))
+        places = [Place(rendered.session, before, implicit, defaults) for before in rendered.chain]
         turns, refused = _turns(prompt, places, memory)
         if prompt.continue_final:  # What will be generated is no turn.
             turns.pop(len(prompt.messages) - 1, None)
@@ -281,7 +283,7 @@ def _turns(
         beside = (*roles[max(index - 1, 0) : index], *roles[index + 1 : index + 2])
         if role != "assistant" or "assistant" in beside:
             continue
-        turn = memory.find(places[index], *answer_of(prompt.messages[index]))
+        turn = memory.find(places[index], *answer_of(prompt.messages[index], places[index].defaults))
         if isinstance(turn, Turn):
             turns[index] = turn
         else:

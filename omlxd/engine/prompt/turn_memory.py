@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...chat import Event, ReasoningDelta, TextDelta, ToolCall
 from ...common.bounded_map import BoundedMap
 from .canonical import Digest, answer_digest, thought_digest
+from .tool_defaults import ToolDefaults
 
 if TYPE_CHECKING:
     from .turn_store import TurnFiles
@@ -91,11 +92,16 @@ class Scope(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where a turn stands. `implicit`: the session's name is made of its first messages."""
+    """Where a turn stands.
+
+    implicit  the session's name is made of its first messages
+    defaults  of the conversation's tools
+    """
 
     scope: tuple[str, str]
     before: Digest
     implicit: bool = False
+    defaults: ToolDefaults = field(default_factory=ToolDefaults, compare=False)
 
     @property
     def key(self) -> tuple[tuple[str, str], Digest]:
@@ -329,10 +335,10 @@ class Answer:
             self.calls.append((event.name, event.arguments))
             self.texts.append("")
 
-    @property
-    def digest(self) -> Digest:
+    def digest(self, defaults: ToolDefaults) -> Digest:
         """As `canonical.answer_of` gives it of the echo."""
-        return answer_digest(self.texts, ((name, json.loads(arguments)) for name, arguments in self.calls))
+        calls = ((name, json.loads(arguments)) for name, arguments in self.calls)
+        return answer_digest(self.texts, calls, defaults)
 
     @property
     def thought(self) -> Digest | None:

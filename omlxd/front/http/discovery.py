@@ -75,6 +75,10 @@ class OllamaVersion(msgspec.Struct):
     version: str = "0.34.2"
 
 
+class Hello(msgspec.Struct):
+    message: str = "hello"
+
+
 class Discovery:
     def __init__(self, engines: EnginePool):
         self._engines = engines
@@ -102,6 +106,7 @@ class Discovery:
             post("/models/load", self._load, "llama.cpp's router: load a model"),
             post("/models/unload", self._unload, "llama.cpp's router: unload a model"),
             get("/props", self._props, "llama.cpp: what a model can do"),
+            get("/api/hello", self._hello, "Anthropic: whether there is somebody"),
             get("/api/version", self._version, "Ollama: the version whose API this is"),
             post("/api/show", self._show, "Ollama: one model"),
             _refusing("DELETE", "/api/delete", kept),
@@ -168,6 +173,9 @@ class Discovery:
 
     async def _version(self) -> OllamaVersion:
         return OllamaVersion()
+
+    async def _hello(self) -> Hello:
+        return Hello()
 
     async def _show(self, asked: OllamaModelBody) -> cards.OllamaShow:
         return cards.ollama_show((await self._engines.find_engine(asked.named())).card)

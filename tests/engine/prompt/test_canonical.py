@@ -67,10 +67,17 @@ def test_a_billing_block_is_dropped_whatever_its_suffix(prompts, suffix):
     assert "billing" in prompts.render(claude(user("x-anthropic-billing-header: what is it?"))).text
 
 
-@pytest.mark.parametrize("suffix", [" cc_version=2.1.329.a1b; cc_entrypoint=cli;", " cch=00ff1;"])
-def test_a_billing_line_is_dropped_on_every_road(prompts, suffix):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x-anthropic-billing-header: cc_version=2.1.329.a1b; cc_entrypoint=cli;",
+        "x-anthropic-billing-header: cch=00ff1;",
+        "cch=00ff1;",
+        "x-anthropic-billing-header: cc_entrypoint=cli;\r\ncch=00ff1;\r",
+    ],
+)
+def test_a_billing_line_is_dropped_on_every_road(prompts, line):
     """A gateway (LiteLLM) sends Claude Code's conversations on as chat completions or Responses."""
-    line = f"x-anthropic-billing-header:{suffix}"
     plain = prompts.render(claude(user("Hi"), system="You are an agent.")).tokens
     said = [{"role": "user", "content": "Hi"}]
     parts = [{"type": "text", "text": line}, {"type": "text", "text": "You are an agent."}]
@@ -184,10 +191,19 @@ def test_what_means_something_reaches_the_model_as_it_is(prompts):
 # --------------------------------------------------------------------------- the canonical form
 
 
+ANY_JSON = ("7", "-1.5e3", "null", "true", '""', '"m\\\\\\"2"', '["m", 2]', '{"id": {"message_id": 3}}')
+
+
 @pytest.mark.parametrize(
     ("one", "two"),
     [
         ('a "message_id": "m1" b', 'a "message_id": "m2" b'),
+        *(('{"message_id": "m1", "a": 1}', f'{{"message_id": {value}, "a": 1}}') for value in ANY_JSON),
+        ("cch=00ff1;\nYou are", "cch=a;\nYou are"),
+        ("a\n cch=00ff1; \nb", "a\nb"),
+        ("You are\ncch=1;", "You are"),
+        ("a\r\nb\r\n", "a\nb"),
+        ("Current time is 1\r\nz", "Current time is 2\nz"),
         ("x\nStats: runtime 12 s • y", "x\nStats: runtime 99 s • y"),
         ("Current time is Monday, 10:00.\nz", "Current time is Tuesday, 11:30.\nz"),
         ("a <system-reminder>1\n2</system-reminder> b", "a <system-reminder>9</system-reminder> b"),
@@ -211,6 +227,13 @@ def test_noise_is_equal(one, two):
         ("<system-reminder>never ends, one", "<system-reminder>never ends, two"),
         ("Stats: runtime 1 s • one", "Stats: runtime 1 s • two"),
         ('"message_id": "m1", "text": "a"', '"message_id": "m1", "text": "b"'),
+        *(
+            (f'"message_id": {value}, "text": "a"', f'"message_id": {value}, "text": "b"')
+            for value in ANY_JSON
+        ),
+        ('"message_id": m1', '"message_id": m2'),
+        ("a cch=1; b", "a cch=2; b"),
+        ("cch=1; b", "cch=2; b"),
         ("a b", "a  b"),
     ],
 )
@@ -244,6 +267,13 @@ def test_an_assistants_turn():
     assert digest(TextPart("Yes."), TextPart(" "), call)[0] == answer
     others = (digest(TextPart("Yes!"), call), digest(TextPart("Yes.")), digest(TextPart("Yes."), call, call))
     assert len({answer, *(other[0] for other in others)}) == 4
+
+
+def test_an_echo_in_crlf_is_the_same_turn():
+    one, two = (Message("assistant", (ThinkingPart(f"a{n}b"), TextPart(f"c{n}d"))) for n in ("\n", "\r\n"))
+    assert answer_of(one) == answer_of(two)
+    call = [Message("assistant", (ToolCallPart("1", "T", {"a": f"x{n}"}),)) for n in ("\n", "\r\n")]
+    assert answer_of(call[0]) != answer_of(call[1])  # A file's lines end as they end.
 
 
 def test_a_chain_has_a_digest_for_every_beginning():

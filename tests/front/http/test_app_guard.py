@@ -38,6 +38,13 @@ async def test_key():
         assert (await http.get("/health")).status_code == 200
 
 
+async def test_claude_code_finds_somebody_there():
+    """It asks for this before it has a key, as it starts."""
+    async with client(app_of(FakeEngine(), api_key="s3cret")) as http:
+        assert (await http.head("/api/hello")).status_code == 200
+        assert (await http.get("/api/hello")).json() == {"message": "hello"}
+
+
 async def test_host():
     async with client(app_of(FakeEngine(), allowed_hosts=("my.name",))) as http:
         for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "my.name"):
