@@ -21,6 +21,7 @@ from msgspec import inspect
 from ..chat import Conversation, DocumentPart, GenerateRequest, ImagePart, RawPrompt, Struct
 from ..common.units import duration
 from ..errors import InvalidRequest, bad_field
+from .lenient import lenient, may_help
 from .unknown_fields import noted
 
 MOST_CONTAINERS = 200_000
@@ -131,10 +132,13 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """`body` as the decoder's type. Raises InvalidRequest, whatever the bytes are."""
+    """`body` as the decoder's type; `lenient.py` says what is read as if it were of it.
+
+    Raises InvalidRequest, whatever the bytes are.
+    """
     check_shape(body)
     try:
-        decoded = decoder.decode(body)
+        decoded = _decoded(decoder, body)
         if (fields := noted.get()) is not None:
             fields.note(decoder.type, body)
         return decoded
@@ -144,6 +148,26 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise InvalidRequest("The request body is nested too deeply.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The request body is not valid JSON: {_why_malformed(body, error)}.") from None
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if not may_help(error):
+            raise
+    value = lenient(_any_decoder.decode(body), decoder.type)
+    return decoder.decode(msgspec.json.encode(value))
+
+
+def convert(value: Any, kind: type[T]) -> T:
+    """JSON within a body as a `kind`, as `decode` reads a whole one. Raises msgspec.ValidationError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        if not may_help(error):
+            raise
+    return msgspec.convert(lenient(value, kind), kind)
 
 
 def _why_malformed(body: bytes, error: Exception) -> str:

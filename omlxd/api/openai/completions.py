@@ -15,6 +15,7 @@ from ... import chat
 from ...errors import OmlxdError, bad_field
 from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import OpenAIDetail, openai_detail
+from ..lenient import whole
 from .choices import ChoicesCollector, ChoicesStream, ids_of, logprobs_of, text_of
 from .fields import (
     FINISH_REASON,
@@ -90,7 +91,7 @@ def _prompts(value: Any, echo: bool, n: int) -> list[chat.RawPrompt]:
 def _prompt(value: Any, echo: bool) -> chat.RawPrompt:
     if isinstance(value, str):
         return chat.RawPrompt(text=value, echo=echo)
-    if isinstance(value, list) and all(map(_is_token, value)):
+    if isinstance(value, list) and all(map(_is_token, value := [whole(one) for one in value])):
         return chat.RawPrompt(tokens=tuple(value), echo=echo)
     raise bad_field("prompt", "a text or a list of token ids is needed, or a list of several of either")
 

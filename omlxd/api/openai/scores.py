@@ -42,7 +42,7 @@ class ClassifyBody(msgspec.Struct):
 
     labels: Labels
     input: _Texts | None = None
-    messages: msgspec.Raw | UnsetType = UNSET
+    messages: list[msgspec.Raw] | None = None
     model: str | None = None
     use_activation: bool | None = None
     logits: bool = False
@@ -69,9 +69,9 @@ _classify, _score = msgspec.json.Decoder(ClassifyBody), msgspec.json.Decoder(Sco
 def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     """A body of /v1/classify. Raises InvalidRequest naming the field."""
     asked = decode(_classify, body)
-    if (asked.input is None) == (asked.messages is UNSET):
+    if (asked.input is None) == (asked.messages is None):
         raise bad_field("input", "either input or messages is needed")
-    if asked.messages is not UNSET:
+    if asked.messages is not None:
         parsed = chat_request.parse(without_top(body), headers)
     else:
         texts = asked.input or ""

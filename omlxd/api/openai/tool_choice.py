@@ -14,7 +14,7 @@ from ...chat import Tool
 from ...errors import InvalidRequest, bad_field
 from ..answer_format import MAX_GRAMMAR_CHARS
 from ..body import RAW_INPUT as CUSTOM_INPUT
-from ..body import stable_json
+from ..body import convert, stable_json
 
 PARAM = "tool_choice"
 
@@ -105,7 +105,7 @@ def _called(tool: ToolGiven, names: Names) -> list[str]:
 
 def _parsed(value: Any) -> _Choice:
     try:
-        return msgspec.convert(value, _Choice)
+        return convert(value, _Choice)
     except msgspec.ValidationError as error:
         if not isinstance(value, dict):
             raise _refused(
@@ -132,7 +132,7 @@ def custom_tool(name: str, description: str, fields: dict[str, Any] | None, para
     Raises InvalidRequest naming `param`, the field of the format.
     """
     try:
-        format = msgspec.convert(fields or {}, _Format)
+        format = convert(fields or {}, _Format)
     except msgspec.ValidationError as error:
         raise bad_field(param, f"{str(error).replace('`', '')}") from None
     if format.type == "grammar" and (

@@ -27,7 +27,7 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import free_json, image_url, lenient_arguments, misplaced, stable_json, unsupported
+from ..body import convert, free_json, image_url, lenient_arguments, misplaced, stable_json, unsupported
 from ..conversation import tool_result
 from ..openai.text_files import file_part
 from ..openai.tool_choice import CUSTOM_INPUT
@@ -223,7 +223,7 @@ def _result(item: Item, param: str) -> chat.ToolResultPart:
         return chat.ToolResultPart(item.call_id or "", value)
     if isinstance(value, list) and item.output is not None:
         try:
-            content = msgspec.convert(value, list[Content])
+            content = convert(value, list[Content])
             parts = _parts(content, "tool", f"{param}.output")
         except msgspec.ValidationError:
             pass

@@ -18,7 +18,7 @@ import msgspec
 
 from ...chat import Struct, Tool
 from ...errors import bad_field
-from ..body import free_json, image_url, not_contacted
+from ..body import convert, free_json, image_url, not_contacted
 from ..openai.tool_choice import ToolGiven, custom_tool
 
 MAX_NAME_CHARS = 256
@@ -80,7 +80,7 @@ class ResponseTools:
             _refuse_addresses(fields, param)
             return
         try:
-            tool = msgspec.convert(fields, _Given)
+            tool = convert(fields, _Given)
         except msgspec.ValidationError as error:
             raise bad_field(param, f"{str(error).replace('`', '')}") from None
         if not tool.name:

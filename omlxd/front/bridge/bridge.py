@@ -28,7 +28,6 @@ from ..owner.engine_metrics import MetricsOf
 from ..owner.inspect import inspect_prompt, parse_inspect
 from ..owner.status import Admin
 from .messages import (
-    UNSET,
     AnyRequest,
     Cancel,
     Chat,
@@ -155,7 +154,7 @@ class Bridge:
             case Chat():
                 return await self._stream(request.id, chat_request.parse(line), loading)
             case Classify():
-                if request.messages is not UNSET:
+                if request.messages is not None:
                     parsed = chat_request.parse(scores.without_top(line))
                 else:
                     parsed = completions.parse(line)

@@ -26,7 +26,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Union
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...api.body import NO_SUCH_FIELD, decode
@@ -78,7 +77,7 @@ class Classify(Request, frozen=True, tag="classify"):
     """The rest of the line is read as that of `chat` if it has `messages`, else as that of `generate`."""
 
     labels: Labels
-    messages: msgspec.Raw | UnsetType = UNSET
+    messages: list[msgspec.Raw] | None = None
     logits: bool = False
     top_logprobs: TopCount = 0
 

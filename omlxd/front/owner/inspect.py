@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from ...api.body import ParsedRequest, decode
 from ...api.openai import chat_request, completions
@@ -28,7 +27,7 @@ class _Inspect(msgspec.Struct):
 
     values: bool = False
     query: int | None = None
-    messages: msgspec.Raw | UnsetType = UNSET
+    messages: list[msgspec.Raw] | None = None
 
 
 class _Metadata(msgspec.Struct):
@@ -42,7 +41,7 @@ class _Header(msgspec.Struct):
 def parse_inspect(body: bytes) -> ParsedRequest:
     """Raises InvalidRequest."""
     asked = decode(_INSPECT, body)
-    parsed = (completions if asked.messages is UNSET else chat_request).parse(body)
+    parsed = (completions if asked.messages is None else chat_request).parse(body)
     if parsed.answers != 1:
         raise InvalidRequest(
             "prompt: an inspection has one answer; send a request for each prompt", param="prompt"
