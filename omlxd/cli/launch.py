@@ -95,9 +95,14 @@ def _claude(target: Target) -> Start:
 
 
 def _codex(target: Target) -> Start:
-    provider = {"name": "omlxd", "base_url": f"{target.url}/v1", "wire_api": "responses"}
-    if target.key:
-        provider["env_key"] = KEY_VARIABLE
+    # It asks for the catalog only of a provider that has a key.
+    provider = {
+        "name": "omlxd",
+        "base_url": f"{target.url}/v1",
+        "wire_api": "responses",
+        "env_key": KEY_VARIABLE,
+        "model_catalog_url": f"{target.url}/v1/codex/models",
+    }
     table = ", ".join(f"{name} = {_toml(value)}" for name, value in provider.items())
     settings = [
         "model_provider = " + _toml("omlxd"),
@@ -109,7 +114,7 @@ def _codex(target: Target) -> Start:
     if not target.sees:
         settings.append("features.view_image = false")  # Its tool that shows the model an image.
     flags = [word for setting in settings for word in ("-c", setting.replace(" = ", "=", 1))]
-    return Start({KEY_VARIABLE: target.key} if target.key else {}, flags=tuple(flags))
+    return Start({KEY_VARIABLE: target.key or "omlxd"}, flags=tuple(flags))
 
 
 def _toml(text: str) -> str:

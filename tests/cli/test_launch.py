@@ -133,10 +133,16 @@ def test_codex_gets_flags_that_are_toml(launch, daemon):
         "model_context_window": 4096,
         "features": {"view_image": False},
         "model_providers": {
-            "omlxd": {"name": "omlxd", "base_url": f"{daemon.url}/v1", "wire_api": "responses"}
+            "omlxd": {
+                "name": "omlxd",
+                "base_url": f"{daemon.url}/v1",
+                "wire_api": "responses",
+                "env_key": "OMLXD_API_KEY",
+                "model_catalog_url": f"{daemon.url}/v1/codex/models",
+            }
         },
     }
-    assert "OMLXD_API_KEY" not in env
+    assert env["OMLXD_API_KEY"] == "omlxd"  # It asks for the catalog only where there is a key.
 
 
 def test_codex_reads_the_key_from_its_variable(launch, daemon):

@@ -17,6 +17,7 @@ from ..engines.link import in_background
 from ..engines.model import Card, ModelEngine
 from ..engines.pool import EnginePool
 from . import model_list as cards
+from .codex_catalog import codex_catalog
 from .routes import Operation, get, post
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Discovery:
         lists = (
             ("/v1/models", cards.model_list, "The models"),
             ("/models", cards.model_list, "llama.cpp's router: the models"),
+            ("/v1/codex/models", codex_catalog, "Codex: its model catalog"),
             ("/api/tags", cards.ollama_tags, "Ollama: the models"),
             ("/api/v1/models", cards.lmstudio_models, "LM Studio: the models"),
             ("/api/v0/models", cards.lmstudio_v0_models, "LM Studio: the models"),

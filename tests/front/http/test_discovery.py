@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from app_client import client
 from fake_engine import FakeEngine, app_of
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from omlxd.front.engines.model import Card
 from omlxd.front.http import model_list as cards
+from omlxd.front.http.codex_catalog import codex_catalog
 
 CARD = Card(
     id="org/Some-4bit",
@@ -40,6 +42,36 @@ async def test_the_list_of_llama_cpp_has_states_contexts_and_inputs():
                 "output_modalities": ["text"],
             }
             assert second["status"] == {"value": "unloaded", "failed": True} and second["meta"] is None
+
+
+CODEX_NEEDS = (
+    *("slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility", "supported_in_api"),
+    *("priority", "base_instructions", "support_verbosity", "truncation_policy"),
+    "experimental_supported_tools",
+)
+"""Fields without which Codex 0.171 takes no entry of its catalog."""
+
+
+@pytest.mark.parametrize(("thinks", "sees"), [(True, True), (False, False)])
+def test_codex_finds_each_model_that_chats(thinks: bool, sees: bool):
+    card = replace(CARD, thinking=thinks, images=sees)
+    others = [replace(CARD, kind=kind) for kind in ("embedding", "rerank")]
+    catalog = msgspec.to_builtins(codex_catalog([*others, card, replace(AWAY, context_length=None)]))
+    first, second = catalog["models"]
+    assert all(first[name] is not None for name in CODEX_NEEDS)
+    assert first["slug"] == "org/Some-4bit" and first["context_window"] == 4096
+    assert first["input_modalities"] == ["text", "image"][: 1 + sees]
+    levels = [level["effort"] for level in first["supported_reasoning_levels"]]
+    assert levels == ["low", "medium", "high"] * thinks
+    assert first["default_reasoning_level"] == ("medium" if thinks else None)
+    assert first["apply_patch_tool_type"] == "freeform" and "apply_patch" in first["base_instructions"]
+    assert second["context_window"] is None and first["priority"] < second["priority"]
+
+
+async def test_the_catalog_of_codex_is_served():
+    async with client(app_of(FakeEngine())) as http:
+        answer = (await http.get("/v1/codex/models?client_version=0.171.0")).json()
+        assert [model["slug"] for model in answer["models"]] == ["org/tiny"]
 
 
 @pytest.mark.parametrize("state", ["loading", "restarting", "unloading", "unloaded"])
