@@ -327,6 +327,8 @@ PDF = "application/pdf"
 _SENT_AS = "send a PNG, JPEG, WebP or GIF, and a PDF as a document or file"
 LOW_SIDE = 512
 """Pixels of the longer side of an image whose `detail` is `low`. OpenAI's."""
+_UNTOLD = ("", "application/octet-stream")
+"""Media types that say nothing, as of `data:;base64,`: an image is what its bytes are."""
 DETAILS = ("auto", "low", "high", "original")
 
 
@@ -334,7 +336,7 @@ def image(data: str, media_type: str, param: str, detail: str | None = None) -> 
     """An image from base64 text."""
     if detail is not None and detail not in DETAILS:
         raise bad_field(param, f"its detail is one of {', '.join(DETAILS)}, not {detail[:80]!r}")
-    if not media_type.startswith("image/"):
+    if media_type not in _UNTOLD and not media_type.startswith("image/"):
         raise bad_field(param, f"media type {media_type[:80]!r} is no image; {_SENT_AS}")
     raw = from_base64(data, "image", param)
     if not raw:
@@ -403,9 +405,15 @@ def not_contacted(param: str) -> InvalidRequest:
 DATA_URL = re.compile(r"data:([\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 
 
+_IMAGES_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""How PNG, JPEG, GIF and WebP begin in base64, which Ollama's clients send without `data:`."""
+
+
 def image_url(url: str, param: str, detail: str | None = None) -> ImagePart:
     """An image from a `data:` URL; anything else is refused, as nothing here fetches URLs."""
     match = DATA_URL.match(url[:200])
+    if url.startswith(_IMAGES_IN_BASE64):
+        return image(url, "", param, detail)
     if not match and url[:5].lower() == "data:":
         raise bad_field(
             param, "a data: URL is read as data:image/png;base64,… alone, with its data in base64"

@@ -37,6 +37,17 @@ class Text(Block, tag="text"):
     text: str
 
 
+class InputText(Text, tag="input_text"):
+    """OpenAI's."""
+
+
+class OutputText(Text, tag="output_text"):
+    """Likewise."""
+
+
+AnyText = Union[Text, InputText, OutputText]
+
+
 class Thinking(Block, tag="thinking"):
     thinking: str
     signature: str | None = None
@@ -48,7 +59,7 @@ class RedactedThinking(Block, tag="redacted_thinking"): ...
 class ToolUse(Block, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Union[dict[str, Any], str]
 
 
 class ToolReference(Block, tag="tool_reference"):
@@ -63,7 +74,8 @@ class Base64Source(Block, tag="base64"):
     media_type: str
 
 
-class UrlSource(Block, tag="url"): ...
+class UrlSource(Block, tag="url"):
+    url: str | None = None
 
 
 class FileSource(Block, tag="file"): ...
@@ -71,6 +83,47 @@ class FileSource(Block, tag="file"): ...
 
 class Image(Block, tag="image"):
     source: Union[Base64Source, UrlSource, FileSource]
+
+
+class Url(msgspec.Struct):
+    url: str
+    detail: str | None = None
+
+
+class ImageUrl(Block, tag="image_url"):
+    """OpenAI's."""
+
+    image_url: Union[str, Url]
+    detail: str | None = None
+
+
+class InputImage(ImageUrl, tag="input_image"):
+    """OpenAI's."""
+
+
+class FileData(msgspec.Struct):
+    file_data: str | None = None
+    filename: str | None = None
+    file_id: str | None = None
+
+
+class File(Block, tag="file"):
+    """OpenAI's."""
+
+    file: FileData
+
+
+class InputFile(Block, tag="input_file"):
+    """OpenAI's."""
+
+    file_data: str | None = None
+    filename: str | None = None
+    file_id: str | None = None
+    file_url: Any = None
+
+
+AnyImage = Union[Image, ImageUrl, InputImage]
+AnyFile = Union[File, InputFile]
 
 
 class TextSource(Block, tag="text"):
@@ -90,7 +143,7 @@ class Document(Block, tag="document"):
 class SearchResult(Block, tag="search_result"):
     source: str
     title: str
-    content: Union[str, list[Text]]
+    content: Union[str, list[AnyText]]
 
 
 class ContainerUpload(Block, tag="container_upload"): ...
@@ -106,7 +159,9 @@ class BrowserState(Block, tag="browser_state"):
 class ToolResult(Block, tag="tool_result"):
     tool_use_id: str
     content: Union[
-        str, list[Union[Text, Image, Document, SearchResult, ToolReference, BrowserState]], None
+        str,
+        list[Union[AnyText, AnyImage, AnyFile, Document, SearchResult, ToolReference, BrowserState]],
+        None,
     ] = None
     is_error: bool | None = None
 
@@ -121,6 +176,9 @@ class ToolParam(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = None
+    function: ToolParam | None = None
+    """OpenAI has the schema as `parameters`, and chat completions all of it within `function`."""
     input_examples: list[dict[str, Any]] | None = None
     defer_loading: bool | None = None
     strict: bool | None = None
@@ -159,6 +217,8 @@ class Compaction(Block, tag="compaction"):
 
 
 AnyBlock = Union[
-    Union[Text, Thinking, RedactedThinking, ToolUse, ToolResult, Image, Document, SearchResult],
+    Union[
+        AnyText, Thinking, RedactedThinking, ToolUse, ToolResult, AnyImage, AnyFile, Document, SearchResult
+    ],
     Union[ContainerUpload, Compaction, ToolAddition, ToolRemoval, FromServer],
 ]

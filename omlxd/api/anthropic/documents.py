@@ -20,7 +20,7 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import NOT_FETCHED, PDF, free_json, from_base64, image, is_pdf, pdf
+from ..body import NOT_FETCHED, PDF, free_json, from_base64, image, image_url, is_pdf, pdf
 from . import blocks
 
 MAX_DOCUMENT_BYTES = 8 << 20
@@ -45,6 +45,8 @@ def document_parts(block: blocks.Document, param: str) -> list[_Body | chat.Docu
 
 def image_block(block: blocks.Image, param: str) -> chat.ImagePart:
     """An image. Raises InvalidRequest."""
+    if isinstance(block.source, blocks.UrlSource) and (block.source.url or "")[:5].lower() == "data:":
+        return image_url(block.source.url or "", f"{param}.source")
     if not isinstance(block.source, blocks.Base64Source):
         kind = block.source.__struct_config__.tag
         raise bad_field(f"{param}.source", f"{NOT_FETCHED} ({kind!r}); send the image itself, as base64")

@@ -21,6 +21,8 @@ from ..body import (
     ParsedRequest,
     decode,
     free_json,
+    image_url,
+    lenient_arguments,
     misplaced,
     not_contacted,
     nucleus,
@@ -30,9 +32,10 @@ from ..body import (
 )
 from ..conversation import begun_answer, conversation, tool_result
 from ..local_fields import effort_word
+from ..text_files import file_part
 from . import blocks, threads
 from .documents import browser_state_text, document_parts, image_block, search_result_text
-from .tools import ToolChoice, Tools, engine_id
+from .tools import ToolChoice, Tools, as_tool_choice, engine_id
 
 # --------------------------------------------------------------------------- the body
 
@@ -40,9 +43,13 @@ from .tools import ToolChoice, Tools, engine_id
 class _Message(msgspec.Struct):
     """`content` may be absent from a system message that only sets something."""
 
-    role: Literal["user", "assistant", "system"]
+    given_role: Literal["user", "assistant", "system", "developer"] = msgspec.field(name="role")
     content: Union[str, list[blocks.AnyBlock], None] = None
     clear_at: str | None = None
+
+    @property
+    def role(self) -> Literal["user", "assistant", "system"]:
+        return "system" if self.given_role == "developer" else self.given_role  # OpenAI's word.
 
 
 class _OutputConfig(msgspec.Struct):
@@ -67,7 +74,7 @@ class Metadata(msgspec.Struct):
 class MessagesBody(msgspec.Struct):
     messages: list[_Message]
     model: str | None = None
-    system: Union[str, list[blocks.Text], None] = None
+    system: Union[str, list[blocks.AnyText], None] = None
     stream: bool | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
@@ -75,7 +82,7 @@ class MessagesBody(msgspec.Struct):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
     stop_sequences: list[str] | None = None
     tools: list[blocks.ToolParam] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice | str | None = None
     thinking: _ThinkingConfig | None = None
     metadata: Metadata | None = None
     output_config: _OutputConfig | None = None
@@ -128,7 +135,8 @@ def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
     messages = _system(request.system or "")
     for index, skip, message in shown:
         messages.extend(_messages(message, tools, f"messages.{index}", skip))
-    tool_choice, allowed_tools = tools.choice(request.tool_choice)
+    choice = as_tool_choice(request.tool_choice)
+    tool_choice, allowed_tools = tools.choice(choice)
     thinking = request.thinking
     if messages and messages[-1] == _NOTHING_BEGUN:
         messages.pop()
@@ -138,7 +146,7 @@ def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
         tool_choice=tool_choice,
         allowed_tools=allowed_tools,
         later_tools=tools.later,
-        parallel_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
+        parallel_calls=not (choice and choice.disable_parallel_tool_use),
         thinking=None if thinking is None else thinking.type in ("enabled", "adaptive"),
         effort=effort_word(request.output_config and request.output_config.effort),
     )
@@ -234,7 +242,7 @@ def parent_agent(headers: Mapping[str, str]) -> str:
     return session_header(headers, "x-claude-code-parent-agent-id")
 
 
-def _system(system: str | list[blocks.Text]) -> list[chat.Message]:
+def _system(system: str | list[blocks.AnyText]) -> list[chat.Message]:
     texts = [system] if isinstance(system, str) else [block.text for block in system]
     parts = tuple(chat.TextPart(text) for text in texts if text)
     return [chat.Message("system", parts)] if parts else []
@@ -281,6 +289,9 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
     "user": (
         *_BOTH,
         blocks.Image,
+        blocks.ImageUrl,
+        blocks.File,
+        blocks.InputFile,
         blocks.Document,
         blocks.SearchResult,
         blocks.ToolResult,
@@ -325,10 +336,21 @@ def _parts(
     if isinstance(block, blocks.Thinking):
         return [chat.ThinkingPart(block.thinking, block.signature or "")]
     if isinstance(block, blocks.ToolUse):
-        return [chat.ToolCallPart(engine_id(block.id), block.name, free_json(block.input, f"{param}.input"))]
+        where = f"{param}.input"
+        given = block.input
+        arguments = lenient_arguments(given, where) if isinstance(given, str) else free_json(given, where)
+        return [chat.ToolCallPart(engine_id(block.id), block.name, arguments)]
     if isinstance(block, blocks.Image):
         # Named as Anthropic's errors name it: Claude Code then takes the image out, and goes on.
         return [image_block(block, f"{param}.image")]
+    if isinstance(block, blocks.ImageUrl):
+        given = blocks.Url(block.image_url) if isinstance(block.image_url, str) else block.image_url
+        return [image_url(given.url, f"{param}.image_url", block.detail or given.detail)]
+    if isinstance(block, blocks.File):
+        file = block.file
+        return [file_part(file.file_data, file.filename, file.file_id, None, "user", f"{param}.file")]
+    if isinstance(block, blocks.InputFile):
+        return [file_part(block.file_data, block.filename, block.file_id, block.file_url, "user", param)]
     if isinstance(block, blocks.Document):
         return [*document_parts(block, f"{param}.document")]
     if isinstance(block, blocks.ToolResult):

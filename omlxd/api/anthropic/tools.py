@@ -109,10 +109,30 @@ MAX_DESCRIBED = 8 << 20
 """Most characters of descriptions of tools in one prompt: a short reference may stand for a long schema."""
 
 
+class _Named(msgspec.Struct):
+    name: str
+
+
 class ToolChoice(msgspec.Struct):
-    type: Literal["auto", "any", "tool", "none"]
+    """Anthropic's, and OpenAI's words for the same: `required`, `function`."""
+
+    type: Literal["auto", "any", "tool", "none", "required", "function"]
     name: str | None = None
+    function: _Named | None = None
     disable_parallel_tool_use: bool | None = None
+
+    @property
+    def called(self) -> str | None:
+        return self.function.name if self.function else self.name
+
+
+def as_tool_choice(given: ToolChoice | str | None) -> ToolChoice | None:
+    """A choice that may be a word, as at OpenAI. Raises InvalidRequest."""
+    if not isinstance(given, str):
+        return given
+    if given not in ("auto", "any", "none", "required"):
+        raise bad_field("tool_choice", f"{given[:40]!r} is none of auto, any, none")
+    return ToolChoice(given)
 
 
 class Tools:
@@ -185,18 +205,18 @@ class Tools:
         if not self._tools:
             raise bad_field("tool_choice", "there are no tools to choose from")
         left = tuple(tool.name for tool in self.listed if tool.name not in self._removed)
-        if choice.type == "any":
+        if choice.type in ("any", "required"):
             allowed = left if self._removed else ()
             return ("required", allowed) if left else ("auto", ())
-        if choice.name in left:
-            return f"named:{choice.name}", ()
-        if self._at_server(choice.name or ""):
+        if choice.called in left:
+            return f"named:{choice.called}", ()
+        if self._at_server(choice.called or ""):
             return "auto", ()
-        if choice.name in self._removed or choice.name not in self._tools:
-            raise bad_field("tool_choice.name", f"there is no tool {choice.name!r}")
+        if choice.called in self._removed or choice.called not in self._tools:
+            raise bad_field("tool_choice.name", f"there is no tool {choice.called!r}")
         raise bad_field(
             "tool_choice.name",
-            f"{choice.name!r} is deferred, so the model is not told of it at first and it can't be forced",
+            f"{choice.called!r} is deferred, so the model is not told of it at first and it can't be forced",
         )
 
 
@@ -221,8 +241,14 @@ def _added_later(changes: list[ToolChange]) -> set[str]:
 
 def _tool(fields: ToolParam, param: str) -> Tool | None:
     """None for a server-side tool. Raises InvalidRequest."""
+    nested = fields.function is not None
+    if fields.function is not None:
+        fields, param = fields.function, f"{param}.function"
     strict = bool(fields.strict)
-    if fields.input_schema is None:
+    schema = fields.parameters if fields.input_schema is None else fields.input_schema
+    if schema is None and (nested or fields.type == "function"):
+        schema = {}  # OpenAI's function of no parameters.
+    if schema is None:
         if fields.type in (None, "custom"):
             raise bad_field(f"{param}.input_schema", "this field is required")
         tool = client_tool(fields.type, fields.name, strict)
@@ -231,7 +257,7 @@ def _tool(fields: ToolParam, param: str) -> Tool | None:
         )
     if not fields.name:
         raise bad_field(f"{param}.name", "this field is required")
-    schema = free_json(fields.input_schema, f"{param}.input_schema")
+    schema = free_json(schema, f"{param}.{'input_schema' if fields.parameters is None else 'parameters'}")
     description = _description(fields.description or "", fields.input_examples, param)
     return Tool(fields.name, description, schema, strict=strict)
 

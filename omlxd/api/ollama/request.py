@@ -33,6 +33,7 @@ from ..body import (
 from ..conversation import conversation, tool_result
 from ..local_fields import DialectFields, effort_of, session_of, thinking_of
 from ..openai.chat_tools import ChatTool, chat_tools
+from ..openai.content import Content, content_parts, runs_of
 
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
@@ -74,9 +75,11 @@ class _Call(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Union[str, list[Content], None] = None
     thinking: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     images: list[str] | None = None
     tool_calls: list[_Call] | None = None
     tool_name: str | None = None
@@ -223,17 +226,18 @@ def _messages(items: list[_Message]) -> tuple[chat.Message, ...]:
         if message.images and message.role not in ("user", "tool"):
             raise misplaced("an image", message.role, f"{where}.images")
         parts: list[chat.Part] = [*_images(message.images, f"{where}.images")]
-        if message.thinking and message.role == "assistant":
-            parts.append(chat.ThinkingPart(message.thinking))
-        if message.content:
-            parts.append(chat.TextPart(message.content))
+        thought = message.thinking or message.reasoning_content or message.reasoning
+        if thought and message.role == "assistant":
+            parts.append(chat.ThinkingPart(thought))
+        parts += content_parts(message.content, message.role, f"{where}.content")
         if message.role == "tool":
             parts = [tool_result(_answered(message, waiting, where), parts)]
         elif message.tool_calls:
             calls = [_call(call, f"call_{index}_{at}", where) for at, call in enumerate(message.tool_calls)]
             waiting = {call.id: call.name for call in calls}
             parts += calls
-        messages.append(chat.Message(message.role, tuple(parts)))
+        role = "system" if message.role == "developer" else message.role
+        messages += [chat.Message(each, tuple(those)) for each, those in runs_of(role, parts)]
     return tuple(messages)
 
 

@@ -12,9 +12,10 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import ParsedRequest, decode, free_json, image_url, lenient_arguments, misplaced, refuse
+from ..body import ParsedRequest, decode, free_json, lenient_arguments, refuse
 from ..conversation import begun_answer, conversation, tool_result
 from .chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
+from .content import Content, content_parts, runs_of, text_of
 from .fields import (
     NO_MODERATION,
     ChatFields,
@@ -27,37 +28,9 @@ from .fields import (
     session,
     template_fields,
 )
-from .text_files import file_part
 from .tool_choice import CUSTOM_INPUT
 
 # --------------------------------------------------------------------------- the body
-
-
-class _TextItem(msgspec.Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class _Refusal(msgspec.Struct, tag_field="type", tag="refusal"):
-    refusal: str
-
-
-class _Url(msgspec.Struct):
-    url: str
-    detail: str | None = None
-
-
-class _ImageItem(msgspec.Struct, tag_field="type", tag="image_url"):
-    image_url: Union[_Url, str]
-
-
-class _File(msgspec.Struct):
-    file_data: str | None = None
-    filename: str | None = None
-    file_id: str | None = None
-
-
-class _FileItem(msgspec.Struct, tag_field="type", tag="file"):
-    file: _File
 
 
 class _CalledFunction(msgspec.Struct):
@@ -81,9 +54,10 @@ class _Call(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Union[str, list[Union[_TextItem, _ImageItem, _FileItem, _Refusal]], None] = None
+    content: Union[str, list[Content], None] = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
     refusal: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
@@ -93,11 +67,11 @@ class _Message(msgspec.Struct):
 
 
 class _Prediction(msgspec.Struct, tag_field="type", tag="content"):
-    content: Union[str, list[_TextItem]]
+    content: Union[str, list[Content]]
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(item.text for item in self.content)
+        return text_of(self.content)
 
 
 class ChatBody(ChatFields, kw_only=True):
@@ -207,11 +181,11 @@ def _messages(messages: list[_Message]) -> tuple[chat.Message, ...]:
     for index, message in enumerate(messages):
         if message.function_call is not None:
             asked = f"function_{index}"
-        out.append(_message(message, asked, f"messages.{index}"))
+        out += _message(message, asked, f"messages.{index}")
     return tuple(out)
 
 
-def _message(message: _Message, asked: str, param: str) -> chat.Message:
+def _message(message: _Message, asked: str, param: str) -> list[chat.Message]:
     parts = _content(message, param)
     if message.role in ("tool", "function"):
         answered = message.tool_call_id if message.role == "tool" else asked or None
@@ -220,42 +194,25 @@ def _message(message: _Message, asked: str, param: str) -> chat.Message:
             if message.role == "function":
                 where, what = f"{param}.role", "no message before this one has a function_call"
             raise bad_field(where, what)
-        return chat.Message("tool", (tool_result(answered, parts),))
+        return [chat.Message("tool", (tool_result(answered, parts),))]
     if message.role != "assistant":
         if message.content is None:
             raise bad_field(f"{param}.content", "this field is required")
-        return chat.Message("system" if message.role == "developer" else message.role, tuple(parts))
-    if thought := message.reasoning_content or message.reasoning:
+        role: chat.Role = "user" if message.role == "user" else "system"
+        return [chat.Message(each, tuple(those)) for each, those in runs_of(role, parts)]
+    thought = message.reasoning_content or message.reasoning or message.thinking
+    if thought and not any(isinstance(part, chat.ThinkingPart) for part in parts):
         parts.insert(0, chat.ThinkingPart(thought))
     for index, call in enumerate(message.tool_calls or []):
         parts.append(_call(call, index, f"{param}.tool_calls.{index}"))
     if message.function_call is not None:
         parts.append(_called(message.function_call, asked, f"{param}.function_call"))
-    return chat.Message("assistant", tuple(parts))
+    return [chat.Message("assistant", tuple(parts))]
 
 
 def _content(message: _Message, param: str) -> list[chat.Part]:
-    content = message.content
-    if content is None:
-        content = message.refusal or ""
-    if isinstance(content, str):
-        return [chat.TextPart(content)] if content else []
-    parts: list[chat.Part] = []
-    for index, item in enumerate(content):
-        where = f"{param}.content.{index}"
-        if isinstance(item, _ImageItem):
-            if message.role not in ("user", "tool"):
-                raise misplaced("an image", message.role, where)
-            image = _Url(item.image_url) if isinstance(item.image_url, str) else item.image_url
-            parts.append(image_url(image.url, f"{where}.image_url", image.detail))
-        elif isinstance(item, _FileItem):
-            file = item.file
-            parts.append(
-                file_part(file.file_data, file.filename, file.file_id, None, message.role, f"{where}.file")
-            )
-        elif text := item.text if isinstance(item, _TextItem) else item.refusal:
-            parts.append(chat.TextPart(text))
-    return parts
+    content = message.refusal if message.content is None else message.content
+    return content_parts(content, message.role, f"{param}.content")
 
 
 def _call(call: _Call, index: int, param: str) -> chat.ToolCallPart:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Union
+from typing import Annotated, Any
 
 import msgspec
 
@@ -28,21 +28,45 @@ class Function(msgspec.Struct):
     strict: bool | None = None
 
 
-class _FunctionTool(msgspec.Struct, tag_field="type", tag="function"):
-    function: Function
-
-
 class _Custom(msgspec.Struct):
     name: _Name
     description: str | None = None
     format: dict[str, Any] | None = None
 
 
-class _CustomTool(msgspec.Struct, tag_field="type", tag="custom"):
-    custom: _Custom
+class ChatTool(msgspec.Struct):
+    """A function or custom tool. Responses has its fields beside the type, Anthropic has no type."""
 
+    type: str | None = None
+    function: Function | None = None
+    custom: _Custom | None = None
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
 
-ChatTool = Union[_FunctionTool, _CustomTool]
+    def read(self, param: str) -> tuple[Function | _Custom, str]:
+        """What it describes, and where that stands. Raises InvalidRequest."""
+        kind = self.type or ("custom" if self.custom else "function")
+        if kind not in ("function", "custom"):
+            raise bad_field(
+                f"{param}.type", f"a tool of type {kind[:80]!r} is not served; describe it as a function"
+            )
+        if kind == "custom" and self.input_schema is None:
+            if self.custom is not None:
+                return self.custom, f"{param}.custom"
+            return _Custom(self._name(param, kind), self.description, self.format), param
+        if self.function is not None:
+            return self.function, f"{param}.function"
+        schema = self.parameters if self.input_schema is None else self.input_schema
+        return Function(self._name(param, kind), self.description, schema, self.strict), param
+
+    def _name(self, param: str, kind: str) -> str:
+        if self.name:
+            return self.name
+        raise bad_field(f"{param}.{kind}" if self.name is None else f"{param}.name", "this field is required")
 
 
 class CallShape(Struct, frozen=True):
@@ -79,25 +103,26 @@ def chat_tools(
         listed = tuple(_function(one, f"functions.{index}") for index, one in enumerate(functions))
         called = _obsolete_choice(function_call, {tool.name for tool in listed})
         return ChatTools(listed, called, (), CallShape(obsolete=True))
-    listed = tuple(_tool(one, f"tools.{index}") for index, one in enumerate(tools or []))
+    read = [one.read(f"tools.{index}") for index, one in enumerate(tools or [])]
+    listed = tuple(_tool(*one) for one in read)
     names = {tool.name for tool in listed}
     named, allowed = tool_choice(choice, names, lambda tool: [tool.called] if tool.called in names else None)
-    custom = frozenset(one.custom.name for one in tools or [] if isinstance(one, _CustomTool))
-    for index, one in enumerate(tools or []):
-        if isinstance(one, _FunctionTool) and one.function.name in custom:
-            raise bad_field(f"tools.{index}.function.name", "a custom tool has this name too; rename one")
+    custom = frozenset(one.name for one, _ in read if isinstance(one, _Custom))
+    for one, where in read:
+        if isinstance(one, Function) and one.name in custom:
+            raise bad_field(f"{where}.name", "a custom tool has this name too; rename one")
     return ChatTools(listed, named, allowed, CallShape(custom))
 
 
-def _tool(tool: ChatTool, param: str) -> Tool:
-    if isinstance(tool, _FunctionTool):
-        return _function(tool.function, f"{param}.function")
-    where = f"{param}.custom.format"
-    format = None if tool.custom.format is None else free_json(tool.custom.format, where)
+def _tool(tool: Function | _Custom, param: str) -> Tool:
+    if isinstance(tool, Function):
+        return _function(tool, param)
+    where = f"{param}.format"
+    format = None if tool.format is None else free_json(tool.format, where)
     # Responses has the grammar's fields beside the type: so told, both make the same prompt.
     if format is not None and isinstance(grammar := format.get("grammar"), dict):
         format = {"type": format.get("type"), **grammar}
-    return custom_tool(tool.custom.name, tool.custom.description or "", format, where)
+    return custom_tool(tool.name, tool.description or "", format, where)
 
 
 def _function(function: Function, param: str) -> Tool:

@@ -54,7 +54,14 @@ Names = Callable[[ToolGiven], "list[str] | None"]
 
 
 def tool_choice(value: Any, listed: set[str], names: Names) -> tuple[str, tuple[str, ...]]:
-    """`tool_choice` and `allowed_tools` of a Conversation. `listed`: names of the tools in the prompt."""
+    """`tool_choice` and `allowed_tools` of a Conversation. `listed`: names of the tools in the prompt.
+
+    A word may be an object's type, as Anthropic has it, whose words are taken too.
+    """
+    if isinstance(value, dict) and not value.keys() & {"tools", "allowed_tools"}:
+        value = {**value, "type": "function"} if value.get("type") == "tool" else value
+        value = value["type"] if value.get("type") in ("auto", "none", "required", "any") else value
+    value = "required" if value == "any" else value
     if value is None or value in ("auto", "none"):
         return value or "auto", ()
     if value == "required":

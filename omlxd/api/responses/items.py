@@ -27,33 +27,14 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import convert, free_json, image_url, lenient_arguments, misplaced, stable_json, unsupported
+from ..body import convert, free_json, lenient_arguments, stable_json
 from ..conversation import tool_result
-from ..openai.text_files import file_part
+from ..openai.content import IMAGES, Content, content_parts, runs_of, text_of
 from ..openai.tool_choice import CUSTOM_INPUT
 from .tools import ResponseTools
 
 SEALED_PREFIX = "omlxd-1:"
 """Begins our `encrypted_content`: the text in base64, not encrypted. Codex echoes it in place of the text."""
-
-
-class _Url(msgspec.Struct):
-    url: str
-    detail: str | None = None
-
-
-class Content(msgspec.Struct):
-    """One entry of a content list, or of a reasoning item's `content` or `summary`."""
-
-    type: str | None = None
-    text: str | None = None
-    refusal: str | None = None
-    image_url: Union[str, _Url, None] = None
-    detail: str | None = None
-    filename: str | None = None
-    file_data: str | None = None
-    file_id: str | None = None
-    file_url: Any = None
 
 
 class Item(msgspec.Struct):
@@ -98,11 +79,11 @@ def messages_of(items: list[Item], tools: ResponseTools) -> tuple[chat.Message, 
         message = _message_of(item, tools, f"input.{index}")
         if message is None:
             continue
-        role, parts = message
-        if role in ("assistant", "tool") and runs and runs[-1][0] == role:
-            runs[-1][1].extend(parts)
-        else:
-            runs.append((role, parts))
+        for role, parts in runs_of(*message):
+            if role in ("assistant", "tool") and runs and runs[-1][0] == role:
+                runs[-1][1].extend(parts)
+            else:
+                runs.append((role, parts))
     return tuple(chat.Message(role, tuple(parts)) for role, parts in runs)
 
 
@@ -148,45 +129,12 @@ def _message(item: Item, param: str) -> tuple[chat.Role, list[chat.Part]]:
         raise bad_field(f"{param}.role", "one of user, assistant, system, developer is needed")
     if item.content is None:
         raise bad_field(f"{param}.content", "this field is required")
-    parts = _parts(item.content, role, f"{param}.content")
-    if role != "user" and any(isinstance(part, chat.ImagePart) for part in parts):
-        raise misplaced("an image", role, f"{param}.content")
-    return role, parts
-
-
-_IMAGES = ("input_image", "computer_screenshot")
-
-
-def _parts(content: str | list[Content], role: str, param: str) -> list[chat.Part]:
-    if isinstance(content, str):
-        return [chat.TextPart(content)] if content else []
-    parts: list[chat.Part] = []
-    for index, entry in enumerate(content):
-        where = f"{param}.{index}"
-        if entry.type in _IMAGES or entry.image_url is not None:
-            if entry.image_url is None and entry.file_id is not None:
-                raise bad_field(f"{where}.file_id", "no files are kept here; send image_url")
-            if entry.image_url is None:
-                raise bad_field(f"{where}.image_url", "this field is required")
-            image = entry.image_url if isinstance(entry.image_url, _Url) else _Url(entry.image_url)
-            parts.append(image_url(image.url, f"{where}.image_url", entry.detail or image.detail))
-        elif entry.type == "input_file" or entry.file_url is not None:
-            parts.append(
-                file_part(entry.file_data, entry.filename, entry.file_id, entry.file_url, role, where)
-            )
-        elif (text := entry.text if entry.text is not None else entry.refusal) is not None:
-            if text:
-                parts.append(chat.TextPart(text))
-        elif entry.type != "encrypted_content":
-            raise unsupported(entry.type or "none", where)
-    return parts
+    return role, content_parts(item.content, role, f"{param}.content")
 
 
 def _reasoning(item: Item) -> str:
     """The whole text if the item has it; its summary is better than nothing."""
-    if isinstance(item.content, str):
-        return item.content
-    if text := "".join(entry.text or "" for entry in item.content or []):
+    if text := text_of(item.content):
         return text
     return _unsealed(item) or "\n\n".join(entry.text for entry in item.summary or [] if entry.text)
 
@@ -217,14 +165,14 @@ def _call(item: Item, kind: str, tools: ResponseTools, param: str) -> chat.ToolC
 
 def _result(item: Item, param: str) -> chat.ToolResultPart:
     value = item.output if item.output is not None else item.tools
-    if isinstance(value, dict) and value.get("type") in _IMAGES:
+    if isinstance(value, dict) and value.get("type") in IMAGES:
         value = [value]
     if isinstance(value, str):
         return chat.ToolResultPart(item.call_id or "", value)
     if isinstance(value, list) and item.output is not None:
         try:
             content = convert(value, list[Content])
-            parts = _parts(content, "tool", f"{param}.output")
+            parts = content_parts(content, "tool", f"{param}.output")
         except msgspec.ValidationError:
             pass
         else:

@@ -37,6 +37,7 @@ class _Given(msgspec.Struct):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
     format: dict[str, Any] | None = None
@@ -62,7 +63,7 @@ class ResponseTools:
         """Take a tool. `searched`: a search's result describes it. Raises InvalidRequest naming the field."""
         fields = free_json(tool, param)
         self.echo.append(fields)
-        self._add(fields, "", param, searched)
+        self._add(_flat(fields), "", param, searched)
 
     def flat_name(self, namespace: str, name: str) -> str:
         """What the model calls a tool, also one that this request doesn't offer."""
@@ -100,7 +101,9 @@ class ResponseTools:
         if called.custom:
             self._listed[flat] = custom_tool(flat, description, tool.format, f"{param}.format")
         else:
-            self._listed[flat] = Tool(flat, description, tool.parameters or {}, strict=bool(tool.strict))
+            self._listed[flat] = Tool(
+                flat, description, tool.parameters or tool.input_schema or {}, strict=bool(tool.strict)
+            )
 
     def _name_for(self, namespace: str, name: str) -> str:
         """The same tool again keeps its name (the later one stands); another gets one of its own."""
@@ -121,6 +124,15 @@ def tool_name(names: dict[str, ToolName], called: str) -> ToolName:
         return entry
     alike = [tool for tool in names.values() if tool.name == called]
     return alike[0] if len(alike) == 1 else ToolName(called)
+
+
+def _flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """A tool as Responses has it: chat completions nest its fields, Anthropic gives no type."""
+    kind = fields.get("type")
+    nested = fields.get(kind) if kind in ("function", "custom") else None
+    if isinstance(nested, dict):
+        return {"type": kind, **nested}
+    return {**fields, "type": "function"} if "input_schema" in fields else fields
 
 
 def _refuse_addresses(fields: dict[str, Any], param: str) -> None:

@@ -10,7 +10,8 @@ from fake_engine import FakeEngine
 from responses import item, messages
 from sdk_clients import gpt
 
-from omlxd.api.openai import chat_request, text_files
+from omlxd.api import text_files
+from omlxd.api.openai import chat_request
 from omlxd.chat import Message, TextPart, ToolResultPart
 from omlxd.errors import InvalidRequest
 
