@@ -48,6 +48,7 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
             if not path.endswith(FILE_NAME):
                 count, nbytes = count + 1, nbytes + member.size
     print(f"{args.archive}: {counted(count, 'file')}, {human(nbytes)}")
+    print("Its digests show damage, not who made it: import an archive only from somebody you trust.")
     if missing and args.session:
         more = f"in RAM alone: {counted(missing, 'more file')}"
         print(f"{more}; send the prompt once more, wait, and export again", file=sys.stderr)

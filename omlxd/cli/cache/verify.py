@@ -25,8 +25,8 @@ from ...kv.hashing import hash_blocks
 from ...kv.layout import ITEM_BYTES, Group, KVLayout
 
 TOKENS, RECORD = "tokens", "record"
-MOST_HEADER = 64 << 20
-"""Bytes. A header is some 100 bytes a tensor; a length beyond this is no length."""
+MOST_HEADER = 4 << 20
+"""Bytes. A header is some 100 bytes a tensor, and 11 a token; a length beyond this is no length."""
 
 _TOKEN_LIST = re.compile(r"\d{1,10}(,\d{1,10})*")
 _EXTRA = re.compile(r"(\w+=[^,=\"]+(,\w+=[^,=\"]+)*)?")

@@ -7,7 +7,8 @@
 |                                       | WhyMissBody; that; then mlx-lm's file         |                |
 | POST /omlxd/cache/prompt-cache/export | a WhyMissBody                                 | mlx-lm's file  |
 
-Bodies are streamed: of an archive no more is held than a file, and a client names no path.
+Bodies are streamed: of an archive no more is held than a file, and a client names no path. mlx-lm's file may
+take what its disk has room for.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ...api.body import decode
 from ...chat import GenerateRequest, Sampling
 from ...cli.cache.archive import Room, take_archive
 from ...cli.owner_api import Imported, ImportedPrompt, WhyMissBody
+from ...common.units import disk_room
 from ...errors import InvalidRequest, RequestTooLarge, Unavailable
 from ...kv.files.fs import FileSystem, write_all
 from ...wire import Released, Reserve, Stored
@@ -133,6 +135,7 @@ async def _received(body: AsyncIterator[bytes], file: Path) -> WhyMissBody:
     """Write what follows the request in `body` to `file`; the request."""
     head = bytearray()
     asked: WhyMissBody | None = None
+    left = disk_room(file.parent)
     with file.open("wb") as target:
         async for piece in body:
             if asked is None:
@@ -143,6 +146,9 @@ async def _received(body: AsyncIterator[bytes], file: Path) -> WhyMissBody:
                 if len(head) < max(8, length):
                     continue
                 asked, piece = decode(_ASKED, bytes(head[8:length])), bytes(head[length:])
+            left -= len(piece)
+            if left < 0 and (left := disk_room(file.parent) - len(piece)) < 0:
+                raise Unavailable(f"The disk of {file.parent} has no room for the file.")
             try:
                 await _to_its_end(lambda piece=piece: target.write(piece))
             except OSError as error:

@@ -18,7 +18,8 @@ WRITES_NAME = "writes.json"
 NAMESPACE_HEX = 32
 """Hex digits of the namespace in a path: 128 bits tell models apart; hashes carry all 256."""
 
-_ALLOCATION = 4096
+PAGE = 4096
+"""Bytes of what a file system allocates at once."""
 
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _FAN = re.compile(r"[0-9a-f]{2}")
@@ -82,4 +83,4 @@ def is_stored_path(path: str) -> bool:
 
 def disk_bytes(size: int) -> int:
     """Bytes that a file of `size` bytes takes, in pages of 4 KiB."""
-    return -(-size // _ALLOCATION) * _ALLOCATION
+    return -(-size // PAGE) * PAGE
