@@ -23,7 +23,7 @@ import msgspec
 from ..common.units import human
 from ..config import add_flags, settings_of
 from ..errors import ConfigError
-from .chat import Answer, Chunk, ask_body
+from .conversation import Answer, Chunk, ask_body
 from .daemon_client import Daemon, DaemonError, Usage
 from .launch import find_target
 from .models import as_listed

@@ -26,13 +26,18 @@ from typing import Any
 import psutil
 import pytest
 from daemon import PATIENCE_S, alive, free_port, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
+from terminal_screen import shown
 
-from omlxd.cli import chat
-from omlxd.cli.daemon_client import Usage
+from omlxd.cli import conversation
+from omlxd.cli.chat_terminal import Terminal, in_words
+from omlxd.cli.chat_writer import split_done
+from omlxd.cli.daemon_client import DaemonError, Usage
 from omlxd.cli.launch import Target
 from omlxd.config.keys import add_key, keys_path
-from omlxd.errors import ConfigError
+from omlxd.errors import ConfigError, OmlxdError
 from tests.front.process.test_serve import REPO, STUB, Daemon, start  # noqa: F401
 from tests.models.test_resolve import make
 
@@ -91,9 +96,7 @@ class Pty:
         with contextlib.suppress(OSError):  # The terminal is closed.
             while select.select([self.fd], [], [], 0)[0]:
                 self.written += os.read(self.fd, 4096)
-        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]", "", self.written.decode(errors="replace"))
-        lines = plain.replace("\r\n", "\n").split("\n")
-        return "\n".join(line.rpartition("\r")[2].rstrip() for line in lines).rstrip()
+        return shown(self.written.decode(errors="replace"))
 
     def close(self) -> None:
         os.close(self.fd)
@@ -254,16 +257,16 @@ def test_a_question_is_asked_without_a_standard_input(start, tmp_path: Path):  #
 def test_pictures_and_pdfs_go_with_one_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     bodies: list[dict[str, Any]] = []
 
-    def answered(self: Target, path: str, body: bytes, kind: type) -> Iterator[chat.Chunk]:
+    def answered(self: Target, path: str, body: bytes, kind: type) -> Iterator[conversation.Chunk]:
         bodies.append(json.loads(body))
-        yield chat.Chunk([chat._Choice(chat._Delta("seen"), "stop")])
+        yield conversation.Chunk([conversation._Choice(conversation.Delta("seen"), "stop")])
 
     monkeypatch.setattr(Target, "stream", answered)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b.png").write_bytes(b"png")
     (tmp_path / "k").write_bytes(b"%PDF-1.4")
-    talk = chat.Conversation(Target("http://x", model="m", context=None))
-    terminal = chat.Terminal(talk, Console(file=io.StringIO()))
+    talk = conversation.Conversation(Target("http://x", model="m", context=None))
+    terminal = Terminal(talk, Console(file=io.StringIO()))
     for name in ("'a b.png'", "a\\ b.png", "~/k"):
         monkeypatch.setenv("HOME", str(tmp_path))
         terminal._take(f"/image {name}")
@@ -278,7 +281,7 @@ def test_pictures_and_pdfs_go_with_one_question(tmp_path: Path, monkeypatch: pyt
     assert first[0]["content"] == [image, image, file, {"type": "text", "text": "what is it?"}]
     assert second[:1] == first and second[-1]["content"] == "and now?"
     with open("large.png", "wb") as large:
-        large.truncate(chat.MOST_FILE_BYTES + 1)
+        large.truncate(conversation.MOST_FILE_BYTES + 1)
     (tmp_path / "a.txt").write_text("text")
     for name, words in (
         ("none.png", "none.png: No such file or directory."),
@@ -286,7 +289,177 @@ def test_pictures_and_pdfs_go_with_one_question(tmp_path: Path, monkeypatch: pyt
         ("large.png", "large.png: it is larger than 20 MiB."),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
-            chat.image_part(name)
+            conversation.image_part(name)
+
+
+def test_a_paste_is_one_question_and_so_is_what_stands_in_quotes(terminal, start, tmp_path: Path):  # noqa: F811
+    daemon: Daemon = start()
+    screen = terminal(*CHAT, "--url", daemon.url)
+    wait_for(screen, r"leaves\.\n>$")
+    screen.type("\x1b[200~script:a b\rc d\x1b[201~")
+    wait_for(screen, r"> script:a b\n  c d$")
+    screen.press("Enter")
+    wait_for(screen, r"\nab\nc?d?d?\n?>$|\nabcd\n>$")
+    screen.type('"""script:e')
+    screen.press("Enter")
+    say(screen, 'f"""', r"\nef\n>$")
+    screen.press("C-d")
+    wait_for(screen, r"status=0$")
+    history = tmp_path / ".omlxd" / "chat_history"
+    assert history.stat().st_mode & 0o077 == 0
+    assert "+script:a b\n+c d\n" in history.read_text()
+
+
+class Model:
+    """Answers each question with the next of `answers`, and keeps the bodies."""
+
+    def __init__(self, *answers: str):
+        self.answers, self.bodies = [*answers], []
+
+    def stream(self, target: Target, path: str, body: bytes, kind: type) -> Iterator[conversation.Chunk]:
+        self.bodies.append(json.loads(body))
+        answer = self.answers.pop(0)
+        if answer.startswith("error "):
+            raise DaemonError(answer.removeprefix("error "))
+        for piece in re.findall(r"(?s).{1,3}", answer):
+            yield conversation.Chunk([conversation._Choice(conversation.Delta(piece))])
+        yield conversation.Chunk([conversation._Choice(conversation.Delta(), "stop")])
+
+
+@pytest.fixture
+def talking(monkeypatch: pytest.MonkeyPatch):
+    """A terminal, the model behind it, and what it shows."""
+
+    def begin(*answers: str, **options: Any):
+        model, out = Model(*answers), io.StringIO()
+        monkeypatch.setattr(Target, "stream", lambda *words: model.stream(*words))
+        talk = conversation.Conversation(Target("http://x", model="m", context=None))
+        console = Console(file=out, force_terminal=True, width=60, height=30, _environ={"TERM": "xterm"})
+        terminal = Terminal(talk, console, **options)
+
+        def take(line: str) -> str:
+            before = out.tell()
+            try:
+                terminal._take(line)
+            except OmlxdError as error:
+                return in_words(error)
+            return shown(out.getvalue()[before:].replace("\n", "\r\n"), 60)
+
+        return take, model
+
+    return begin
+
+
+def test_commands_change_what_is_asked(talking, tmp_path: Path):
+    take, model = talking("one", "two", "three", "error messages.0.content: the model stumbles", "five")
+    assert take("hello") == "one"
+    assert take("/set temperature 0.5") == "temperature is 0.5."
+    assert take("/set parameter num_predict 20") == "max_tokens is 20."
+    assert take("/set think") == "think is on." and take("/set stop END") == "stop is 'END'."
+    assert take("/system") == "There is no system message."
+    assert take('/system """be\nshort"""') == "be\nshort"
+    assert take("again") == "two"
+    body = model.bodies[-1]
+    assert (body["temperature"], body["max_tokens"], body["stop"], body["enable_thinking"]) == (
+        0.5,
+        20,
+        ["END"],
+        True,
+    )
+    roles = [(message["role"], message["content"]) for message in body["messages"]]
+    assert roles == [("system", "be\nshort"), ("user", "hello"), ("assistant", "one"), ("user", "again")]
+    assert take("/retry 1.5") == "three"
+    again = model.bodies[-1]
+    assert again["temperature"] == 1.5 and again["messages"] == body["messages"]
+    assert take("/set temperature default") == "temperature is default."
+    assert take("more") == "the model stumbles"
+    assert take("/retry") == "five" and "temperature" not in model.bodies[-1]
+    told = [message["content"] for message in model.bodies[-1]["messages"]]
+    assert told == ["be\nshort", "hello", "one", "again", "three", "more"]
+    assert "talk.md" in take(f"/save {tmp_path}/talk.md") and "talk.json" in take(
+        f"/save {tmp_path}/talk.json"
+    )
+    assert "**user**\n\nmore\n\n**assistant**\n\nfive\n" in (tmp_path / "talk.md").read_text()
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert saved["model"] == "m" and [each["content"] for each in saved["messages"]] == [*told, "five"]
+    assert "is there already" in take(f"/save {tmp_path}/talk.md")
+    assert take("/clear") == "A new conversation begins." and take("/retry") == "There is no question yet."
+
+
+def test_what_is_mistyped_names_the_nearest(talking):
+    take, _ = talking()
+    for line, words in {
+        "/retyr": "There is no /retyr (did you mean /retry?); /help lists commands.",
+        "/set temprature 1": "There is no setting 'temprature' (did you mean temperature?); /set shows them.",
+        "/set temperature": "/set temperature: say what it shall be, or `default`.",
+        "/set temperature hot": "temperature: 'hot' is no number from 0 to 2.",
+        "/set top_k 1.5": "top_k: '1.5' is no whole number from 0 to 1,000,000,000.",
+        "/set think perhaps": "/set think: 'perhaps' is neither on nor off.",
+        "/retry nan": "temperature: 'nan' is no number from 0 to 2.",
+        "/save": "/save: name a file, as talk.md or talk.json.",
+        "/save /tmp/x.md": "There is no answer yet.",
+    }.items():
+        assert " ".join(take(line).split()) == words
+    long = DaemonError("prompt is too long: 9000 tokens > 8191 maximum. Shorten the prompt.")
+    assert (
+        in_words(long)
+        == "The conversation has 9,000 tokens, and the model reads 8,191: /clear begins a new one."
+    )
+
+
+MARKDOWN = """# Fruit
+
+Some are **red**,
+some are `green`:
+
+1. apples
+
+   of all kinds
+
+2. pears
+
+```python
+def f():
+
+    return 1
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+The end."""
+
+
+def test_markdown_is_drawn_the_same_in_pieces_and_at_once(talking):
+    take, _ = talking(MARKDOWN)
+    lines = take("go").splitlines()
+    for line in ("Fruit", "Some are red,", "some are green:", " 1 apples", " 2 pears", "The end."):
+        assert line in [each.rstrip() for each in lines], lines
+    assert any("return 1" in line for line in lines)
+    assert not any("**" in line or "```" in line for line in lines)
+    take, _ = talking(MARKDOWN, markdown=False)
+    assert take("go") == MARKDOWN
+
+
+@given(
+    st.lists(st.sampled_from(["a\n", "\n", "```\n", "- b\n", "    c\n", "1. d\n", "~~~\n", "e"]), max_size=14)
+)
+def test_blocks_that_are_done_stay_as_they_are(parts):
+    text, done = "", ""
+    for part in parts:
+        text += part
+        head, rest = split_done(text)
+        assert head + rest == text and head.startswith(done)
+        done = head
+        assert not head or head.endswith("\n\n") or head.strip() == ""
+
+
+def test_a_block_that_is_higher_than_the_screen_is_drawn_once(talking):
+    answer = "\n".join(f"- {number}" for number in range(100))
+    take, _ = talking(answer)
+    lines = take("go").splitlines()
+    assert [line.split()[-1] for line in lines if line.strip()] == [str(number) for number in range(100)]
 
 
 def test_a_picture_that_the_model_cannot_see_is_a_sentence(start, tmp_path: Path):  # noqa: F811
@@ -372,7 +545,7 @@ def test_without_the_default_model_it_is_offered(tmp_path: Path):
     engine = shlex.join([sys.executable, str(STUB), "--notes", str(tmp_path)])
     more = {"OMLXD_PORT": str(free_port()), "OMLXD_ENGINE_COMMAND": engine}
     screen = Pty(tmp_path, CHAT, variables(tmp_path, **more))
-    wait_for(screen, r"omlxd: fetch \S+ \(.*\) as the default model\? \[Y/n\]$")
+    wait_for(screen, r"omlxd: fetch \S+ \(.*\)\s+as the default model\? \[Y/n\]$")
     say(screen, "n", r"serving omlxd-demo, whose words are random; (.|\n)*context 1000 tokens(.|\n)*\n>$")
     screen.press("C-d")
     wait_for(screen, "status=0")
@@ -382,7 +555,7 @@ def test_without_the_default_model_it_is_offered(tmp_path: Path):
 
 def test_a_rate_is_the_engines_where_it_tells_one():
     """Pieces that come at once, as from a fast small model, say nothing of time."""
-    answer = chat.Answer()
+    answer = conversation.Answer()
     answer.pieces, answer.first_s, answer.last_s = 3, 1.0, 1.0 + 1e-6
     answer.usage = Usage(completion_tokens=32)
     assert answer.tokens_per_s == pytest.approx(31e6)

