@@ -9,6 +9,9 @@ no preflight. Those are refused. The owner's paths refuse whatever a browser sen
 
 from __future__ import annotations
 
+import re
+from ipaddress import IPv6Address
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -49,9 +52,12 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
-        if self._hosts is None:
-            return
-        if (name := host_name(headers.get("host", ""))) not in self._hosts:
+        try:
+            name = host_name(headers.get("host", ""))
+        except ValueError:
+            shown = headers["host"][:200]
+            raise InvalidRequest(f"The Host header is no name and port: {shown!r}.", param="host") from None
+        if self._hosts is not None and name not in self._hosts:
             raise InvalidRequest(
                 f"The Host header names {name[:200]!r}, and this server answers to localhost; if both "
                 f"are one, start it with `--allowed-host {name[:200] or 'NAME'}`.",
@@ -103,9 +109,20 @@ def allowed_hosts(settings: HttpSettings) -> frozenset[str] | None:
     )
 
 
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.~!$&'()*+;=%-]*))(?::(\d{0,5}))?", re.IGNORECASE | re.ASCII)
+
+
 def host_name(header: str) -> str:
-    """A Host header's name: no port, no brackets, lower case."""
-    header = header.strip().lower()
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0].rstrip(".")
+    """A Host header's name: no port, no brackets, lower case, IPv6 in its short form; "" of none.
+
+    Raises ValueError for what is none (RFC 9112, 3.2).
+    """
+    found = _HOST.fullmatch(header)
+    if found is None or int(found[3] or 0) > 65535:
+        raise ValueError("no host")
+    if found[1] is not None:
+        return str(IPv6Address(found[1]))
+    name = found[2].lower()
+    if "" in name.removesuffix(".").split(".") and name:
+        raise ValueError("a label is empty")
+    return name.removesuffix(".")

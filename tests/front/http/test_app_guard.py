@@ -47,7 +47,8 @@ async def test_claude_code_finds_somebody_there():
 
 async def test_host():
     async with client(app_of(FakeEngine(), allowed_hosts=("my.name",))) as http:
-        for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "my.name"):
+        served = ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "my.name")
+        for host in (*served, "localhost.", "localhost:", "[0:0:0:0:0:0:0:1]"):
             assert (await http.get("/health", headers={"host": host})).status_code == 200
         for host in ("evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "[::2]"):
             for path in PAGES:
@@ -58,6 +59,48 @@ async def test_host():
                 assert answer.status_code == 400 and "Host" in message_of(path, answer)
     async with client(app_of(FakeEngine(), host="0.0.0.0", api_key="k")) as http:
         assert (await http.get("/health", headers={"host": "any.example"})).status_code == 200
+
+
+NO_HOSTS = [
+    *(
+        "[::1]evil.com",
+        "[::1",
+        "::1",
+        "[localhost]",
+        "[]",
+        "[::1].",
+        "[::1]:80x",
+        "localhost..",
+        ".localhost",
+    ),
+    *(
+        "local..host",
+        ".",
+        "localhost:80x",
+        "localhost:-1",
+        "localhost:65536",
+        "localhost:80:80",
+        "localhost:evil",
+    ),
+    *("localhost/x", "localhost?", "localhost#x", "a@localhost", "localhost@evil.com", "localhost, evil.com"),
+    *(
+        "localhost evil.com",
+        "localhost\\evil.com",
+        "localhost\xa0",
+        "\xa0localhost",
+        "localhost:\xb2",
+        "[::1]@x",
+    ),
+]
+
+
+@pytest.mark.parametrize("open_to_all", [False, True])
+async def test_what_is_no_name_and_port_is_no_host(open_to_all: bool):
+    settings = {"host": "0.0.0.0", "api_key": "k"} if open_to_all else {}
+    async with client(app_of(FakeEngine(), **settings)) as http:
+        for host in NO_HOSTS:
+            answer = await http.get("/health", headers={"host": host.encode("latin-1")})
+            assert answer.status_code == 400 and "Host" in answer.text, host
 
 
 async def test_a_page_of_another_site_gives_no_orders():

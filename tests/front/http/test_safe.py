@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 from urllib.parse import quote
 
+import h11
 import httpx
 import pytest
 from addresses import Canary, canary, cases_with  # noqa: F401 (canary: a fixture)
@@ -26,7 +27,9 @@ from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.events import Closed, RawData
 from hypercorn.typing import ConnectionState
 
-from omlxd.front.http.hypercorn_fixes import Http1
+from omlxd.chat import Finished, TextDelta, Usage
+from omlxd.front.http import hypercorn_fixes
+from omlxd.front.http.hypercorn_fixes import Http1, Turns
 from omlxd.front.process import serve
 from omlxd.front.process.sockets import bind
 from tests.front.process.test_serve import Daemon as StubDaemon
@@ -199,29 +202,45 @@ async def test_a_long_answer_is_no_slow_body():
         assert answer.status_code == 200
 
 
+LOCAL = b"HTTP/1.1\r\nHost: localhost\r\n"
+
+
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
         (
-            b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            b"GET /health " + LOCAL + b"Connection: Upgrade, HTTP2-Settings\r\n"
             b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n",
             b"200",
         ),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"4"),
         (
-            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"GET /v1/models " + LOCAL + b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
             b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
             b"403",
         ),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", b"400"),
+        (b"GET /health " + LOCAL + b"Host: evil.example\r\n\r\n", b"400"),
         (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
         (
-            b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            b"POST /v1/messages "
+            + LOCAL
+            + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
             b"400",
         ),
+        # A target with scheme and host: the host is the request's, whatever its Host says.
+        (b"GET http://localhost/health " + LOCAL + b"\r\n", b"200"),
+        (b"GET HTTP://127.0.0.1:1/health?a=http://b/ HTTP/1.1\r\nHost: evil.example\r\n\r\n", b"200"),
+        (b"HEAD http://localhost " + LOCAL + b"\r\n", b"200"),
+        (b"GET http://evil.example/health " + LOCAL + b"\r\n", b"400"),
+        (b"GET http://localhost@evil.example/health " + LOCAL + b"\r\n", b"400"),
+        (b"GET http:///health " + LOCAL + b"\r\n", b"400"),
+        (b"GET ftp://localhost/health " + LOCAL + b"\r\n", b"400"),
+        (b"GET health " + LOCAL + b"\r\n", b"400"),
     ],
-    ids=["h2c", "h2", "websocket", "two hosts", "no host", "two lengths"],
+    ids=[
+        *("h2c", "h2", "websocket", "two hosts", "no host", "two lengths"),
+        *("absolute", "absolute alone", "no path", "other host", "user", "empty host", "scheme", "no slash"),
+    ],
 )
 async def test_nothing_but_plain_http_1(request_: bytes, status: bytes):
     async with hypercorn(app_of(FakeEngine())) as port:
@@ -230,6 +249,88 @@ async def test_nothing_but_plain_http_1(request_: bytes, status: bytes):
         said = await asyncio.wait_for(reader.readline(), 60)
         assert said.startswith(b"HTTP/1.1 " + status), said
         writer.close()
+
+
+def asked(path: str, **more: Any) -> bytes:
+    """A request of the door `path`, as bytes."""
+    content = json.dumps(body(path, **more)).encode()
+    return b"POST %s %sContent-Length: %d\r\n\r\n%s" % (path.encode(), LOCAL, len(content), content)
+
+
+async def test_nothing_follows_a_request_with_two_lengths():
+    """Where the next one begins is anybody's guess."""
+    content = json.dumps(body("/v1/messages")).encode()
+    lengths = b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content)
+    async with hypercorn(app_of(FakeEngine())) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/messages " + LOCAL + lengths + chunked + b"GET /health " + LOCAL + b"\r\n")
+        said = await ended(reader)
+        assert said.startswith(b"HTTP/1.1 200") and said.count(b"HTTP/1.1") == 1
+        writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_closes_its_sending_half_is_answered(stream: bool):
+    """Here in the middle of its answer, too: what it is sent to see whether it is there changes nothing."""
+    said = [TextDelta("Hello"), 0.4, TextDelta(" there"), 0.4, Finished("stop", Usage())]
+    async with hypercorn(app_of(FakeEngine(said))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(asked("/v1/chat/completions", stream=stream))
+        writer.write_eof()
+        parser = h11.Connection(h11.CLIENT)
+        parser.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+        parser.send(h11.EndOfMessage())
+        parser.receive_data(await ended(reader))
+        events: list[Any] = []
+        while not events or not isinstance(events[-1], h11.EndOfMessage):
+            events.append(parser.next_event())
+            assert events[-1] is not h11.NEED_DATA
+        text = b"".join(event.data for event in events if isinstance(event, h11.Data))
+        assert b"Hello" in text and b" there" in text and (not stream or b"[DONE]" in text)
+        writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/api/chat"])
+@pytest.mark.parametrize("moment", ["before", "waits", "streams"])
+async def test_a_client_that_left_costs_nothing_more(path: str, moment: str):
+    """No request begins of one that is gone already; one that has begun ends, at once."""
+    engine = FakeEngine([TextDelta("Hello"), 3600.0] if moment == "streams" else [3600.0])
+    async with hypercorn(app_of(engine)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(asked(path, stream=moment == "streams"))
+        async with asyncio.timeout(60):
+            while moment != "before" and not engine.requests:
+                await asyncio.sleep(0.01)
+            if moment == "streams":
+                await reader.readuntil(b"Hello")
+            writer.close()
+            await writer.wait_closed()
+            if moment != "before":
+                await engine.closed.wait()
+        if moment == "before":
+            async with httpx.AsyncClient(trust_env=False) as http:
+                await http.get(f"http://127.0.0.1:{port}/v1/models")  # Behind it, in order of arrival.
+            assert not engine.requests
+
+
+async def test_requests_begin_one_a_turn_and_probes_before_all():
+    turns, began = Turns(), []
+
+    async def begin(name: int) -> None:
+        await turns.wait()
+        began.append((name, at[0]))
+
+    at = [0]
+    tasks = [asyncio.create_task(begin(name)) for name in range(6)]
+    await asyncio.sleep(0)
+    tasks[3].cancel()
+    for _ in range(8):
+        at[0] += 1
+        await asyncio.sleep(0)
+    names, when = zip(*began, strict=True)
+    assert names == (0, 1, 2, 4, 5) and len(set(when)) == len(when)
+    assert {b"/health", b"/ready", b"/metrics"} <= hypercorn_fixes.AT_ONCE
 
 
 async def test_connections_that_clients_close_are_closed_at_once():
