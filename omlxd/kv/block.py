@@ -24,7 +24,7 @@ Where a block's bytes are, and so whether it may be promised (store.py, flusher.
 | clean   | yes     | yes     | no                 | evicted: the record and its name go, the file stays |
 | cold    | no      | yes     | no                 | promoted (clean), or lost: the name goes           |
 
-    evicted while dirty   its name goes at once, its payload with a writer: served again once that is in place
+    evicted while dirty   its name goes at once, its payload to a writer, who serves it till its file is there
     given up              dirty, and not noted: its file has failed `TRIES` times; it is served while hot
 
 When two requests compute the same block at once the second finds the name taken: its own record

@@ -101,9 +101,12 @@ class Checkpoints:
         return self.hot(block_hash) is not None or self._may_load(checkpoint_name(block_hash))
 
     def hot(self, block_hash: BlockHash) -> Payload | None:
-        """The checkpoint after that block, if it is in RAM. Any thread."""
-        block = self._store.pool.get_cached_block(checkpoint_name(block_hash))
-        return block.payload if block is not None else None
+        """The checkpoint after that block, if it is in RAM, be it in the write queue. Any thread."""
+        name = checkpoint_name(block_hash)
+        block = self._store.pool.get_cached_block(name)
+        if block is not None and block.payload is not None:
+            return block.payload
+        return self._store.queued(name)
 
     # ----------------------------------------------------------------- storing and loading
 
@@ -114,6 +117,7 @@ class Checkpoints:
         True: a file of it was there before, and stays as it is.
         """
         pool, name, flusher = self._store.pool, checkpoint_name(block_hash), self._store.flusher
+        payload = self._store.queued(name) or payload
         if write and self._files is not None:
             blocks = position // self._store.block_size
             write = self._store.fits_disk(blocks, self._files.at(position).bytes_per_block)

@@ -4,9 +4,10 @@ Threads. Everything here but `load_into` runs on the engine thread, which alone 
 writer and reader threads come back to it through `post`. Payloads are immutable once made.
 
 A block that has a name is always readable somewhere: until its file is in place its writer holds a
-reference, so the hot copy can't be evicted; where the hot tier has no room the block gets its name
-only once its file is in place, and a block that leaves RAM without one loses its name, while a writer
-takes its payload to the disk. When a block is written: flusher.py.
+reference, so the hot copy can't be evicted. Where the hot tier has no room the block has no name until
+its file is in place, and one that leaves RAM without a file loses its name; the writer's payload serves
+a match meanwhile, which gives it a name and a place in RAM until the request ends. When a block is
+written: flusher.py.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class KVStore:
         self._lease = lease
         self._cold_limit = cold_limit
         self._said_too_long = False
+        self._borrows = False  # Matches took payloads from the write queue, which may be over the budget.
         self.hot_budget = hot_budget
         self._post = post
         self._reader_lock = threading.Lock()
@@ -108,6 +110,11 @@ class KVStore:
                 if self.flusher is not None:
                     self.flusher.used(hashes[index], len(hashes) * self.block_size)
                 continue
+            if block is None and (queued := self.queued(hashes[index])) is not None:
+                table.append()
+                table.cache(index, hashes[index], queued)
+                self._borrows = True
+                continue
             if block is not None or not self._has_file(hashes[index]):
                 break  # A record is no file: reads of a failing disk wait, whoever asks.
             table.append()
@@ -121,9 +128,13 @@ class KVStore:
     def where(self, block_hash: BlockHash) -> Literal["hot", "cold", ""]:
         """Which tier has a block; "" for neither. Any thread, changes nothing."""
         block = self.pool.get_cached_block(block_hash)
-        if block is not None and block.payload is not None:
+        if (block is not None and block.payload is not None) or self.queued(block_hash) is not None:
             return "hot"
         return "cold" if self._has_file(block_hash) else ""
+
+    def queued(self, block_hash: BlockHash) -> WritablePayload | None:
+        """The payload of that name that a writer has and whose file is not in place. Any thread."""
+        return None if self.flusher is None else self.flusher.writing.get(block_hash)
 
     def count_match(self, prompt_tokens: int, hot: int, cold: int) -> None:
         """Account for a prompt and what was restored of it, in tokens."""
@@ -192,7 +203,7 @@ class KVStore:
                 self.flusher.unwritten.pop(key.block_hash)
         elif self.flusher is not None and self.fits_disk(index + 1):
             writing = self.flusher.offer(key, payload, block, tokens=tokens)
-        if not (room or writing or on_disk):
+        if not (room or writing or on_disk or self.queued(key.block_hash) is not None):
             self.stats.not_kept += 1
         return on_disk
 
@@ -344,6 +355,9 @@ class KVStore:
         self.pool.free(blocks)
         if self.flusher is not None:
             self.flusher.touch(hashes)
+        if self._borrows:
+            self.trim_hot()
+            self._borrows = self.pool.hot_bytes > self.hot_budget()
 
     def close(self, deadline_s: float) -> bool:
         """Write what is still to be written. The engine thread must have ended. See `Flusher.close`."""

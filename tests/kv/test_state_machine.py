@@ -176,6 +176,20 @@ class StoreMachine(RuleBasedStateMachine):
             assert data == bytes_of(name), "wrong bytes"
         return table
 
+    @rule(blocks=st.lists(TOKENS, min_size=1, max_size=6))
+    def next_turn(self, blocks: list[int]) -> None:
+        """What a request has stored is a hit for the next, be it still in the write queue."""
+        self.request(blocks, 0)
+        self.finish(len(self.live) - 1, False)
+        keys, waiting = (
+            chain(token for block in blocks for token in [block] * BLOCK),
+            self.rig.flusher.waiting,
+        )
+        queued = next((at for at, key in enumerate(keys) if key.block_hash not in waiting), len(keys))
+        table = self.match(keys, len(keys))
+        assert len(table.blocks) >= queued, "it waits to be written, and is no hit"
+        table.free()
+
     @rule(blocks=st.lists(TOKENS, min_size=1, max_size=6), leave=st.integers(0, 1))
     def serve(self, blocks: list[int], leave: int) -> None:
         """A request from its start to its end, with all that follows from it."""

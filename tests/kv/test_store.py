@@ -19,6 +19,7 @@ from kv_fakes import (
     check_pool,
     files_in,
     lone_key,
+    on_disk,
     payload_of,
     rig,  # noqa: F401
     state_of,
@@ -348,3 +349,29 @@ def test_a_chain_that_is_larger_than_the_disks_limit_keeps_its_head_there(tmp_pa
     assert len(again.restore(KEYS)) == 4
     assert not again.store.wants(HASHES[4], 4) and not again.store.wants(HASHES[3], 3)
     again.drop()
+
+
+def test_what_waits_to_be_written_is_a_hit_without_a_hot_tier(tmp_path):
+    """A quick next turn: what only the write queue has; RAM is given back after."""
+    rig = Rig(tmp_path, hot=0)
+    rig.compute(KEYS).free()
+    state = state_of(HASHES[3], 4 * BLOCK)
+    rig.states.put(HASHES[3], 4 * BLOCK, state, write=True)
+    assert rig.pool.num_cached == 0 and on_disk(rig) == [False] * len(KEYS)
+    assert rig.restore(KEYS) == all_bytes()
+    assert rig.states.deepest(HASHES, len(KEYS)) == 4 and rig.states.hot(HASHES[3]) is state
+    rig.store.record_use(HASHES)
+    rig.settle()
+    assert rig.pool.hot_bytes == 0 and on_disk(rig) == [True] * len(KEYS)
+    assert rig.restore(KEYS) == all_bytes()
+    rig.drop()
+
+
+def test_what_a_writer_has_and_is_withdrawn_is_no_hit(tmp_path):
+    rig = Rig(tmp_path, hot=0)
+    rig.compute(KEYS).free()
+    rig.store.withdraw(dict.fromkeys(HASHES[2:], False))
+    assert rig.restore(KEYS) == all_bytes()[:2]
+    rig.settle()
+    assert on_disk(rig) == [True] * 2 + [False] * 4
+    rig.drop()

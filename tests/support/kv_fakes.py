@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import shake_128
 from pathlib import Path
 from typing import Any
@@ -226,9 +226,10 @@ class ManualWriter(StoreWriter):
 
 
 class TrackedFlusher(Flusher):
-    """Knows which blocks its writers hold a reference to."""
+    """Knows which blocks its writers hold a reference to, and what waits to be written."""
 
     held: dict[bytes, Block]
+    waiting: set[bytes]
 
     def submit(
         self,
@@ -241,12 +242,19 @@ class TrackedFlusher(Flusher):
         taken = super().submit(key, payload, block, tier, tries)
         if taken and block is not None:
             self.held[key.block_hash] = block
+        if taken:
+            self.waiting.add(key.block_hash)
         return taken
+
+    def remove(self, names: Collection[bytes]) -> None:
+        self.waiting.difference_update(names)
+        super().remove(names)
 
     def _written(
         self, key: BlockKey, block: Block | None, in_place: bool, tier: ColdTier | None, tries: int
     ) -> None:
         self.held.pop(key.block_hash, None)
+        self.waiting.discard(key.block_hash)
         super()._written(key, block, in_place, tier, tries)
 
 
@@ -287,7 +295,7 @@ class Rig:
         self.flusher = TrackedFlusher(
             self.pool, self.writer, self.posted.append, write_policy(admission), write_back
         )
-        self.flusher.held = {}
+        self.flusher.held, self.flusher.waiting = {}, set()
         self.store = KVStore(
             block_size=BLOCK,
             pool=self.pool,
@@ -398,6 +406,8 @@ class Rig:
         ended = ends.written + ends.dropped_full + ends.refused + ends.failed
         waiting = len(self.writer._unsettled)
         assert ended + waiting == self.writer.submits, "a store ends in one way"
+        for name in self.flusher.waiting:
+            assert self.store.where(name) == "hot", "it waits to be written, and is no hit"
         for name, block in self.pool._by_hash.items():
             assert block.payload is not None or block.on_disk, "named, and readable nowhere"
             noted = name in unwritten.due or name in unwritten.held

@@ -104,7 +104,7 @@ RETRY_S = 30.0
 class Flusher:
     """One store's. `post(f)` runs `f` on the engine thread, which alone calls all this but `close`.
 
-    writing         names of blocks that a writer has
+    writing         blocks that a writer has, by name: a hit until the file is in place, hot tier or none
     held_back       stores that the write policy did not admit
     left_unwritten  blocks that left RAM and that no writer took
     """
@@ -126,7 +126,7 @@ class Flusher:
         self._post = post
         self._admits = policy
         self._write_back = write_back
-        self.writing: set[BlockHash] = set()
+        self.writing: dict[BlockHash, WritablePayload] = {}
         self._removing: set[BlockHash] = set()
         self._removed_at = 0.0
         self._removals = 0  # Calls of the writer's `remove` that are not over.
@@ -202,7 +202,7 @@ class Flusher:
 
         if not self.writer.submit(key, payload, done, tier):
             return False
-        self.writing.add(key.block_hash)
+        self.writing[key.block_hash] = payload
         self.unwritten.pop(key.block_hash)
         if block is not None:
             self._pool.touch([block])
@@ -211,7 +211,7 @@ class Flusher:
     def _written(
         self, key: BlockKey, block: Block | None, in_place: bool, tier: ColdTier | None, tries: int
     ) -> None:
-        self.writing.discard(key.block_hash)
+        self.writing.pop(key.block_hash, None)
         removing = key.block_hash in self._removing
         if in_place and not removing:
             self.on_written(key.block_hash)
@@ -234,8 +234,8 @@ class Flusher:
         again by `tick` and `close`.
         """
         self._removing.update(names)
-        self.writing.difference_update(names)
         for name in names:
+            self.writing.pop(name, None)
             self.unwritten.pop(name)
         self._remove(names)
 
