@@ -145,6 +145,10 @@ class Sampling(Struct, frozen=True):
     usual_max_tokens  the protocol's own; None: until the context is full
     stop         strings; matched on the text, whatever its tokenisation
     stop_token_ids  end the answer as the model's own end of a turn does
+    min_tokens   no end of a turn, stop token or stop string before so many tokens
+    ignore_eos   the model's own end of a turn ends nothing
+    shows_special  text of special tokens is text of the answer
+    shows_stop   the stop string or stop token that ends the answer is the end of its text
     logprobs     number of top alternatives to report a token; None is off
     """
 
@@ -162,6 +166,10 @@ class Sampling(Struct, frozen=True):
     usual_max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    shows_special: bool = False
+    shows_stop: bool = False
     logprobs: int | None = None
 
 

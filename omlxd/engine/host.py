@@ -19,7 +19,7 @@ import mlx.core as mx
 import msgspec
 
 from .. import wire
-from ..chat import Conversation, GenerateRequest, RawPrompt, first_image
+from ..chat import Conversation, GenerateRequest, RawPrompt, Sampling, first_image
 from ..common.units import CPU_SLOTS, SLOTS
 from ..errors import InvalidRequest, ModelError, PromptTooLong, bad_field
 from ..explanation import Explanation
@@ -216,6 +216,8 @@ class EngineHost:
             wanted = max(map(len, labels))
         else:
             constraint = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
+        if constraint is not None and request.sampling.ignore_eos:
+            raise bad_field("ignore_eos", "the answer ends as its format or its calls do; leave it out")
         block = self._settings.block_size
         root = chain_root(served.namespace, request.cache_salt)
         extra_keys = images.extra_keys(block) if images is not None else {}
@@ -227,7 +229,12 @@ class EngineHost:
             reasoning=rendered.reasoning,
             one_call=getattr(request.prompt, "one_call", False),
             must_call=getattr(request.prompt, "must_call", False),
+            min_tokens=request.sampling.min_tokens,
+            shows_special=request.sampling.shows_special,
+            shows_stop=request.sampling.shows_stop,
         )
+        ends = () if request.sampling.ignore_eos else self.loaded.tokenizer.eos_token_ids
+        eos = frozenset((*ends, *stops))
 
         def over() -> None:
             self.prompts.end(rendered.place)
@@ -252,8 +259,8 @@ class EngineHost:
             values=request.values,
             kv_from=kv_from,
             write_kv=self._writes_kv(request, tokens, served.adapter),
-            eos=frozenset((*self.loaded.tokenizer.eos_token_ids, *stops)),
-            sampler=self._sampler(request, tokens, constraint),
+            eos=eos,
+            sampler=self._sampler(request, tokens, constraint, eos),
             sink=sink,
             session=request.session,
             name=request.name,
@@ -275,7 +282,8 @@ class EngineHost:
         sink.is_silent = wanted == 0
         if request.return_token_ids:
             sink.prompt = tuple(tokens)
-        if not labels and not sink.is_silent:
+        sink.shows_stop = request.sampling.shows_stop
+        if not labels and not sink.is_silent and _is_turn(request.sampling):
             sink.learn = lambda answer, count: self._learn(rendered, sequence, answer, count)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
             sink.echo(self.loaded.tokenizer.decode(tokens))
@@ -340,9 +348,9 @@ class EngineHost:
             self.prompts.learn(rendered.place, answer, prompt, tokens[start : start + count])
 
     def _sampler(
-        self, request: GenerateRequest, tokens: list[int], constraint: Constraint | None
+        self, request: GenerateRequest, tokens: list[int], constraint: Constraint | None, ends: frozenset[int]
     ) -> SamplerRow:
-        params = RowSampling.of(request.sampling, self._defaults)
+        params = RowSampling.of(request.sampling, self._defaults, ends)
         return SamplerRow(
             params,
             prompt=tokens if params.penalised else (),
@@ -473,3 +481,8 @@ class EngineHost:
         end = time.monotonic() + deadline_s
         for store in (self._store, *self.adapters.stores()):
             store.close(max(0.0, end - time.monotonic()))
+
+
+def _is_turn(sampling: Sampling) -> bool:
+    """Whether the answer is one as templates write it, and may be put back into later prompts."""
+    return not (sampling.ignore_eos or sampling.shows_special or sampling.shows_stop)

@@ -77,6 +77,8 @@ class Recorder:
 class Output:
     """A request under way. `tokens()` waits for its end."""
 
+    shows_stop = False
+
     def __init__(self) -> None:
         self.sequence: Sequence
         self.got: list[int] = []

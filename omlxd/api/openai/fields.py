@@ -33,9 +33,6 @@ class StreamOptions(msgspec.Struct):
 
 NOT_SERVED = {
     "use_beam_search": "beams are not supported; leave it out",
-    "min_tokens": "no answer is made longer than the model ends it; leave it out",
-    "ignore_eos": "an answer ends where the model ends it; leave it out",
-    "include_stop_str_in_output": "stop strings are left out of answers; the answer says which one came",
     "bad_words": "no word is forbidden here; give its tokens a logit_bias of -100",
     "allowed_token_ids": "tokens can't be chosen here; send guided_choice or guided_regex",
     "logits_processors": "a request brings no code; leave it out",
@@ -56,9 +53,6 @@ class NotServed(DialectFields, kw_only=True):
     """Of any type: `null`, 0, false and what is empty ask for nothing."""
 
     use_beam_search: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    include_stop_str_in_output: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
     logits_processors: Any = None
@@ -92,6 +86,10 @@ class CommonBody(NotServed, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
     stop: Union[str, list[str], None] = None
     stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MOST_STOP_TOKENS)] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | None = None
@@ -165,6 +163,9 @@ def generate_request(
     usual_max_tokens: int | None = None,
 ) -> chat.GenerateRequest:
     """Raises InvalidRequest for stop strings that are too many or too long."""
+    min_tokens = body.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise bad_field("min_tokens", f"it is above the most tokens of the answer, {max_tokens}")
     sampling = chat.Sampling(
         temperature=body.temperature,
         **nucleus(body.top_p, body.top_k),
@@ -179,6 +180,10 @@ def generate_request(
         usual_max_tokens=usual_max_tokens,
         stop=stops(body.stop, "stop"),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        min_tokens=min(min_tokens, MAX_TOKENS),
+        ignore_eos=bool(body.ignore_eos),
+        shows_special=body.skip_special_tokens is False,
+        shows_stop=bool(body.include_stop_str_in_output),
         logprobs=logprobs,
     )
     return chat.GenerateRequest(

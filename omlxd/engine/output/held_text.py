@@ -27,9 +27,14 @@ class Beginnings:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, then `matched`; holds back what may begin one."""
+    """Passes text on up to the first stop string, then `matched`; holds back what may begin one.
 
-    def __init__(self, stops: tuple[str, ...]):
+    shown  the string itself is passed on, too
+    off    text is passed on as it is
+    """
+
+    def __init__(self, stops: tuple[str, ...], shown: bool = False):
+        self._shown, self.off = shown, False
         self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
         self._beginnings = Beginnings(self._stops)
         self._held = ""
@@ -37,14 +42,14 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """Text that may be shown now. Of two stops the one that ends first wins, then the longer."""
-        if self.matched is not None or not self._stops:
+        if self.matched is not None or not self._stops or self.off:
             return "" if self.matched is not None else text
         text = self._held + text
         matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
-            _, at, self.matched = min(matches)
+            end, at, self.matched = min(matches)
             self._held = ""
-            return text[:at]
+            return text[: end if self._shown else at]
         shown = len(text) - self._beginnings.held(text)
         self._held = text[shown:]
         return text[:shown]

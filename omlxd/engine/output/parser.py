@@ -38,6 +38,9 @@ class OutputParser:
     stop                strings that end the answer; they don't apply to reasoning
     reasoning           thinking tags are markup; False for a raw prompt
     one_call            the answer ends with its first call
+    min_tokens          stop strings are looked for behind so many tokens
+    shows_special       special tokens are text of the answer, but for tags
+    shows_stop          the answer's text ends with the stop string that ends it
     must_call           the answer is nothing but calls: no part of a call that is cut off is text
 
     stopped           the stop string that ended the answer, or None
@@ -54,6 +57,9 @@ class OutputParser:
         reasoning: bool = True,
         one_call: bool = False,
         must_call: bool = False,
+        min_tokens: int = 0,
+        shows_special: bool = False,
+        shows_stop: bool = False,
     ):
         facts = _facts_of(tokenizer)
         tags = Tags(
@@ -61,12 +67,14 @@ class OutputParser:
             think_end=facts.tags.think_end if reasoning else "",
             calls=facts.tags.calls if tools else (),
         )
-        self._hidden, self._dropped = facts.hidden, facts.dropped
+        hidden = frozenset[int]()
+        self._hidden, self._dropped = (hidden, hidden) if shows_special else (facts.hidden, facts.dropped)
+        self._stopless = min_tokens
         self._controls = facts.controls if reasoning else {}
         self._detokenizer = detokenizer(tokenizer)
         reader = ToolCallReader(tools, tokenizer.tool_parser)
         self._must_call = must_call
-        self._sink = _EventSink(StopStrings(stop), reader, AnswerLogprobs(tokenizer), one_call)
+        self._sink = _EventSink(StopStrings(stop, shows_stop), reader, AnswerLogprobs(tokenizer), one_call)
         begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
         self._splitter: Splitter | HarmonySplitter
         if self._controls:
@@ -96,6 +104,8 @@ class OutputParser:
 
     def add_token(self, token: int, likelihood: Likelihood | None = None) -> list[chat.Event]:
         """Events that `token` makes certain. `likelihood`: where log-probabilities are asked for."""
+        self._sink.stops.off = self._stopless > 0
+        self._stopless -= 1
         if tag := self._controls.get(token):
             return self._control(token, tag)
         before = self._splitter.state

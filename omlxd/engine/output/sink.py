@@ -91,6 +91,7 @@ class RequestSink:
     """Takes one request's output from the scheduler. `end()` is called after the last event or `abandon`.
 
     stop()   asks the scheduler to end the sequence: at a stop string, or after the one call
+    shows_stop  the stop token that ends the answer goes to the parser, too
     is_silent  the client wants the prompt computed and no answer
     over()   called once if the request did not fail and its client stayed
     prompt   its tokens, where the client wants token ids; they go with the first token
@@ -109,7 +110,7 @@ class RequestSink:
         self._taken = 0
         self.name = f"request {id}"
         self.stop: Callable[[], None] = _nothing
-        self.is_silent = False
+        self.is_silent = self.shows_stop = False
         self.prompt: tuple[int, ...] | None = None
         self.learn: Callable[[Answer, int], None] | None = None
         self.usage: Callable[[], chat.Usage] = chat.Usage

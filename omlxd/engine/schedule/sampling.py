@@ -13,7 +13,7 @@ all, as order among them would depend on the batch: so top-k may keep more than 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -79,9 +79,12 @@ class RowSampling:
     frequency_penalty: float
     logit_bias: tuple[tuple[int, float], ...]
     seed: int | None
+    min_tokens: int = 0
+    ends: tuple[int, ...] = ()
+    """Tokens that are not sampled before `min_tokens` others."""
 
     @classmethod
-    def of(cls, sampling: Sampling, defaults: SamplingDefaults) -> RowSampling:
+    def of(cls, sampling: Sampling, defaults: SamplingDefaults, ends: Iterable[int] = ()) -> RowSampling:
         def pick(name: str) -> float:
             value = getattr(sampling, name)
             return getattr(defaults, name) if value is None else value
@@ -97,6 +100,8 @@ class RowSampling:
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sorted(sampling.logit_bias.items())),
             seed=sampling.seed,
+            min_tokens=sampling.min_tokens,
+            ends=tuple(ends) if sampling.min_tokens else (),
         )
 
     @property
@@ -184,7 +189,8 @@ def sampler_rows(
     Once a token was sampled, step and penalties of the row that it was sampled by go on in place of `row`'s.
     A greedy row without penalties and grammar stands for all: its step has no effect.
     """
-    if row.params.greedy and not (row.params.penalised or masks or row.constraint is not None):
+    plain = not (row.params.penalised or masks or row.constraint is not None)
+    if row.params.greedy and plain and row.step >= row.params.min_tokens:
         return [row] * (len(guesses) + 1)
     rows = [replace(row)]
     for guess in guesses:
@@ -238,6 +244,8 @@ class BatchSampler:
         self.logprobs: StepLogprobs | None = None
         """Of the newest step, if a row wants it; lazy."""
         self.constrained = any(row.constraint is not None for row in rows)
+        self._early = max((row.params.min_tokens - row.step for row in rows), default=0)
+        """Steps in which a row may not end yet."""
         if self._all_greedy:
             return
         self._greedy = mx.array([[p.greedy] for p in params])
@@ -255,8 +263,9 @@ class BatchSampler:
         model_logits = logits
         if self._penalised:
             logits = self._penalise(logits.astype(mx.float32))
-        if self.constrained:
+        if self.constrained or self._early > 0:
             logits = self._mask(logits)
+            self._early -= 1
         best = mx.argmax(logits, axis=-1)
         tokens = best if self._all_greedy else self._sample(logits.astype(mx.float32), best)
         numbers = mx.all(model_logits < -NEG_INF, axis=-1)  # A NaN is less than nothing.
@@ -297,6 +306,11 @@ class BatchSampler:
         for index, row in enumerate(self.rows):
             if row.constraint is not None and row.constraint.mask is not None:
                 allowed[index] = row.constraint.mask
+            if row.step < row.params.min_tokens:
+                longer = allowed[index].copy()
+                longer[[end for end in row.params.ends if end < len(longer)]] = False
+                if longer.any():  # Else its grammar has nothing but the end.
+                    allowed[index] = longer
         return mx.where(mx.array(allowed), logits, NEG_INF)
 
     def _sample(self, logits: mx.array, best: mx.array) -> mx.array:

@@ -391,6 +391,8 @@ class Scheduler:
                 return False
             if token in sequence.eos:
                 end = "stop"
+                if sequence.sink.shows_stop:
+                    kept.append((token, likelihood))
                 break
             kept.append((token, likelihood))
             if sequence.generated >= sequence.max_new or len(sequence.tokens) >= self._loaded.context_length:
@@ -402,7 +404,7 @@ class Scheduler:
         if end == "spoiled":
             self.spoiled(sequence)
         elif end:
-            if end == "stop":
+            if end == "stop" and not sequence.sink.shows_stop:
                 sequence.sink.count(count)
             sequence.sink.finished(sequence, end)
         return not end
