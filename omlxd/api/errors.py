@@ -16,7 +16,7 @@ import msgspec
 from ..chat import ErrorCode
 from ..errors import OmlxdError, ThreadError
 
-Protocol = Literal["anthropic", "openai", "completions", "ollama"]
+Protocol = Literal["anthropic", "openai", "completions", "ollama", "gemini"]
 """`completions` is OpenAI's too; its prompts are no messages."""
 
 MAX_RETRY_AFTER = 60
@@ -70,6 +70,31 @@ class OllamaError(msgspec.Struct):
     error: str
 
 
+class GeminiDetail(msgspec.Struct):
+    """`details`: Google's `RetryInfo`, where asking again later may help."""
+
+    code: int
+    message: str
+    status: str
+    details: list[dict[str, str]]
+
+
+class GeminiError(msgspec.Struct):
+    error: GeminiDetail
+
+
+_GEMINI: dict[ErrorCode, str] = {
+    "invalid_request": "INVALID_ARGUMENT",
+    "prompt_too_long": "INVALID_ARGUMENT",
+    "authentication": "UNAUTHENTICATED",
+    "not_found": "NOT_FOUND",
+    "request_too_large": "INVALID_ARGUMENT",
+    "overloaded": "UNAVAILABLE",
+    "unavailable": "UNAVAILABLE",
+    "internal": "INTERNAL",
+}
+
+
 class HttpError(msgspec.Struct, frozen=True):
     """A whole answer: status, headers (lower case) and JSON body."""
 
@@ -80,6 +105,9 @@ class HttpError(msgspec.Struct, frozen=True):
 
 _ANTHROPIC = ("/v1/messages", "/v1/complete")
 _LM_STUDIO = ("/api/v0", "/api/v1")
+_GEMINI_PATH = re.compile(
+    r"/v1(?:alpha|beta)(?:/.*)?|/v1/models/.*:(?:generateContent|streamGenerateContent|countTokens)"
+)
 _OPENAI = ("/v1/chat", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
@@ -88,6 +116,8 @@ def protocol_of(path: str, versioned: bool = False) -> Protocol:
 
     versioned  the request has an `anthropic-version`: decides where both protocols have the path, or neither
     """
+    if _GEMINI_PATH.fullmatch(path):
+        return "gemini"
     if _under(path, _ANTHROPIC):
         return "anthropic"
     if _under(path, ("/api",)) and not _under(path, _LM_STUDIO):
@@ -109,6 +139,11 @@ def message_of(error: OmlxdError, protocol: Protocol) -> str:
     if protocol in ("anthropic", "ollama") or not numbers:
         return error.message
     limit = int(numbers[2])
+    if protocol == "gemini":
+        return (
+            f"The input token count ({numbers[1]}) exceeds the maximum number of tokens allowed ({limit})."
+            f"{numbers[3]}"
+        )
     too_long = (
         f"prompt is too long: it resulted in {numbers[1]} tokens and exceeds the context window"
         if protocol == "completions"
@@ -126,18 +161,25 @@ _WRONG_KEY: dict[Protocol, str] = {
     "openai": "Incorrect API key provided",
     "completions": "Incorrect API key provided",
     "ollama": "unauthorized",
+    "gemini": "API key not valid",
 }
 _TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (\d+) maximum\.?(.*)")
 
 
 def error_body(
     error: OmlxdError, protocol: Protocol, request_id: str
-) -> AnthropicError | OpenAIError | OllamaError:
+) -> AnthropicError | OpenAIError | OllamaError | GeminiError:
     """The JSON object that tells of `error`; also what a stream sends after it has begun."""
     if protocol in ("openai", "completions"):
         return OpenAIError(openai_detail(error, protocol))
     if protocol == "ollama":
         return OllamaError(message_of(error, protocol))
+    if protocol == "gemini":
+        wait = _wait_of(error)
+        retry = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": f"{wait}s"}
+        code, status = _TABLE[error.code][0], _GEMINI[error.code]
+        said = GeminiDetail(code, message_of(error, protocol), status, [retry] if wait is not None else [])
+        return GeminiError(said)
     details = _Details(error.detail) if isinstance(error, ThreadError) else None
     return AnthropicError(
         _AnthropicDetail(_TABLE[error.code][1], message_of(error, protocol), details), request_id
@@ -157,11 +199,16 @@ def http_error(
 ) -> HttpError:
     """Return the answer to a request that failed before its response began. `status`: a finer one (405)."""
     headers = [("content-type", "application/json")]
-    wait = error.retry_after or _DEFAULT_RETRY_AFTER.get(error.code)
-    if wait is not None:
-        headers.append(("retry-after", str(max(1, min(wait, MAX_RETRY_AFTER)))))
+    if (wait := _wait_of(error)) is not None:
+        headers.append(("retry-after", str(wait)))
     if error.code == "authentication":
         headers.append(("www-authenticate", "Bearer"))
     usual = 529 if protocol == "anthropic" and error.code == "overloaded" else _TABLE[error.code][0]
     body = msgspec.json.encode(error_body(error, protocol, request_id))
     return HttpError(status or usual, tuple(headers), body)
+
+
+def _wait_of(error: OmlxdError) -> int | None:
+    """Seconds after which asking again may help; None: it won't."""
+    wait = error.retry_after or _DEFAULT_RETRY_AFTER.get(error.code)
+    return None if wait is None else max(1, min(wait, MAX_RETRY_AFTER))

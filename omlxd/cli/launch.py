@@ -201,6 +201,13 @@ def _aider(target: Target) -> Start:
     return Start(_openai(target, "OPENAI_API_BASE") | models | quiet)
 
 
+def _gemini(target: Target) -> Start:
+    variables = {"GOOGLE_GEMINI_BASE_URL": target.url, "GEMINI_API_KEY": target.key or "omlxd"}
+    # With one of these it would go to Google's cloud.
+    clouds = ("GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_GENAI_USE_GCA", "CLOUD_SHELL")
+    return Start({**variables, "GEMINI_MODEL": target.model}, clouds)
+
+
 def _copilot(target: Target) -> Start:
     variables = {
         "COPILOT_PROVIDER_BASE_URL": f"{target.url}/v1",
@@ -228,6 +235,7 @@ AGENTS = {
     "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode, 10_000),
     "crush": Agent("crush", "npm install -g @charmland/crush", _crush, 10_000),
     "pi": Agent("pi", "npm install -g @earendil-works/pi-coding-agent", _pi, 2_000, " on Node 22 or newer"),
+    "gemini": Agent("gemini", "npm install -g @google/gemini-cli", _gemini, 20_000),
     "qwen-code": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen, 20_000),
     "goose": Agent("goose", "brew install block-goose-cli", _goose, 8_000),
     "aider": Agent("aider", "uv tool install aider-chat", _aider, 5_000),

@@ -8,6 +8,7 @@ OmlxdError and the shell answers.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,9 @@ from starlette.routing import Route
 from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
 from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
+from ..api.gemini.answer import TokenCount as GeminiTokenCount
+from ..api.gemini.body import CountTokensBody
+from ..api.gemini.request import parse_count
 from ..api.ollama.answer import unloaded
 from ..api.ollama.request import OllamaRequest
 from ..api.responses.request import parse_compact
@@ -36,6 +40,8 @@ from .http.discovery import Discovery
 from .http.embeddings import Embeddings
 from .http.generation import (
     CLASSIFY,
+    GEMINI,
+    GEMINI_STREAM,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OPENAI_CHAT,
@@ -108,6 +114,7 @@ def create_app(
             counted(
                 "/v1/messages/count_tokens", counted_messages, "Anthropic: tokens of a prompt", TokenCount
             ),
+            *_gemini_routes(prompted),
             asked("/api/chat", OLLAMA_CHAT, "Ollama: chat"),
             asked("/api/generate", OLLAMA_GENERATE, "Ollama: answer a prompt"),
             *Discovery(engines).routes(),
@@ -141,6 +148,26 @@ def create_app(
     app.router.redirect_slashes = False
     app.send_pause_s = settings.send_pause_s
     return app
+
+
+def _gemini_routes(prompted: _Prompted) -> list[Operation]:
+    counting = dataclasses.replace(GEMINI, body=CountTokensBody, parse=parse_count)
+    return [
+        route
+        for version in ("v1beta", "v1")
+        for model in [f"/{version}/models/{{model:path}}"]
+        for route in (
+            prompted.answered(f"{model}:generateContent", GEMINI, "Gemini: one answer"),
+            prompted.answered(f"{model}:streamGenerateContent", GEMINI_STREAM, "Gemini: a streamed answer"),
+            prompted.counted(
+                f"{model}:countTokens",
+                counting,
+                "Gemini: tokens of a prompt",
+                lambda tokens: GeminiTokenCount(total_tokens=tokens),
+                GeminiTokenCount,
+            ),
+        )
+    ]
 
 
 async def _openapi(request: Request) -> Response:
@@ -188,9 +215,9 @@ class _Prompted:
         return Operation("POST", path, answer, summary, **described)
 
     def counted(
-        self, path: str, dialect: AnyDialect, summary: str, answer: Callable[[int], Any]
+        self, path: str, dialect: AnyDialect, summary: str, answer: Callable[[int], Any], told: Any = None
     ) -> Operation:
-        """`answer` takes the tokens of the prompt."""
+        """`answer` takes the tokens of the prompt. `told`: what it returns, where it is no struct itself."""
 
         async def count(request: Request) -> Response:
             _, parsed = await self._parsed(request, dialect.parse)
@@ -200,7 +227,7 @@ class _Prompted:
             tokens = await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
             return as_json(answer(tokens))
 
-        return Operation("POST", path, count, summary, body=dialect.body, answer=answer)
+        return Operation("POST", path, count, summary, body=dialect.body, answer=told or answer)
 
     async def _generate(self, request: Request, dialect: AnyDialect) -> GenerationResponse | Response:
         trace = trace_of(request.scope)
@@ -213,6 +240,8 @@ class _Prompted:
     async def _response(
         self, request: Request, dialect: AnyDialect, trace: RequestTrace
     ) -> GenerationResponse | Response:
+        if dialect.without_sse is not None and request.query_params.get("alt") != "sse":
+            dialect = dialect.without_sse
         size, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
         trace.model = parsed.model
@@ -248,7 +277,9 @@ class _Prompted:
         def read() -> ParsedRequest:
             body = mended(b"".join(pieces))
             pieces.clear()
-            return msgspec.structs.replace(parse(body, request.headers), keep_alive=keep_alive_of(body))
+            parsed = parse(body, request.headers)
+            named = request.path_params.get("model", parsed.model)
+            return msgspec.structs.replace(parsed, model=named, keep_alive=keep_alive_of(body))
 
         if size < LARGE_BODY:
             return size, read()

@@ -67,7 +67,7 @@ def launch(tmp_path, daemon):
     """Runs `omlxd launch` with its own home and a PATH that holds the three agents and nothing else."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("claude", "codex", "opencode", "crush", "pi", "qwen", "goose", "aider", "copilot"):
+    for name in ("claude", "codex", "opencode", "crush", "pi", "gemini", "qwen", "goose", "aider", "copilot"):
         (folder / name).write_text(PROGRAM)
         (folder / name).chmod(0o755)
 
@@ -175,6 +175,7 @@ def test_opencode_and_codex_know_what_the_model_reads(launch, daemon, more, sees
 
 
 VARIABLES = {
+    "gemini": {"GOOGLE_GEMINI_BASE_URL": "URL", "GEMINI_API_KEY": "k", "GEMINI_MODEL": "org/tiny"},
     "qwen-code": {"OPENAI_BASE_URL": "URL/v1", "OPENAI_API_KEY": "k", "OPENAI_MODEL": "org/tiny"},
     "goose": {
         **{"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": "org/tiny", "GOOSE_CONTEXT_LIMIT": "4096"},
@@ -234,7 +235,7 @@ def test_pi_reads_a_file_too(launch, daemon):
 
 def test_the_list_says_what_is_installed(launch, tmp_path):
     lines = launch("--list").stdout.splitlines()
-    assert len(lines) == 9 and f"qwen-code  {tmp_path / 'bin' / 'qwen'}" in lines
+    assert len(lines) == 10 and f"qwen-code  {tmp_path / 'bin' / 'qwen'}" in lines
     (tmp_path / "bin" / "goose").unlink()
     assert any(
         line.startswith("goose      not installed: brew") for line in launch("--list").stdout.splitlines()

@@ -13,12 +13,14 @@ DOORS = [
     "/api/show",
     "/api/pull",
     "/models/load",
+    "/v1beta/models/tiny:generateContent",
+    "/v1/models/org/tiny:countTokens",
 ]
 EMBEDDING = ["/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/api/embed", "/api/embeddings"]
 DOORS += EMBEDDING
 """Paths that take a body, all of them."""
 PAGES = ["/v1/models", "/models", "/props", "/api/tags", "/api/ps", "/api/version", "/api/v0/models"]
-PAGES += ["/api/v1/models"]
+PAGES += ["/api/v1/models", "/v1beta/models", "/v1/codex/models"]
 """Paths that only tell of models."""
 
 
@@ -30,6 +32,8 @@ def body(path: str, **more):
     }
     prompts |= {key: {"query": "q", "documents": ["d"]} for key in ["/v1/rerank", "/v2/rerank", "/rerank"]}
     prompts["/api/embeddings"] = {"prompt": "hi"}
+    if "/models/" in path and ":" in path:
+        prompts[path] = {"contents": [{"parts": [{"text": "hi"}]}]}
     prompt = prompts.get(path, {"messages": [{"role": "user", "content": "hi"}]})
     return {"model": "tiny", "max_tokens": 5, **prompt, **more}
 
@@ -47,6 +51,9 @@ def message_of(path: str, answer) -> str:
     elif path.startswith("/api/") and not path.startswith(("/api/v0", "/api/v1")):
         assert set(given) == {"error"} and answer.headers["x-request-id"].startswith("req_")
         return given["error"]
+    elif path.startswith("/v1beta") or path.endswith(("Content", "countTokens")):
+        assert set(given) == {"error"} and set(given["error"]) == {"code", "message", "status", "details"}
+        assert given["error"]["code"] == answer.status_code
     else:
         assert set(given) == {"error"} and set(given["error"]) == {"message", "type", "param", "code"}
         assert answer.headers["x-request-id"].startswith("req_")

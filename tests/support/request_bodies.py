@@ -207,6 +207,45 @@ VALID["/v1/responses"] = st.fixed_dictionaries(
     },
 )
 
+gemini_call = st.fixed_dictionaries({"name": st.just("read"), "args": schema})
+gemini_part = st.fixed_dictionaries({"text": text}, optional={"thoughtSignature": text}) | st.just(
+    {"inlineData": {"mimeType": "image/png", "data": "AAAA"}}
+)
+gemini_contents = st.lists(
+    st.fixed_dictionaries({"parts": st.lists(gemini_part, max_size=3)}, optional={"role": st.just("user")})
+    | st.fixed_dictionaries({"role": st.just("model"), "parts": st.just([{"text": "a", "thought": True}])})
+    | gemini_call.map(lambda call: {"role": "model", "parts": [{"functionCall": call}]}),
+    max_size=4,
+).map(lambda contents: [*contents, {"parts": [{"text": "hi"}]}])
+VALID["/v1beta/models/tiny:generateContent"] = st.fixed_dictionaries(
+    {"contents": gemini_contents},
+    optional={
+        "systemInstruction": st.fixed_dictionaries(
+            {"parts": st.lists(st.fixed_dictionaries({"text": text}))}
+        ),
+        "tools": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "functionDeclarations": st.lists(
+                        st.fixed_dictionaries({"name": name, "parameters": schema})
+                    )
+                }
+            ),
+            max_size=1,
+        ),
+        "generationConfig": st.fixed_dictionaries(
+            {},
+            optional={
+                "temperature": st.floats(0, 2),
+                "maxOutputTokens": st.integers(1, 9),
+                "topK": st.integers(1, 64),
+                "stopSequences": st.just(["x"]),
+                "thinkingConfig": st.sampled_from([{"thinkingBudget": 0}, {"includeThoughts": True}]),
+            },
+        ),
+    },
+)
+
 # --------------------------------------------------------------------------- and that ask for a lot
 
 json_schema = st.recursive(

@@ -156,6 +156,7 @@ class Tools:
         self.listed = tuple(listed)
         self._removed: set[str] = set()
         self._room = MAX_DESCRIBED
+        self._described: dict[str, Tool] = {}
         for change in changes:
             name, made = _changed(change)
             self._tools[name] = made or self._tools.get(name, Tool(name))
@@ -166,16 +167,16 @@ class Tools:
 
     @property
     def later(self) -> tuple[Tool, ...]:
-        """Those that the model has not from the beginning."""
+        """Those that were described so far, and that the model has not from the beginning."""
         listed = {tool.name for tool in self.listed}
-        return tuple(tool for tool in self._tools.values() if tool and tool.name not in listed)
+        return tuple(tool for name, tool in self._described.items() if name not in listed)
 
     def _at_server(self, name: str) -> bool:
         return name in self._tools and self._tools[name] is None
 
     def described(self, name: str) -> str:
         """The tool as the JSON text that templates list tools with. Raises InvalidRequest."""
-        tool = self._tools.get(name) or Tool(name)
+        tool = self._described[name] = self._tools.get(name) or Tool(name)
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
         text = stable_json({"type": "function", "function": function})
         self._room -= len(text)

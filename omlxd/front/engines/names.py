@@ -26,8 +26,8 @@ def resolve_name(
     """Which of the `model_ids` model ids `name` means.
 
     An exact id, else an alias, else a basename, else the same in another case or with Ollama's `:latest`.
-    No name, a placeholder, and any name that begins with `claude-` (Claude Code and its sub-agents ask for
-    several) mean `default`. Raises NotFound, which lists what there is.
+    No name, a placeholder, and any name that begins with `claude-` or `gemini-` (Claude Code, Gemini CLI and
+    their sub-agents ask for several) mean `default`. Raises NotFound, which lists what there is.
     """
     spellings = {basename(model_id): model_id for model_id in reversed(model_ids)} | dict(aliases or {})
     spellings |= {model_id: model_id for model_id in model_ids}
@@ -37,7 +37,9 @@ def resolve_name(
     for spelling, model_id in spellings.items():
         if spelling.lower() == plain:
             return model_id
-    if default is not None and (not plain or PLACEHOLDERS.fullmatch(plain) or plain.startswith("claude-")):
+    if default is not None and (
+        not plain or PLACEHOLDERS.fullmatch(plain) or plain.startswith(("claude-", "gemini-"))
+    ):
         return default
     there_are = ", ".join(model_ids) if model_ids else "none"
     raise NotFound(f"There is no model {name[:200]!r} here; the models are: {there_are}.", param="model")

@@ -86,9 +86,9 @@ class Discovery:
 
     def routes(self) -> list[Operation]:
         lists = (
-            ("/v1/models", cards.model_list, "The models"),
             ("/models", cards.model_list, "llama.cpp's router: the models"),
             ("/v1/codex/models", codex_catalog, "Codex: its model catalog"),
+            ("/v1beta/models", cards.gemini_models, "Gemini: the models"),
             ("/api/tags", cards.ollama_tags, "Ollama: the models"),
             ("/api/v1/models", cards.lmstudio_models, "LM Studio: the models"),
             ("/api/v0/models", cards.lmstudio_v0_models, "LM Studio: the models"),
@@ -97,6 +97,7 @@ class Discovery:
         refused += "`omlxd models alias` gives it another name."
         kept = "No client deletes a model here: remove its folder yourself."
         return [
+            get("/v1/models", self._all, "The models", answer=cards.ModelList),
             *(self._list(path, write, summary) for path, write, summary in lists),
             get("/api/ps", self._running, "Ollama: the models that are loaded"),
             get(
@@ -105,6 +106,7 @@ class Discovery:
                 "One model; its id may hold slashes",
                 answer=cards.ModelEntry,
             ),
+            get("/v1beta/models/{id:path}", self._one_of_gemini, "Gemini: one model"),
             post("/models/load", self._load, "llama.cpp's router: load a model"),
             post("/models/unload", self._unload, "llama.cpp's router: unload a model"),
             get("/props", self._props, "llama.cpp: what a model can do"),
@@ -123,6 +125,9 @@ class Discovery:
 
         return get(path, listed, summary, answer=get_type_hints(write)["return"])
 
+    async def _all(self, request: Request) -> Any:
+        return await self._listed(cards.gemini_models if _asks_gemini(request) else cards.model_list)
+
     async def _listed(self, write: Callable[[Sequence[Card]], Any]) -> Any:
         await self._engines.look_for_models()
         return write([engine.card for engine in self._engines.models()])
@@ -135,8 +140,12 @@ class Discovery:
 
     async def _one(self, request: Request) -> Any:
         if not (name := request.path_params["id"]):
-            return await self._listed(cards.model_list)
-        return cards.model_entry((await self._engines.find_engine(name)).card)
+            return await self._all(request)
+        card = (await self._engines.find_engine(name)).card
+        return cards.gemini_model(card) if _asks_gemini(request) else cards.model_entry(card)
+
+    async def _one_of_gemini(self, request: Request) -> cards.GeminiModel:
+        return cards.gemini_model((await self._engines.find_engine(request.path_params["id"])).card)
 
     async def _props(self, request: Request) -> cards.Props:
         engine = await self._engines.find_engine(request.query_params.get("model", ""))
@@ -181,6 +190,11 @@ class Discovery:
 
     async def _show(self, asked: OllamaModelBody) -> cards.OllamaShow:
         return cards.ollama_show((await self._engines.find_engine(asked.named())).card)
+
+
+def _asks_gemini(request: Request) -> bool:
+    """Whether the client is one of Google's SDKs, of which newer ones ask below /v1."""
+    return "x-goog-api-client" in request.headers
 
 
 async def _held(engine: ModelEngine) -> int:

@@ -24,6 +24,9 @@ from ...api.anthropic import request as anthropic
 from ...api.anthropic.answer import AnthropicCollector, AnthropicStream, Keep, MessageAnswer
 from ...api.anthropic.threads import ThreadRequest
 from ...api.body import ParsedRequest
+from ...api.gemini import request as gemini
+from ...api.gemini.answer import GeminiCollector, GeminiStream, GenerateContentAnswer
+from ...api.gemini.body import GenerateContentBody
 from ...api.ollama import request as ollama
 from ...api.ollama.answer import Answer as OllamaAnswer
 from ...api.ollama.answer import OllamaCollector, OllamaStream
@@ -62,6 +65,7 @@ class Dialect(Generic[P]):
     encoder       takes the request and its id
     stream_type   of streams; "": it has none
     held          what is held while a request is answered. Raises OmlxdError
+    without_sse   what speaks to a client that does not ask for `alt=sse`; None: it need not ask
     """
 
     body: Any
@@ -71,6 +75,7 @@ class Dialect(Generic[P]):
     collector: Callable[[P], Collector]
     stream_type: str = SSE
     held: Callable[[P], AbstractContextManager[None]] = lambda parsed: nullcontext()
+    without_sse: AnyDialect | None = None
 
     @property
     def content_type(self) -> bytes:
@@ -149,6 +154,22 @@ OLLAMA_CHAT = Dialect(ollama.ChatBody, OllamaAnswer, ollama.parse_chat, OllamaSt
 OLLAMA_GENERATE = Dialect(
     ollama.GenerateBody, OllamaAnswer, ollama.parse_generate, OllamaStream, OllamaCollector, LINES
 )
+
+
+def _gemini(stream: bool, sse: bool = True, without_sse: AnyDialect | None = None) -> AnyDialect:
+    return Dialect(
+        GenerateContentBody,
+        GenerateContentAnswer,
+        gemini.parse(stream),
+        lambda parsed, request_id: GeminiStream(_id(""), parsed, request_id, sse),
+        lambda parsed: GeminiCollector(_id(""), parsed),
+        SSE if sse else "application/json",
+        without_sse=without_sse,
+    )
+
+
+GEMINI = _gemini(stream=False)
+GEMINI_STREAM = _gemini(stream=True, without_sse=_gemini(stream=True, sse=False))
 
 
 def _never(parsed: ParsedRequest, request_id: str) -> StreamEncoder:

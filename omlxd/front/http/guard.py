@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 from ipaddress import IPv6Address
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...api.errors import protocol_of
 from ...config.keys import NONE_LEFT
 from ...errors import InvalidRequest, Unauthorized
 from .settings import HttpSettings, KeyRing
@@ -48,7 +49,7 @@ class Guard:
             if path.startswith(OWNER_PATHS):
                 self._check_site(headers)
             if path not in OPEN_PATHS and not path.startswith(PAGE_FILES) and self._keys.required:
-                trace_of(scope).key = self._check_key(headers)
+                trace_of(scope).key = self._check_key(headers, _key_in_query(scope))
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
@@ -81,19 +82,28 @@ class Guard:
                 "This path is not for pages of other sites; `--cors-origin` lets one of them in."
             )
 
-    def _check_key(self, headers: Headers) -> str:
+    def _check_key(self, headers: Headers, more: bytes) -> str:
         """The name of the key that the request carries."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         # Claude Code sends both headers when both are set; either may be the right one.
-        keys = (bearer.encode("latin-1"), headers.get("x-api-key", "").encode("latin-1"))
-        if name := self._keys.name_of([key for key in keys if key]):
+        keys = (bearer, headers.get("x-api-key", ""), headers.get("x-goog-api-key", ""))
+        if name := self._keys.name_of(
+            [key for key in (*(key.encode("latin-1") for key in keys), more) if key]
+        ):
             return name
         if self._keys.is_empty:
             raise Unauthorized(NONE_LEFT)
         raise Unauthorized(
             "The API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
         )
+
+
+def _key_in_query(scope: Scope) -> bytes:
+    """The `?key=` of a Gemini client. No log line has a query."""
+    if protocol_of(scope["path"]) != "gemini":
+        return b""
+    return QueryParams(scope["query_string"]).get("key", "").encode()
 
 
 def is_loopback(host: str) -> bool:

@@ -1,4 +1,5 @@
-"""Writes a model's card in four dialects: OpenAI's and Anthropic's with llama.cpp's, Ollama's, LM Studio's.
+"""Writes a model's card in five dialects: OpenAI's and Anthropic's with llama.cpp's, Ollama's, LM Studio's,
+Gemini's.
 
 Clients that discover a server read from it which models there are, what they can do, and their context. A row
 of the table is a field of `Card`.
@@ -401,3 +402,42 @@ def _lmstudio_v0(card: Card) -> LMStudioV0Model:
 
 def lmstudio_v0_models(cards: Sequence[Card]) -> LMStudioV0Models:
     return LMStudioV0Models([_lmstudio_v0(card) for card in cards if card.kind in _LMSTUDIO_KINDS])
+
+
+# --------------------------------------------------------------------------- Gemini
+
+
+class GeminiModel(msgspec.Struct, rename="camel"):
+    """`name`: `models/` and the id. Limits in tokens; 0 while nobody knows."""
+
+    name: str
+    base_model_id: str
+    display_name: str
+    description: str
+    input_token_limit: int
+    output_token_limit: int
+    supported_generation_methods: list[str]
+    thinking: bool
+    version: str = "1"
+
+
+class GeminiModels(msgspec.Struct):
+    models: list[GeminiModel]
+
+
+def gemini_models(cards: Sequence[Card]) -> GeminiModels:
+    return GeminiModels([gemini_model(card) for card in cards if card.kind == "chat"])
+
+
+def gemini_model(card: Card) -> GeminiModel:
+    context = card.context_length or 0
+    return GeminiModel(
+        name=f"models/{card.id}",
+        base_model_id=card.id,
+        display_name=basename(card.id),
+        description=f"{card.family or 'A model'} on this machine",
+        input_token_limit=context,
+        output_token_limit=context,
+        supported_generation_methods=["generateContent", "countTokens"] if card.kind == "chat" else [],
+        thinking=card.thinking,
+    )

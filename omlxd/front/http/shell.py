@@ -50,7 +50,8 @@ def advice(path: str, served: Collection[str]) -> str:
             )
     return (
         "there is no such path; this server speaks OpenAI's API (/v1/chat/completions, /v1/completions, "
-        "/v1/responses), Anthropic's (/v1/messages) and Ollama's (/api/chat), of LM Studio "
+        "/v1/responses), Anthropic's (/v1/messages), Ollama's (/api/chat) and Gemini's "
+        "(/v1beta/models/MODEL:generateContent), of LM Studio "
         "(/api/v1/models) and llama.cpp (/models, /props) what lists, loads and unloads models; GET "
         "/v1/models lists its models, and GET /openapi.json describes every path"
     )

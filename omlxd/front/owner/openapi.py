@@ -13,7 +13,7 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from ... import __version__
-from ...api.errors import AnthropicError, OllamaError, OpenAIError, protocol_of
+from ...api.errors import AnthropicError, GeminiError, OllamaError, OpenAIError, protocol_of
 from ..http.routes import Operation
 
 _REFS = "#/components/schemas/{name}"
@@ -29,6 +29,7 @@ _ERRORS = {
     "openai": OpenAIError,
     "completions": OpenAIError,
     "ollama": OllamaError,
+    "gemini": GeminiError,
 }
 
 
