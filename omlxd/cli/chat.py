@@ -12,7 +12,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from rich.console import Console
 
@@ -35,8 +35,13 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     return talk(argv, parser)
 
 
-def talk(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """The rest of `main`, for a parser that has `question` and `model`."""
+def talk(
+    argv: Sequence[str],
+    parser: argparse.ArgumentParser,
+    before: Callable[[argparse.Namespace], None] = lambda _: None,
+) -> int:
+    """The rest of `main`, for a parser that has `question` and `model`. `before`: done before a model is
+    looked for."""
     parser.add_argument(
         "--image", metavar="FILE", action="append", default=[], help="a picture or a PDF; again for more"
     )
@@ -70,6 +75,7 @@ def talk(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             print("omlxd: there is no question: standard input is empty.", file=sys.stderr)
             return 1
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # The terminal is put right.
+    before(args)
     try:
         with daemon(args.url, args.model) as target:
             conversation = Conversation(target, system, args.max_tokens)

@@ -1,4 +1,4 @@
-"""`omlxd config show`: each setting, and where its value stands."""
+"""`omlxd config show`, or `omlxd config` alone: each setting, and where its value stands."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class Shown(msgspec.Struct):
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Raises ConfigError, as `omlxd serve` would for the same settings."""
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        argv = ["show", *argv]
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     show = verbs.add_parser("show", help="each setting and where it comes from")
     show.add_argument("--json", action="store_true", help="a JSON list")

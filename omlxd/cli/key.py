@@ -1,4 +1,4 @@
-"""`omlxd key add | list | revoke`: works beside a running daemon, which needs no restart."""
+"""`omlxd key add | list | revoke | off`: works beside a running daemon, which needs no restart."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ..common.units import counted
 from ..config import add_flags, settings_of
-from ..config.keys import add_key, keys_path, read_keys, revoke_key
+from ..config.keys import add_key, keys_path, open_to_all, read_keys, revoke_key
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -21,6 +22,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     verbs.add_parser("list", help="names of the keys, and when they were made")
     revoke = verbs.add_parser("revoke", help="refuse a key from now on")
     revoke.add_argument("name", metavar="NAME")
+    verbs.add_parser("off", help="revoke all keys, and ask for none where only this machine asks")
     for verb in verbs.choices.values():
         add_flags(verb, "base_path")
     args = parser.parse_args(list(argv))
@@ -36,10 +38,14 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         print(f"{args.name} is revoked; {rest} left.")
         if not left:
             print(
-                "A running daemon now refuses every request that needs a key; one that is started from now "
-                "on asks for none.",
+                "A running daemon now refuses every request that needs a key, until there is one again or "
+                "`omlxd key off` takes it back to open; one that is started from now on asks for none.",
                 file=sys.stderr,
             )
+    elif args.verb == "off":
+        count = open_to_all(path)
+        print(f"{counted(count, 'key')} revoked; no key is asked for.")
+        print("A daemon that other machines reach, or that has --api-key, goes on asking.", file=sys.stderr)
     else:
         for key in (keys := read_keys(path)):
             print(f"{key.created}  {key.name}")

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from ..common.files import write_atomic
-from ..config import is_loopback
+from ..config import closest, is_loopback
 from ..errors import ConfigError, OmlxdError
 from .daemon_client import KEY_VARIABLE, Daemon, DaemonError, add_url, find_daemon
 
@@ -299,7 +299,8 @@ def _called(daemon: Daemon, name: str, models: Sequence[_Model]) -> _Model:
         return daemon.fetch("/v1/models/" + quote(name), _Model)
     except DaemonError:
         there_are = ", ".join(model.id for model in models)
-        raise DaemonError(f"There is no model {name!r} there; the models are: {there_are}.") from None
+        near = closest(name, [spelt for model in models for spelt in (model.id.rpartition("/")[2], model.id)])
+        raise DaemonError(f"There is no model {name!r} there{near}; the models are: {there_are}.") from None
 
 
 # --------------------------------------------------------------------------- the command

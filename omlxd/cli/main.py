@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..config import OPTIONS, add_flags, load_settings, warnings_of, where_else
+from ..config import OPTIONS, add_grouped_flags, closest, load_settings, warnings_of, where_else
 from ..errors import ConfigError, OmlxdError
 
 USAGE_ERROR = 2
@@ -43,6 +43,7 @@ VERBS = {
         "front.bridge.command",
         "speak JSON Lines on standard input and output, to be embedded in another program",
     ),
+    "run": ("cli.run", "talk to the model that is named first, as Ollama does; downloads it if need be"),
     "launch": ("cli.launch", "start Claude Code, Codex or another coding agent with this daemon's models"),
     "memory": ("cli.memory", "what each loaded model holds in memory; give some of it back"),
     "models": (
@@ -55,6 +56,18 @@ VERBS = {
     "top": ("cli.top", "what `omlxd status` shows, live"),
 }
 """Every verb but `serve`: its module, whose `main(argv, parser)` returns the exit status, and its help."""
+
+
+SAME = {
+    "list": ("models", "list"),
+    "ls": ("models", "list"),
+    "ps": ("models", "list", "--loaded"),
+    "pull": ("models", "pull"),
+    "show": ("models", "show"),
+    "rm": ("models", "rm"),
+    "stop": ("models", "unload"),
+}
+"""Ollama's verbs. `run` is one of `VERBS`, `serve` is our own."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,7 +91,10 @@ class _Parser(argparse.ArgumentParser):
             if not word.startswith("-"):
                 message = f"`{self.prog}` takes no further word, but {word} follows"
         elif choice := re.fullmatch(r"invalid choice: ('.*') \(choose from (.*)\)", words):
-            message = f"{choice[1]} is not one of {choice[2].replace(chr(39), '')}"
+            there = choice[2].replace("'", "")
+            message = (
+                f"{choice[1]}{closest(choice[1].strip(chr(39)), there.split(', '))} is not one of {there}"
+            )
         raise ConfigError(message[:1].upper() + message[1:] + f"; see `{self.prog} --help`.")
 
 
@@ -113,12 +129,17 @@ def report(error: OmlxdError) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    if argv and argv[0] in SAME:
+        argv = [*SAME[argv[0]], *argv[1:]]
     if argv and argv[0] in VERBS:
         module, description = VERBS[argv[0]]
         verb = importlib.import_module("omlxd." + module)
         return verb.main(argv[1:], _Parser(prog=f"omlxd {argv[0]}", description=description))
     parser = _Parser(prog="omlxd", description="Serve local language models; keep their KV cache.")
-    parser.epilog = "`omlxd serve` alone serves a small model; `omlxd VERB --help` explains a verb."
+    parser.epilog = (
+        "`omlxd serve` alone serves a small model; `omlxd VERB --help` explains a verb. "
+        "Ollama's list, ps, pull, show, rm and stop do what they do there."
+    )
     parser.add_argument("--version", action="version", version=f"omlxd {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     serve = verbs.add_parser(
@@ -127,12 +148,16 @@ def _main(argv: list[str]) -> int:
         description="Serve a model over HTTP with OpenAI, Anthropic and Ollama APIs. Every flag can also be "
         "given as a variable (OMLXD_PORT for --port) or in a TOML file; flags win.",
     )
-    add_flags(serve)
+    serve.usage = "omlxd serve [flags]"
+    add_grouped_flags(serve)
     for name, (_, description) in VERBS.items():
         verbs.add_parser(name, help=description, add_help=False)
     if not argv:
         parser.print_help()
         return 0
+    if not argv[0].startswith("-") and argv[0] not in (*verbs.choices, *SAME):
+        near = closest(argv[0], [*verbs.choices, *SAME])
+        raise ConfigError(f"There is no verb {argv[0]!r}{near}; `omlxd --help` lists them.")
     args, rest = parser.parse_known_args(argv)
     if rest:
         word = rest[0].partition("=")[0]

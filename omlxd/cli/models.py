@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import re
 import shlex
@@ -13,14 +14,15 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..common.units import counted, human, spoken
-from ..config import ModelSettings, Settings, add_flags, settings_of
+from ..config import ModelSettings, Settings, add_flags, closest, settings_of
 from ..errors import ConfigError, ModelError, OmlxdError
 from ..models.adapters import adapter_bytes
 from ..models.catalog import Catalog, InstalledModel, default_model, describe
 from ..models.footprint import Footprint, expected, footprint, likely_backend, weight_bytes
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
+from ..models.remove import removable, remove_folder
 from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub, local_path
-from .daemon_client import DaemonError, NoDaemon, add_url, find_daemon
+from .daemon_client import Daemon, DaemonError, NoDaemon, add_url, find_daemon
 from .owner_api import (
     InstalledStatus,
     InstalledStatuses,
@@ -211,6 +213,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         return made
 
     listed = verb("list", _list, "every installed model, also without a daemon")
+    listed.add_argument("--loaded", action="store_true", help="those alone that are in memory or on the way")
     listed.add_argument(
         "--found",
         dest="local",
@@ -231,6 +234,9 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     loaded.add_argument("model")
     loaded.add_argument("--keep-alive", metavar="TIME", help="go after that long without a request, as 30m")
     verb("unload", _unload, "write its cache, then end its engine").add_argument("model")
+    removed = verb("rm", _rm, "unload a model and delete its files; its cached KV leaves by itself")
+    removed.add_argument("model", nargs="+")
+    add_flags(removed, *_FOLDER_OPTIONS)
     pinned = verb("pin", _pin, "never unload a model for others, nor for being idle")
     pinned.add_argument("model")
     pinned.add_argument("--off", action="store_true", help="take the pin away")
@@ -255,6 +261,11 @@ def _list(args: argparse.Namespace) -> int:
     except NoDaemon as error:
         result = InstalledStatuses(installed(settings))
         _say_absence(args, error)
+    if args.loaded:
+        result.models = [model for model in result.models if model.state not in ("installed", "broken")]
+    if args.loaded and not result.models and not args.json:
+        print("no model is loaded")
+        return 0
     _say(args, result, lambda: as_table(result.models))
     return 0
 
@@ -268,9 +279,9 @@ def _show(args: argparse.Namespace) -> int:
         names = [model.id for model in models]
         matching = [m for m in models if args.model in (m.id, m.id.rpartition("/")[2])]
         if not matching:
-            there_are = ", ".join(names) or "none"
+            there_are, near = ", ".join(names) or "none", _near(args.model, names)
             raise DaemonError(
-                f"There is no model {args.model!r} on this machine; there are: {there_are}. "
+                f"There is no model {args.model!r} on this machine{near}; there are: {there_are}. "
                 f"`omlxd models pull ORG/NAME` downloads one, also {DEFAULT_ID}."
             ) from None
         result = matching[0]
@@ -278,6 +289,10 @@ def _show(args: argparse.Namespace) -> int:
         _say_absence(args, error)
     _say(args, result, lambda: as_page(result))
     return 0
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    return closest(name, [spelt for each in names for spelt in (each.rpartition("/")[2], each)])
 
 
 def _say_absence(args: argparse.Namespace, error: NoDaemon) -> None:
@@ -343,14 +358,59 @@ def _pin(args: argparse.Namespace) -> int:
 def _alias(args: argparse.Namespace) -> int:
     if bool(args.model) == args.off:
         raise ConfigError(
-            "`omlxd models alias NAME MODEL` gives a name, `omlxd models alias NAME --off` ends it."
+            "The new name comes first: `omlxd models alias NAME MODEL` gives it, `omlxd models alias NAME "
+            "--off` ends it."
         )
-    result = find_daemon(args.url).fetch(
-        "/omlxd/models/alias", InstalledStatuses, NameModel(args.alias, args.model)
-    )
+    daemon = find_daemon(args.url)
+    try:
+        result = daemon.fetch("/omlxd/models/alias", InstalledStatuses, NameModel(args.alias, args.model))
+    except NoDaemon:
+        raise
+    except DaemonError as error:
+        if args.model and _is_model(daemon, args.alias) and not _is_model(daemon, args.model):
+            raise ConfigError(
+                f"The new name comes first: `omlxd models alias {args.model} {args.alias}`."
+            ) from error
+        raise
     owner = next((model.id for model in result.models if args.alias in model.aliases), None)
     _say(args, result, lambda: f"{args.alias} means {owner}" if owner else f"{args.alias} means nothing now")
     return 0
+
+
+def _is_model(daemon: Daemon, name: str) -> bool:
+    with contextlib.suppress(DaemonError):
+        return bool(daemon.fetch("/omlxd/models/" + quote(name), InstalledStatus).id)
+    return False
+
+
+def _rm(args: argparse.Namespace) -> int:
+    """Every name is looked up before one is deleted."""
+    settings = settings_of(args, *_FOLDER_OPTIONS)
+    try:
+        daemon: Daemon | None = find_daemon(args.url, settings)
+        models = [daemon.fetch("/omlxd/models/" + quote(name), InstalledStatus) for name in args.model]
+    except NoDaemon:
+        daemon, here = None, installed(settings)
+        models = [_installed_as(name, here) for name in args.model]
+    places = [removable(model, settings.base_path) for model in models]
+    for model, place in zip(models, places, strict=True):
+        if daemon is not None and model.state != "installed":
+            gone = daemon.fetch("/omlxd/models/unload", Unloaded, UnloadModel(model.id), 120.0).gone
+            if not gone:
+                raise DaemonError(
+                    f"{model.id} is still in use; it is unloaded once its answers end: try again."
+                )
+        remove_folder(place)
+        _say(args, {"id": model.id, "folder": str(place)}, lambda model=model: f"{model.id} is deleted")
+    return 0
+
+
+def _installed_as(name: str, models: Sequence[InstalledStatus]) -> InstalledStatus:
+    for model in models:
+        if name in (model.id, model.id.rpartition("/")[2]):
+            return model
+    near = _near(name, [model.id for model in models])
+    raise DaemonError(f"There is no model {name!r} on this machine{near}; `omlxd models list` lists them.")
 
 
 def _say(args: argparse.Namespace, answer: object, text: Callable[[], str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..common.units import available_ram, human
-from ..config import Settings, add_flags, settings_of
+from ..config import Settings, add_flags, closest, settings_of
 from ..errors import ConfigError, OmlxdError
 from ..models.adapters import ADAPTER_FILES
 from ..models.catalog import Catalog, InstalledModel, looks_like_model, own_adapters
@@ -217,7 +217,11 @@ def _installed(settings: Settings, name: str) -> InstalledModel:
         if model.folder is not None and looks_like_model(model.folder)
     ]
     if not named:
-        raise ConfigError(f"There is no model {name!r} on this machine; `omlxd models pull` downloads one.")
+        ids = [model.id for model in Catalog(settings).models().values() if model.adapter is None]
+        near = closest(name, [spelt for id in ids for spelt in (id.rpartition("/")[2], id)])
+        raise ConfigError(
+            f"There is no model {name!r} on this machine{near}; `omlxd models pull` downloads one."
+        )
     return named[0]
 
 

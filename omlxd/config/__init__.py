@@ -23,6 +23,7 @@ from .settings import (
     Option,
     Settings,
     add_flags,
+    add_grouped_flags,
     full_name,
 )
 from .values import closest, is_loopback

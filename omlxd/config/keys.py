@@ -24,7 +24,7 @@ from ..errors import ConfigError
 FILE_NAME = "keys.json"
 NONE_LEFT = (
     "This daemon asks for an API key, and none is left: make one with `omlxd key add NAME`, which counts at "
-    "once, or start the daemon again."
+    "once, or have no key asked for with `omlxd key off`."
 )
 """Told with status 401; `omlxd status` and others pass it on."""
 KEY_PATTERN = re.compile(r"omlxd-[A-Za-z0-9_-]{43}")
@@ -41,7 +41,10 @@ class Key(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct):
+    """`open`: the owner wants no key to be asked for; the next key that is made ends it."""
+
     keys: list[Key] = []
+    open: bool = False
 
 
 def digest_of(key: bytes) -> str:
@@ -54,10 +57,19 @@ def keys_path(base_path: Path) -> Path:
 
 def read_keys(path: Path) -> tuple[Key, ...]:
     """Return the keys in `path`, () without a file. Raises ConfigError if others could change it."""
+    return tuple(_read(path).keys)
+
+
+def is_open(path: Path) -> bool:
+    """Whether `open_to_all` was the last word. Raises ConfigError as `read_keys`."""
+    return _read(path).open
+
+
+def _read(path: Path) -> _File:
     try:
         text, facts = read_with_facts(path)
     except FileNotFoundError:
-        return ()
+        return _File()
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
     if facts.st_mode & 0o077:
@@ -65,7 +77,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     if facts.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"{path} belongs to another user.")
     try:
-        return tuple(msgspec.json.decode(text, type=_File).keys)
+        return msgspec.json.decode(text, type=_File)
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"{path} is no file of keys ({error}); remove it and make keys again with `omlxd key add NAME`."
@@ -98,6 +110,15 @@ def revoke_key(path: Path, name: str) -> int:
     return len(left)
 
 
+def open_to_all(path: Path) -> int:
+    """Remove all keys, and have daemons that only this machine reaches ask for none; return how many keys
+    there were. Raises ConfigError."""
+    with _locked(path):
+        keys = read_keys(path)
+        _write(path, [], opened=True)
+    return len(keys)
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Lock the folder: two `omlxd key` at once must not lose a key, nor bring a revoked one back."""
@@ -114,8 +135,9 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _write(path: Path, keys: Sequence[Key]) -> None:
-    data = msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=2) + b"\n"
+def _write(path: Path, keys: Sequence[Key], *, opened: bool = False) -> None:
+    file = {"keys": keys, **({"open": True} if opened else {})}
+    data = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
     try:
         write_atomic(path, data, sync=True)
     except OSError as error:

@@ -331,12 +331,54 @@ def full_name(field: str, *table: str) -> str:
     return ".".join([*table[:1], *models, field.replace("_", "-")])
 
 
+_GROUPS = {
+    "model": "which models are served",
+    "memory_limit": "memory and machine",
+    "host": "address, keys and browsers",
+    "base_path": "the cache on SSD and in RAM",
+    "block_size": "how a model is loaded",
+    "max_concurrent_requests": "requests",
+    "log_level": "log",
+    "stall_timeout": "memory and machine",
+    "no_hf_cache": "which models are served",
+    "cors_origin": "address, keys and browsers",
+}
+"""The option that a group of `serve --help` begins with → its title."""
+
+
+def groups() -> dict[str, list[Option]]:
+    """Title → options, for `serve --help`."""
+    result: dict[str, list[Option]] = {}
+    title = ""
+    for option in OPTIONS:
+        title = _GROUPS.get(option.name, title)
+        result.setdefault(title, []).append(option)
+    return result
+
+
+def add_grouped_flags(parser: argparse.ArgumentParser) -> None:
+    """As `add_flags` of all options, in groups with titles."""
+    _add_flags(parser, ())
+    for title, options in groups().items():
+        _add_flags(parser.add_argument_group(title), options, with_config=False)
+
+
 def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add the flags of the options `names`, or of all. Every value stays text; reading.py converts it."""
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file of settings; default: omlxd.toml under --base-path"
-    )
-    for option in [BY_NAME[name] for name in names] or OPTIONS:
+    _add_flags(parser, [BY_NAME[name] for name in names] or OPTIONS)
+
+
+def _add_flags(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    options: Iterable[Option],
+    *,
+    with_config: bool = True,
+) -> None:
+    if with_config:
+        parser.add_argument(
+            "--config", metavar="FILE", help="TOML file of settings; default: omlxd.toml under --base-path"
+        )
+    for option in options:
         if option.is_switch:
             parser.add_argument(
                 option.flag, dest=option.name, action="store_const", const="true", help=option.help

@@ -145,7 +145,9 @@ def _plain(info: inspect.Type) -> inspect.Type:
 def closest(word: str, words: list[str]) -> str:
     """` (did you mean …?)`, in upper or lower case alike, or nothing when no word is near."""
     by_lower = {each.lower(): each for each in words}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    word = word.lower()
+    near = difflib.get_close_matches(word, by_lower, n=1)
+    near = near or [each for each in by_lower if len(word) >= 4 and each.startswith(word)]
     return f" (did you mean {by_lower[near[0]]}?)" if near else ""
 
 

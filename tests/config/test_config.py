@@ -316,7 +316,7 @@ def test_the_command_ends_with_2_and_one_sentence(tmp_path: Path):
         ((*base, "--draft-model", "x"), '(it stands under [models."NAME"] of a settings file)'),
         ((*base, "--por", "1"), "did you mean --port?"),
         ((*base, "--port"), "expected one argument"),
-        (("serv",), "is not one of serve, "),
+        (("serv",), "There is no verb 'serv' (did you mean serve?)"),
     ):
         status, said = run(*argv)
         assert status == 2, argv

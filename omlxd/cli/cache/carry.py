@@ -31,6 +31,12 @@ from .why_miss import ANSWER_S
 
 def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     """Exit status 1 if blocks of a session have no file. What a daemon evicts meanwhile is left out."""
+    if sum(map(bool, (args.named, args.model, args.session))) != 1:
+        raise ConfigError(
+            "Say what to export: `omlxd cache export MODEL FILE`, or `omlxd cache export --session last "
+            "FILE`."
+        )
+    args.model = args.model or args.named
     if args.format == "mlx-lm":
         return prompt_cache.export_file(args, settings)
     files = _of_session(args, settings) if args.session else _of_model(args, root)
@@ -58,7 +64,9 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
 def _of_model(args: argparse.Namespace, root: Path) -> list[str]:
     chosen = named(inventory.namespaces(root), args.model)
     if not chosen:
-        raise ConfigError(f"--model: nothing of {args.model!r} is cached.")
+        raise ConfigError(
+            f"Nothing of {args.model!r} is cached; `omlxd cache stats` lists the models that have something."
+        )
     before = time.time() - args.newer_than if args.newer_than is not None else 0.0
     files = [file for file in inventory.walk(root, list(chosen)) if file.kind in ("block", "record")]
     # A prefix before what goes on from it.

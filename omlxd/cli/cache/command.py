@@ -96,6 +96,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         carry.export_files,
         "write a model's blocks and records into a tar file, or a prompt's KV for mlx-lm",
     )
+    exported.add_argument("named", nargs="?", metavar="MODEL", help="all of this model, as --model")
     exported.add_argument("archive", type=Path, metavar="FILE", help="a file that is not there yet")
     exported.add_argument(
         "--format",
@@ -103,7 +104,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         default="tar",
         help="mlx-lm: what `mlx_lm.generate --prompt-cache-file` reads, of the session's last prompt alone",
     )
-    whose = exported.add_mutually_exclusive_group(required=True)
+    whose = exported.add_mutually_exclusive_group()
     whose.add_argument("--model", metavar="NAME", help="all of this model")
     whose.add_argument(
         "--session", metavar="SESSION|FILE", help=f"what the daemon restores this request from: {NAMED}"

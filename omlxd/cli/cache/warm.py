@@ -2,7 +2,7 @@
 
 A file of a trace (`.jsonl`, or `.json`) holds requests, a line each: `{"path": …, "body": …, "headers": …}`,
 or a body alone, whose fields tell its path (why_miss.py takes the same files).
-Any other file is the text of a prompt.
+Any other file is the text of a prompt, and so is an argument that names no file: `omlxd cache warm "text"`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class _Answer(msgspec.Struct):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", nargs="+", type=Path, help="requests or their bodies (.jsonl, .json), or a prompt's text"
+        "file",
+        nargs="+",
+        metavar="FILE|TEXT",
+        help="requests or their bodies (.jsonl, .json), or a prompt's text, in a file or as it is",
     )
     parser.add_argument(
         "--model", metavar="NAME", help="compute them with this model; default: the request's own"
@@ -65,8 +68,23 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     return status
 
 
-def read_requests(file: Path) -> Iterator[tuple[str, Recorded]]:
+def _is_text(argument: str) -> bool:
+    """Whether it is a prompt and no file: it names none, and has a space or no ending as a file's."""
+    try:
+        if argument == "-" or Path(argument).exists():
+            return False
+    except (OSError, ValueError):  # Too long for a name.
+        return True
+    return any(sign.isspace() for sign in argument) or not ("/" in argument or Path(argument).suffix)
+
+
+def read_requests(argument: str | Path) -> Iterator[tuple[str, Recorded]]:
     """Yield (where it stands, request for one token). Raises ConfigError, which names the line."""
+    if _is_text(str(argument)):
+        shown = str(argument) if len(str(argument)) <= 40 else f"{str(argument)[:37]}..."
+        yield repr(shown), Recorded({"prompt": str(argument), "max_tokens": 1}, "/v1/completions")
+        return
+    file = Path(argument)
     data = read_data(str(file))
     if not data.strip():
         raise ConfigError(f"{file}: it is empty.")

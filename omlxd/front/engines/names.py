@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from ...config import closest
 from ...errors import NotFound
 
 
@@ -42,4 +43,7 @@ def resolve_name(
     ):
         return default
     there_are = ", ".join(model_ids) if model_ids else "none"
-    raise NotFound(f"There is no model {name[:200]!r} here; the models are: {there_are}.", param="model")
+    near = closest(name[:200], [*spellings])
+    raise NotFound(
+        f"There is no model {name[:200]!r} here{near}; the models are: {there_are}.", param="model"
+    )

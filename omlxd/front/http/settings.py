@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...config.keys import Key, digest_of, read_keys
+from ...config.keys import Key, digest_of, is_open, read_keys
 from ...errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,10 @@ class KeyRing:
     The file is looked at on every request (one stat) and read again when it changed, so that a
     revoked key is refused at once. A file that can't be trusted leaves the keys as they were, with
     one line in the log. Once a key was asked for, taking the last one out of the file does not open
-    the daemon to everybody: it then refuses all, until it is started again.
+    the daemon to everybody: it then refuses all, until it is started again, or its owner runs `omlxd key
+    off` and only this machine reaches it.
+
+    may_open  only this machine reaches the daemon
     """
 
     def __init__(self, api_key: str = "", path: Path | None = None):
@@ -35,6 +38,7 @@ class KeyRing:
         self._keys: tuple[Key, ...] = ()
         self._seen: tuple[int, ...] | None = None
         self._had_keys = False
+        self.may_open = False
         if path is not None:
             self._seen = _signature(path)
             self._use_keys(read_keys(path))
@@ -83,8 +87,12 @@ class KeyRing:
             self._use_keys(read_keys(self._path))
         except ConfigError as error:
             log.error("%s The keys stay as they were.", error.message)
-        else:
-            log.info("keys read again: %s", ", ".join(key.name for key in self._keys) or "none")
+            return
+        log.info("keys read again: %s", ", ".join(key.name for key in self._keys) or "none")
+        if not self._keys and is_open(self._path):
+            self._had_keys = self._had_keys and not self.may_open
+            if not self.may_open:
+                log.warning("a key is asked for all the same: other machines reach this daemon")
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:

@@ -137,7 +137,7 @@ async def _serve(
     if of_command:
         _stop_with_stdin(stop)
     notify = Notifier()
-    loopback = all_loopback(sockets)
+    loopback = keys.may_open = all_loopback(sockets)
     if read is not None:
         reload = Reloader(settings, read, logs=logs, keys=keys, notify=notify, pool=pool, loopback=loopback)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

@@ -150,7 +150,7 @@ def test_a_warm_cache_is_carried_to_another_machine(tmp_path: Path, capsys):
         model = daemon.model
         with pytest.raises(ConfigError, match="--newer-than: 'soon' is no age"):
             cache("export", archive, "--model", "x", "--newer-than", "soon")
-        with pytest.raises(ConfigError, match="nothing of 'nobody' is cached"):
+        with pytest.raises(ConfigError, match="Nothing of 'nobody' is cached"):
             cache("export", archive, "--model", "nobody", "--url", daemon.url)
         wait_until(lambda: any((here / "omlxd" / "cache").rglob("*.safetensors")))
     with pytest.raises(ConfigError, match="--newer-than: nothing of"):

@@ -18,7 +18,7 @@ from fake_engine import FakeEngine, app_of
 from omlxd.cli import main
 from omlxd.cli.daemon_client import Daemon as DaemonClient
 from omlxd.cli.daemon_client import DaemonError
-from omlxd.config.keys import KEY_PATTERN, NONE_LEFT, add_key, keys_path, read_keys, revoke_key
+from omlxd.config.keys import KEY_PATTERN, NONE_LEFT, add_key, keys_path, open_to_all, read_keys, revoke_key
 from omlxd.errors import ConfigError
 from omlxd.front.http import settings
 from omlxd.front.http.settings import KeyRing
@@ -134,6 +134,23 @@ def test_revoking_the_last_key_opens_nothing(tmp_path: Path):
     assert ring.required
 
 
+@pytest.mark.parametrize("may_open", [True, False])
+def test_key_off_opens_a_running_daemon_that_only_this_machine_reaches(tmp_path: Path, may_open, caplog):
+    path = keys_path(tmp_path)
+    add_key(path, "one"), add_key(path, "two")
+    ring = KeyRing("", path)
+    ring.may_open = may_open
+    assert open_to_all(path) == 2 and read_keys(path) == ()
+    assert ring.required is not may_open
+    assert ("other machines reach this daemon" in caplog.text) is not may_open
+    key = add_key(path, "again")
+    assert ring.required and ring.name_of([key.encode()]) == "again", "a new key ends it"
+    own = KeyRing("own", path)
+    own.may_open = True
+    open_to_all(path)
+    assert own.required, "the settings' own key is asked for all the same"
+
+
 def test_a_broken_file_leaves_the_keys_as_they_were_and_says_so_once(tmp_path: Path, caplog):
     path = keys_path(tmp_path)
     key = add_key(path, "laptop").encode()
@@ -194,3 +211,5 @@ def test_a_running_daemon_hears_of_it_without_a_restart(start, tmp_path: Path): 
         with pytest.raises(DaemonError, match="none is left: make one with `omlxd key add NAME`"):
             DaemonClient(daemon.url, sent).status()
     assert key not in daemon.logged() and json.loads(keys_path(tmp_path).read_text()) == {"keys": []}
+    assert run(tmp_path, "off")[0] == 0
+    assert httpx.get(url, trust_env=False).status_code == 200
