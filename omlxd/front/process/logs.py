@@ -20,7 +20,7 @@ import sys
 import time
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -118,6 +118,13 @@ class Logs:
         if settings.api_key:  # An old key stays hidden.
             self._redact.hide(settings.api_key)
 
+    def page_is_printed(self) -> None:
+        """Write what waited for it."""
+        if isinstance(self._handler, _Stream) and self._handler.held is not None:
+            held, self._handler.held = self._handler.held, None
+            for record in held:
+                self._handler.handle(record)
+
     def reopen(self) -> None:
         """Write to a new file if somebody moved the old one away."""
         if isinstance(self._handler, RotatingFileHandler):
@@ -129,7 +136,7 @@ class Logs:
 
     def _make_handler(self, settings: Settings) -> logging.Handler:
         if settings.log_file is None:
-            return logging.StreamHandler()
+            return _Stream()
         try:
             folder = settings.log_file.parent
             # Programs that tidy up ~/Library/Logs remove a service's too.
@@ -145,6 +152,31 @@ class Logs:
         except OSError as error:
             source = settings.sources.get("log_file", "--log-file")
             raise ConfigError(f"{source}: {settings.log_file} can't be written: {error.strerror}.") from error
+
+
+MEASURED = "omlxd.engine.mlx_adapter."
+"""Loggers that say what was measured at a load, which `omlxd doctor` says too."""
+
+
+class _Stream(logging.StreamHandler[TextIO]):
+    """Standard error. What was measured comes after the start page, and on a terminal not at all, but at
+    debug: before it, a person looks for what to type next.
+
+    held  what waits for the page; None: it is printed
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[logging.LogRecord] | None = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING and record.name.startswith(MEASURED):
+            if self.stream.isatty() and not logging.getLogger("omlxd").isEnabledFor(logging.DEBUG):
+                return
+            if self.held is not None:
+                self.held.append(record)
+                return
+        super().emit(record)
 
 
 class _PrivateFile(RotatingFileHandler):

@@ -185,6 +185,7 @@ async def _serve(
         print_start_page(pool, settings, urls.partition(" ")[0], key_required=keys.required),
         name="start page",
     )
+    page.add_done_callback(lambda _: logs.page_is_printed())
     notify.ready(f"listening on {urls}")
     notify.watch()
     stopped = asyncio.create_task(stop.wait())

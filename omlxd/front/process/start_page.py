@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,9 +19,11 @@ from ... import __version__
 from ...common.units import counted, human, most_text
 from ...config import Settings, load_settings
 from ...errors import AGENT_CONTEXT, ConfigError, OmlxdError
+from ...models.footprint import weight_bytes
 
 if TYPE_CHECKING:
     from ...kv.ledger.ledger import LedgerStats
+    from ...wire import ModelInfo
     from ..engines.model import ModelEngine
     from ..engines.pool import EnginePool
 
@@ -73,10 +78,21 @@ def _model_rows(engine: ModelEngine | None, models: int, trouble: str) -> Rows:
     if info is None:
         return [("model", f"none is loaded; {models} load when they are asked for: `omlxd models list`")]
     return [
-        ("model", f"{info.model_id} ({info.model_type}, {human(info.weight_bytes)} in memory)"),
+        ("model", f"{info.model_id} ({info.model_type})"),
+        ("memory", _memory(engine, info)),
         ("context", f"{engine.context_length} tokens"),
         ("backend", f"{info.backend}: {info.speed}" if info.speed else info.backend),
     ]
+
+
+def _memory(engine: ModelEngine, info: ModelInfo) -> str:
+    """What takes memory: on a CPU weights may be several times what they are on disk."""
+    on_disk = weight_bytes(engine.installed.folder) if engine.installed.folder is not None else None
+    kind = " in float32" if "float32" in info.speed else ""
+    disk = f" ({human(on_disk)} on disk)" if on_disk else ""
+    return (
+        f"{human(info.weight_bytes)} for weights{kind}{disk}, {human(info.kv_bytes_per_token)} a token of KV"
+    )
 
 
 async def _count(pool: EnginePool) -> tuple[LedgerStats | None, bool]:
@@ -100,8 +116,20 @@ def _commands(engine: ModelEngine, url: str, settings: Settings, key_required: b
     key = ' -H "Authorization: Bearer $OMLXD_API_KEY"' if key_required else ""
     curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
     where = "" if _is_default(url) else f" --url {url}"
-    agent = [("", f"omlxd launch claude{where}")] if (engine.context_length or 0) >= AGENT_CONTEXT else []
-    return [("try", f"omlxd chat{where}"), *agent, ("", curl)]
+    agent = (
+        [("", f"{command()} launch claude{where}")] if (engine.context_length or 0) >= AGENT_CONTEXT else []
+    )
+    return [("try", f"{command()} chat{where}"), *agent, ("", curl)]
+
+
+def command() -> str:
+    """What a shell calls this installation's `omlxd` by: its path where `PATH` has none, or another one."""
+    own = os.path.join(os.path.dirname(sys.executable), "omlxd")
+    found = shutil.which("omlxd")
+    if not os.path.exists(own) or (found and os.path.realpath(found) == os.path.realpath(own)):
+        return "omlxd"
+    near = os.path.relpath(own)
+    return shlex.quote(own if near.startswith("..") else near)
 
 
 def _is_default(url: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pty
 import re
@@ -33,7 +34,8 @@ def test_the_page_says_what_runs_and_what_to_type(start, tmp_path: Path):  # noq
     assert re.search(r"^  context  \d+ tokens$", text, re.M)
     assert re.search(r"^  backend  \S+", text, re.M)
     assert f"  cache    {tmp_path / 'cache'}: 0 files, 0 bytes of 1 GB\n" in text
-    assert f"  try      omlxd chat --url http://127.0.0.1:{port}\n" in text
+    assert re.search(rf"^  try      (\S*/)?omlxd chat --url http://127\.0\.0\.1:{port}$", text, re.M)
+    assert re.search(r"^  memory   .+ for weights \(.+ on disk\), .+ a token of KV$", text, re.M)
     assert f"omlxd launch claude --url http://127.0.0.1:{port}\n" in text
     assert text.endswith('"messages": [{"role": "user", "content": "Hello"}]}\'\n')
     assert "Authorization" not in text
@@ -43,6 +45,49 @@ def test_the_page_says_what_runs_and_what_to_type(start, tmp_path: Path):  # noq
     curl = text.splitlines()[-1].strip()
     said = subprocess.run(["sh", "-c", curl + " -s"], capture_output=True, text=True, timeout=60).stdout
     assert '"choices"' in said
+
+
+def test_a_command_is_named_as_a_shell_finds_it(tmp_path: Path, monkeypatch):
+    own = tmp_path / ".venv" / "bin" / "omlxd"
+    own.parent.mkdir(parents=True)
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(own.with_name("python")))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert start_page.command() == ".venv/bin/omlxd"
+    monkeypatch.chdir("/")
+    assert start_page.command() == str(own).removeprefix("/")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "omlxd").symlink_to(own)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert start_page.command() == "omlxd"
+    own.unlink()
+    assert start_page.command() == "omlxd"
+
+
+def test_what_was_measured_comes_after_the_page(capsys):
+    from omlxd.config import load_settings
+    from omlxd.front.process.logs import Logs
+
+    root = logging.getLogger()
+    before = root.handlers[:], root.level, logging.getLogger("omlxd").level
+    try:
+        logs = Logs(load_settings({}, {}))
+        measured = logging.getLogger("omlxd.engine.mlx_adapter.row_attention")
+        measured.info("takes 0.49 times as long")
+        measured.warning("no kernel")
+        logging.getLogger("omlxd.engine.host").info("loaded")
+        said = capsys.readouterr().err
+        assert "0.49" not in said and "no kernel" in said and "loaded" in said
+        logs.page_is_printed()
+        measured.info("once more")
+        said = capsys.readouterr().err
+        assert said.index("0.49") < said.index("once more")
+    finally:
+        root.handlers[:], level, own = before
+        root.setLevel(level)
+        logging.getLogger("omlxd").setLevel(own)
 
 
 def test_no_agent_is_offered_where_the_context_is_too_short_for_it(start):  # noqa: F811
