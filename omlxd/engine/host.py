@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 
@@ -43,6 +44,7 @@ from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
 from .prompt.template import TOOLS_AS_TEXT
 from .prompt.turn_memory import Answer, Scope
 from .schedule.memory_admission import MemoryAdmission
+from .schedule.rehearsal import rehearse
 from .schedule.sampling import RowSampling, SamplingDefaults
 from .schedule.scheduler import Scheduler
 from .sequence import SamplerRow, Sequence
@@ -81,6 +83,9 @@ class EngineHost:
             files = file_identities(Path(load.model_path), load.adapter)
         except FileNotFoundError as error:
             raise ModelError(f"there is no file {error.filename}") from None
+        aside = ThreadPoolExecutor(1, thread_name_prefix="digests")
+        digests = aside.submit(ModelStore.weight_digests, load) if mlx_adapter.backend() == "cuda" else None
+        aside.shutdown(wait=False)
         self.loaded = load_model(load)
         speculation = load_speculation(load, self.loaded)
         self.scheduler = Scheduler(
@@ -90,7 +95,8 @@ class EngineHost:
             block_size=load.cache.block_size,
             speculation=speculation,
         )
-        self._store = ModelStore(load, self.loaded, files)
+        rehearse(self.loaded, load.cache.block_size)
+        self._store = ModelStore(load, self.loaded, files, digests)
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
         mlx_adapter.set_limits(self.loaded.weight_bytes, load.budget)
@@ -109,6 +115,7 @@ class EngineHost:
             memory.take_budget(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = bridge = self._store.open(lease, self.scheduler.post)
+            bridge.reads.warm_up()
             bridge.weights_changed = self.loaded.mapped.changed
             if memory is not None:
                 memory.store = bridge.store

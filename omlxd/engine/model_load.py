@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from pathlib import Path
 
 from .. import wire
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 def load_model(load: wire.Load) -> LoadedModel:
     """Raises ModelError."""
     backend, cache = mlx_adapter.backend(), load.cache
+    mlx_adapter.use_kernel_folder(Path(cache.cold_dir or tempfile.gettempdir()) / "kernels")
     if load.speculate and load.draft_path:
         check_tokenizer(Path(load.draft_path), Path(load.model_path), load.model_id)
     shares = load.share_prefix == "on" or (load.share_prefix == "auto" and backend in ("cpu", "cuda"))

@@ -38,11 +38,12 @@ from .transport import transport
 
 log = logging.getLogger(__name__)
 
-STAGED_READERS, DIRECT_READERS = 8, max(2, min(4, os.cpu_count() or 4))
+STAGED_READERS, DIRECT_READERS = max(8, min(12, os.cpu_count() or 8)), max(2, min(4, os.cpu_count() or 4))
 """I/O threads that read block files, for the two kinds of transport: enough to keep an SSD's queue full.
 
-Staged: beside an H100 on 16 cores 4, 8 and 16 give 11.5, 18.8 and 21.3 GB/s to the first token
-(tools/bench/gpu.py). Direct reads scatter and digest each piece, and each lets go of the interpreter:
+Staged: beside an H100 on 16 cores 4, 6, 8, 10 and 12 give 11.5, 13.4, 19.4, 21.0 and 24.1 GB/s with a task
+for each reader; 8 and 16 gave 12.9 and 8.6 with one for each block (480 blocks of 9.4 MB, page cache warm, by
+a script that is not kept). Direct reads scatter and digest each piece, and each lets go of the interpreter:
 on those 16 cores 1, 2, 4 and 8 threads give 4.0, 5.7, 9.3 and 7.0 GB/s (tools/bench/block_files.py, page
 cache warm, read 256 KiB at a time; plain reads 4.4, 9.1, 17.9, 26.9), and on 2 cores 1, 2 and 4 give
 11.1, 15.0 and 13.0 (tools/bench/restore.py, 1 MiB at a time; page cache dropped 1.4, 1.6 and 1.6).

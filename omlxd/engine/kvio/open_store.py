@@ -6,6 +6,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,20 @@ class ModelStore:
     """`open` builds the store; until then, and for a model without reuse, there is only its name.
 
     files      `file_identities` from before the load. Raises ModelError if a file has changed since.
+    digests    `weight_digests` under way; None: they are read now
     namespace  32 bytes: of whatever decides what stored KV means; zeros for a model without a layout
     bridge     to the store; None: not open
     turns      where remembered turns are kept; None: not open, or no cold tier
     images     where what is known of images is kept; None: as `turns`, or a model that takes none
     """
 
-    def __init__(self, load: wire.Load, loaded: LoadedModel, files: Mapping[Path, str]):
+    def __init__(
+        self,
+        load: wire.Load,
+        loaded: LoadedModel,
+        files: Mapping[Path, str],
+        digests: Future[dict[str, str]] | None = None,
+    ):
         self._load = load
         self._loaded = loaded
         self._settings = load.cache
@@ -78,7 +86,12 @@ class ModelStore:
         self.turns: TurnFiles | None = None
         self.images: ImageFiles | None = None
         self._tiers = HotTiers(load.cache.hot_cache_bytes)
-        self.namespace = self._namespace(Path(load.model_path), files)
+        self.namespace = self._namespace(Path(load.model_path), files, digests)
+
+    @staticmethod
+    def weight_digests(load: wire.Load) -> dict[str, str]:
+        """`weight_fingerprints` of its model. Any thread."""
+        return weight_fingerprints(Path(load.model_path), _memo_dir(load))
 
     def of_adapter(self, adapter: str, model_id: str) -> ModelStore:
         """The same for the model with the adapter in folder `adapter`, not open; one RAM tier for both.
@@ -91,7 +104,7 @@ class ModelStore:
         store._newest = store.bridge = store.turns = store.images = None
         store._identities = adapter_identities(adapter)
         if self._loaded.layout is not None:
-            memo = Path(self._settings.cold_dir) if self._settings.cold_dir else None
+            memo = _memo_dir(self._load)
             store._facts = {**self._facts, "adapter": adapter_fingerprint(adapter, memo)}
             store.namespace = namespace_of(store._facts)
         return store
@@ -160,14 +173,16 @@ class ModelStore:
 
     # ----------------------------------------------------------------- building
 
-    def _namespace(self, path: Path, files: Mapping[Path, str]) -> BlockHash:
+    def _namespace(
+        self, path: Path, files: Mapping[Path, str], digests: Future[dict[str, str]] | None
+    ) -> BlockHash:
         layout = self._loaded.layout
         if layout is None:
             return bytes(32)
-        memo = Path(self._settings.cold_dir) if self._settings.cold_dir else None
+        memo = _memo_dir(self._load)
         self._facts: dict[str, Any] = {
             "format": KV_FORMAT,
-            "weights": weight_fingerprints(path, memo),
+            "weights": digests.result() if digests is not None else self.weight_digests(self._load),
             "layout": layout.facts(),
             "states": self._loaded.states.facts() if self._loaded.states else [],
             "block_size": self._settings.block_size,
@@ -259,3 +274,8 @@ class ModelStore:
 def _quantisation_facts(settings: wire.CacheSettings) -> object:
     """Plain JSON, for the namespace."""
     return [settings.kv_bits, settings.kv_group_size] if settings.kv_bits else 0
+
+
+def _memo_dir(load: wire.Load) -> Path | None:
+    """Where digests are remembered; None: nowhere."""
+    return Path(load.cache.cold_dir) if load.cache.cold_dir else None

@@ -20,6 +20,7 @@ two, tools/bench/serve.py):
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -146,6 +147,7 @@ class Restore:
         self._keys = [sequence.key(self._first + i, self._block) for i in range(len(self._blocks))]
         self._good: list[bool | None] = [None] * len(self._blocks)  # None: not tried.
         self._left = len(self._blocks) + 1
+        self._next, self._to_read = itertools.count(), sum(self._cold)
         self._lock = threading.Lock()
         self._arrival: DirectArrival | StagedArrival | None = None
 
@@ -167,8 +169,8 @@ class Restore:
             return
         self._began = time.perf_counter()
         self._reads.readers.submit(self._fill_state)
-        for index in range(len(self._blocks)):
-            self._reads.readers.submit(self._fill, index)
+        for _ in range(min(self._reads.threads, len(self._blocks))):
+            self._reads.readers.submit(self._fill_next)
 
     def _fill_state(self) -> None:
         try:
@@ -178,6 +180,11 @@ class Restore:
             log.exception("restore: a checkpoint failed")
         finally:
             self._one_less()
+
+    def _fill_next(self) -> None:
+        """Fill block after block: a task for each would cost more turns at Python's lock."""
+        while (index := next(self._next)) < len(self._blocks):
+            self._fill(index)
 
     def _fill(self, index: int) -> None:
         arrival = self._arrival
@@ -200,7 +207,7 @@ class Restore:
     def _count_read(self) -> None:
         with self._lock:
             self._read += 1
-            took, left = time.perf_counter() - self._began, sum(self._cold) - self._read
+            took, left = time.perf_counter() - self._began, self._to_read - self._read
             if took > LEAST_S and left:
                 self.ended_early = self.ended_early or self._reads.is_slow(
                     self._sequence, took / self._read * left, left, splits=self._splits

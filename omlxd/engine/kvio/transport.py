@@ -37,8 +37,9 @@ log = logging.getLogger(__name__)
 Load = Callable[[list[memoryview]], bool]
 """Fills byte views, in file order. False: what they hold is not usable."""
 
-STAGED_READ_BYTES = 2 << 20
-"""As `block_file.READ_BYTES`, into a staging buffer."""
+STAGED_READ_BYTES = 16 << 20
+"""As `block_file.READ_BYTES`, into a staging buffer: a whole block of most models. Each read and each digest
+lets go of Python's lock, and to get it again takes longer than what the processor's cache saves."""
 
 _SPARE = 16
 """Words beyond what is used: an assignment to a whole array would replace it instead of filling it."""

@@ -23,7 +23,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 
 from . import lean_imports  # Before whatever imports transformers.
 from .addressed_rows import Tail, let_go
-from .arrays import blank_arrays, give_memory_back, limits, set_limits, trim_heap
+from .arrays import blank_arrays, give_memory_back, limits, rows_at, set_limits, trim_heap
 from .attention import reads_own_rows
 from .batch_kv import EvenBatchKVCache, round_up
 from .cache_kinds import (
@@ -60,6 +60,7 @@ from .cuda_driver import give_spare_back
 from .device import backend, compute_dtype, storage_dtype, versions
 from .fused_attention import MOST_NEW
 from .inspection import attention_from, write_keys
+from .kernel_store import use_folder as use_kernel_folder
 from .live_segments import LiveSegments
 from .loading import (
     LayerHook,

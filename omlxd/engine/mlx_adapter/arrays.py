@@ -48,6 +48,11 @@ def blank_arrays(shapes: Sequence[tuple[tuple[int, ...], str]]) -> list[mx.array
     return arrays
 
 
+def rows_at(array: mx.array, rows: Sequence[int]) -> mx.array:
+    """`array[rows]`. MLX compiles a kernel for that on CUDA, 3.4 s on an H100's host, and none for slices."""
+    return mx.concatenate([array[row : row + 1] for row in rows])
+
+
 class _Unwritten:
     """A safetensors file whose header can be read and whose data reads leave buffers as they are."""
 

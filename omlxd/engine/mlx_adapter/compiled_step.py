@@ -31,9 +31,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from . import (
@@ -41,6 +42,7 @@ from . import (
     attention_packed,
     cuda_driver,
     index_kernel,
+    kernel_store,
     latent_kernel,
     segment_attention,
     segments,
@@ -322,11 +324,15 @@ def fused_step(model: Any) -> FusedStep | None:
             step = FusedStep(model)
             if not step.most_rows:
                 raise Unfusable("MLX's own products are used")
-            step.check(model, StepKV)
+            step.compile_ahead()
+            known = kernel_store.knows("fused steps", kind_of(model))
+            passed = partial(_passed, step, model)
+            step.passed = kernel_store.remembered("fused steps", kind_of(model), passed, all)
             found = step
             log.info(
-                "decode steps are fused%s: checked in %.1f s",
-                ", passes with guesses too" if step.repeats(StepKV) else "",
+                "decode steps are fused%s: %s in %.1f s",
+                ", passes with guesses too" if step.is_repeatable else "",
+                "remembered" if known else "checked",
                 time.perf_counter() - began,
             )
         except Exception as error:
@@ -335,15 +341,36 @@ def fused_step(model: Any) -> FusedStep | None:
     return found
 
 
+def _passed(step: FusedStep, model: Any) -> list[bool]:
+    """What the checks of `step` find. Raises Unfusable."""
+    step.check(model, StepKV)
+    step.repeats(StepKV)
+    return step.passed
+
+
+def kind_of(model: Any) -> tuple[Any, ...]:
+    """What checks of a model's steps depend on: its classes, and the shapes and types of its weights."""
+    weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    held = sorted((name, array.shape, str(array.dtype)) for name, array in weights)
+    kinds = sorted({f"{type(each).__module__}.{type(each).__name__}" for each in model.modules()})
+    return kinds, repr(getattr(model, "args", None)), held
+
+
 def steps_share(model: Any) -> bool:
     """Whether steps of `model`, fused or not, read segments by our kernels; else the log says why not."""
     fused = vars(model).get("omlxd_fused") or None
     if segment_attention.in_use() and fused is not None:
-        try:
+
+        def passed() -> list[bool]:
             example = partial(segment_attention.example, fused.heads)
             fused.check(model, StepKV, example)
             if fused.is_repeatable and not fused.repeats(StepKV, example):
                 log.info("passes with guesses over segments do not have the bits of steps: none are fused")
+            return fused.passed
+
+        try:
+            depends = kind_of(model), fused.passed
+            fused.passed = kernel_store.remembered("fused steps over segments", depends, passed, all)
         except Exception as error:
             log.warning("prefixes are not shared: fused steps over segments: %s", error)
             return False
@@ -361,8 +388,12 @@ def reads_by_address(model: Any, shares: bool) -> bool:
     if fused is None:
         return True
     example = partial(segment_attention.example, fused.heads)
-    try:
+
+    def reads() -> bool:
         return fused.reads_tails(StepKV) and (not shares or fused.reads_tails(StepKV, example))
+
+    try:
+        return kernel_store.remembered("rows' own arrays", (kind_of(model), fused.passed, shares), reads)
     except Exception as error:
         log.warning("fused steps do not run over rows' own arrays: %s", error)
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 _PREFERRED_LOCATION, _ACCESSED_BY = 3, 5  # CUmem_advise
@@ -74,6 +75,24 @@ def multiprocessors() -> int:
     number = ctypes.c_int()
     _call("cuDeviceGetAttribute", ctypes.byref(number), 16, 0)  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
     return number.value
+
+
+@cache
+def name() -> str:
+    """Of the GPU. Raises DriverError."""
+    text = ctypes.create_string_buffer(256)
+    _call("cuDeviceGetName", text, 256, 0)
+    return text.value.decode(errors="replace")
+
+
+@cache
+def release() -> str:
+    """The driver's version, as exactly as it is known. Raises DriverError."""
+    number = ctypes.c_int()
+    _call("cuDriverGetVersion", ctypes.byref(number))
+    with contextlib.suppress(OSError):
+        return f"{number.value} {Path('/proc/driver/nvidia/version').read_text().splitlines()[0]}"
+    return str(number.value)
 
 
 def wait() -> None:

@@ -565,7 +565,7 @@ def source_of(heads: Heads, shape: Shape) -> tuple[str, str]:
 
 
 @cache
-def _compiled(heads: Heads, shape: Shape) -> tuple[str, bytes]:
+def compiled(heads: Heads, shape: Shape) -> tuple[str, bytes]:
     function, source = source_of(heads, shape)
     return function, nvrtc.machine_code(source)
 
@@ -610,7 +610,7 @@ class Launch(NamedTuple):
     def run(self, new: Sequence[mx.array]) -> mx.array:
         """(rows, heads * width). `new`: q (rows, heads * width), k and v (rows, KV heads * width) as the
         projections give them."""
-        function, code = _compiled(self.heads, self.shape)
+        function, code = compiled(self.heads, self.shape)
         across, down = self.blocks
         threads = 32 * self.shape.warps
         return mx.fast.precompiled_cuda_kernel(

@@ -116,7 +116,7 @@ class FusedStep:
         inner = model.model
         self._embedding: nn.Embedding = inner.embed_tokens
         self._rope = inner.layers[0].self_attn.rope
-        heads = {_heads_of(layer, self._rope) for layer in inner.layers}
+        heads = {heads_of(layer, self._rope) for layer in inner.layers}
         if len(heads) != 1 or type(self._embedding) is not nn.Embedding:
             raise Unfusable("layers of several kinds")
         (self.heads,) = heads
@@ -225,6 +225,12 @@ class FusedStep:
         keys, values = kv.update_and_fetch(k, v)
         return kv.attend(q, keys, values, self.heads.scale, None, None).reshape(q.shape[0], -1)
 
+    def compile_ahead(self) -> None:
+        """Compile, side by side, what steps will need. Raises what NVRTC raises."""
+        its = (self.heads, self.attend.narrow) if isinstance(self.attend, FusedAttention) else None
+        lengths = {group.stop - group.start for group in self._groups}
+        products.compile_ahead([layer.products for layer in self._layers], its, lengths)
+
     def check(
         self, model: Any, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None = None
     ) -> None:
@@ -234,9 +240,6 @@ class FusedStep:
         step_kv  makes a layer's cache of (keys, values, starts, ends, offset, shared)
         shared   of so many rows: what they hold in segments, the tokens of that, what must stay meanwhile
         """
-        its = (self.heads, self.attend.narrow) if isinstance(self.attend, FusedAttention) else None
-        lengths = {group.stop - group.start for group in self._groups}
-        products.compile_ahead([layer.products for layer in self._layers], its, lengths)
         for rows in CHECKED_ROWS:
             for at in (0, -1):
                 before = shared(rows) if shared is not None else (None, mx.array(0), None)
@@ -246,6 +249,16 @@ class FusedStep:
         if self._joins and not all(self._joins_well(step_kv, *one, shared) for one in JOINED):
             log.info("fused steps have two launches a layer: several layers in one have other bits")
             self._joins = False
+
+    @property
+    def passed(self) -> list[bool]:
+        """What checks have found: whether several layers are one launch, and several tokens have the bits of
+        steps. Set it to what they found before."""
+        return [self._joins, self.is_repeatable]
+
+    @passed.setter
+    def passed(self, found: Sequence[bool]) -> None:
+        self._joins, self.is_repeatable = found
 
     def _joins_well(
         self,
@@ -431,7 +444,7 @@ def _apart(got: mx.array, want: mx.array) -> float:
     return cast(float, mx.sqrt(mx.mean((got - want) ** 2) / mx.mean(want**2)).item())
 
 
-def _heads_of(layer: Any, rope: Any) -> Heads:
+def heads_of(layer: Any, rope: Any) -> Heads:
     """Raises Unfusable, AttributeError."""
     if not _is_known(layer):
         raise Unfusable("another kind of layer")

@@ -18,6 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from . import segment_attention
+from .arrays import rows_at
 from .attention_kernel import Tails, constant, put
 from .attention_source import COPIES, HEADER, TYPES
 from .attention_source import source_of as merge_source
@@ -402,7 +403,9 @@ def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
         newest = [mx.concatenate(list(parts)) for parts in zip(*fresh, strict=True)]
         behind = put(newest, tails, mx.array([first + count - cut for first in at], mx.int32))
         asked = [
-            array[mx.array(list(rows))][:, mx.array(list(tokens))].reshape(-1, heads, 1, array.shape[4])
+            rows_at(rows_at(array, rows).swapaxes(0, 1), tokens)
+            .swapaxes(0, 1)
+            .reshape(-1, heads, 1, array.shape[4])
             for array in (queries, turned)
         ]
         seen = [ends[row] - 1 + token for row in rows for token in tokens]

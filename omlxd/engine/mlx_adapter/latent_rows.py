@@ -35,6 +35,7 @@ import mlx.core as mx
 
 from . import attention, latent_kernel, segments
 from .addressed_rows import AddressedKVCache, tails_of
+from .arrays import rows_at
 from .own_rows import OwnRowsKVCache, RowsOfOwn, append, each_row, offsets_of
 from .row_attention import Pair
 
@@ -166,7 +167,7 @@ class LatentRowsKVCache(LatentRows, OwnRowsKVCache):
             return self._over_all(both, range(rows)).reshape(rows * self.new, heads, 1, width)
         out = {row: self._over_chosen(both[row], row, places) for row, places in chosen.items()}
         if others := [row for row in range(rows) if row not in out]:
-            out |= zip(others, each_row(self._over_all(both[mx.array(others)], others)), strict=True)
+            out |= zip(others, each_row(self._over_all(rows_at(both, others), others)), strict=True)
         joint = [out[row].reshape(self.new, heads, 1, width) for row in range(rows)]
         return mx.concatenate(joint)
 

@@ -25,7 +25,7 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 from ...common.files import read_small
 from ...errors import AdapterError, ModelError
 from ...kv.layout import KVLayout
-from . import attention, products, row_attention, segments, tower, vision
+from . import attention, early_compile, kernel_store, products, row_attention, segments, tower, vision
 from .addressed_rows import CLOSE, AddressedKVCache, check_kinds, distance
 from .cache_kinds import (
     PLAIN,
@@ -53,7 +53,7 @@ from .cache_kinds import (
     token_range,
     trim,
 )
-from .compiled_step import AFTER, CompiledStep, packed_share, reads_by_address, steps_share
+from .compiled_step import AFTER, CompiledStep, kind_of, packed_share, reads_by_address, steps_share
 from .device import backend
 from .fused_step import may_fuse
 from .latent_rows import MOST_NEW, attentions, calls_of, take_tokens_for_rows
@@ -270,9 +270,13 @@ def read_model(
     converted = float32 and make_float32(model)
     if backend() == "cuda" and may_fuse(model):
         os.environ.setdefault(GRAPHS, "0")
-    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as aside:
+    mx.eval(mx.zeros(1) + 1)  # MLX makes ready what all threads share.
+    with ThreadPoolExecutor(2, thread_name_prefix="load") as aside:
         tokenizer = aside.submit(load_tokenizer, path, config.get("eos_token_id"))
+        activations = aside.submit(products.compile_activations, model)
+        early_compile.begin(model)
         mx.eval(model.parameters())
+        activations.result()
         return model, tokenizer.result(), config, converted
 
 
@@ -445,11 +449,9 @@ def use_own_rows(model: Any) -> bool:
     kinds = *plain, QuantisedKVCache, SegmentedQuantisedKVCache, RotatingKVCache
     for some in (kinds, plain):
         make_cache = partial(_with_own_rows, fresh, some, latents)
+        depends = kind_of(model), [kind.__name__ for kind in some], shares, sorted(latents)
         try:
-            for new in (1, 2, row_attention.MOST_NEW + 1):
-                _try_own_rows(model, make_cache, new)
-            if latents:
-                _compare_latents(model, make_cache)
+            kernel_store.remembered("rows", depends, partial(_check_own_rows, model, make_cache, latents))
         except Exception as error:
             obstacle = obstacle or str(error)
             continue
@@ -458,6 +460,15 @@ def use_own_rows(model: Any) -> bool:
         return True
     log.info("rows of a batch are copied as others join and leave: %s", obstacle)
     return False
+
+
+def _check_own_rows(model: Any, make_cache: Callable[[], Cache], latents: Mapping[str, str]) -> bool:
+    """Raise what `_try_own_rows` and `_compare_latents` raise, or return True."""
+    for new in (1, 2, row_attention.MOST_NEW + 1):
+        _try_own_rows(model, make_cache, new)
+    if latents:
+        _compare_latents(model, make_cache)
+    return True
 
 
 def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None:

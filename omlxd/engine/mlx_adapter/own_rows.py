@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from . import attention, row_attention, segments
+from .arrays import rows_at
 from .row_attention import Pair
 from .segments import OWN_MASK
 
@@ -110,7 +111,7 @@ class OwnRowsKVCache(RowsOfOwn):
             each = enumerate(each_row(queries))
             return _joined([self._one_row(at, query, scale, mask, sinks) for at, query in each])
         rows = [cast(Any, self.rows[at]) for at in sharing]
-        some = queries if len(rows) == len(held) else queries[mx.array(sharing)]
+        some = queries if len(rows) == len(held) else rows_at(queries, sharing)
         got = segments.by_rows(
             some, rows[0].layer, [row.segments for row in rows], [row.tail() for row in rows], scale, sinks
         )

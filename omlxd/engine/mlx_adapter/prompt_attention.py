@@ -39,7 +39,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from . import nvrtc
+from . import kernel_store, nvrtc
 from .attention_kernel import NO_WINDOW, constant
 from .attention_source import COPIES, HEADER, TYPES
 
@@ -310,8 +310,13 @@ def checked(width: int, group: int, dtype: Any, sinks: bool) -> PromptKernel | N
         return None
     try:
         kernel = PromptKernel(width, group, dtype, sinks)
-        for new, tokens, window in _CASES:
-            far = max(far, _difference(kernel, (width, group, dtype, sinks), new, tokens, window))
+        kind = width, group, dtype, sinks
+        far = kernel_store.remembered(
+            "attention of prompts",
+            kind,
+            lambda: max(_difference(kernel, kind, *case) for case in _CASES),
+            lambda far: far < CLOSE,
+        )
     except Exception as error:
         log.warning("prompts attend by MLX's own kernels: ours does not run here (%s)", error)
         return None

@@ -18,13 +18,14 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...common.units import PREFILL_CHUNK
+from . import kernel_store
 from .device import backend
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ def check_products(modules: Iterable[nn.Linear]) -> None:
     kinds = {_key(module): module for module in modules if module["weight"].shape[0] <= LARGEST}
     for key, module in kinds.items():
         if key not in _least:
-            _least[key] = _least_of(module)
+            least = partial(_least_of, module)
+            _least[key] = kernel_store.remembered("rows of prompts' products", key, least)
     found = {_least[key] for key in kinds}
     log.info(
         "products of prompts: of at least %s rows%s, checked in %.1f s",
@@ -154,7 +156,7 @@ def attend(
         return None
     width, group = queries.shape[3], queries.shape[1] // keys.shape[1]
     same = keys.shape == values.shape and keys.dtype == queries.dtype and len(queries) == 1
-    if not same or not _keeps_bits(width, group, queries.dtype, sinks is not None):
+    if not same or not keeps_bits(width, group, queries.dtype, sinks is not None):
         return None
     new, tokens = queries.shape[2], keys.shape[2]
     count, end = shape_of(new, tokens)
@@ -174,11 +176,27 @@ def _attend(
     )
 
 
+def heads_of(model: Any) -> tuple[int, int, Any] | None:
+    """(width, query heads a KV head, type) of its first layer's attention; None: it has other names."""
+    try:
+        own = model.model.layers[0].self_attn
+        width, group = own.k_proj.weight.shape[0] // own.n_kv_heads, own.n_heads // own.n_kv_heads
+        return width, group, own.k_proj["scales" if "scales" in own.k_proj else "weight"].dtype
+    except (AttributeError, IndexError, TypeError):
+        return None
+
+
 @cache
-def _keeps_bits(width: int, group: int, dtype: Any, has_sinks: bool) -> bool:
+def keeps_bits(width: int, group: int, dtype: Any, has_sinks: bool) -> bool:
     """Whether a token's result does not depend on the shape in which it is computed."""
     if dtype not in (mx.bfloat16, mx.float16):
         return False
+    kind = width, group, dtype, has_sinks
+    return kernel_store.remembered("bits of prompts' attention", kind, partial(_are_kept, *kind))
+
+
+def _are_kept(width: int, group: int, dtype: Any, has_sinks: bool) -> bool:
+    """What `keeps_bits` says, computed."""
     most = max(tokens for _, tokens in CHECKED)
     queries, keys, values = (
         mx.random.normal((1, heads, most, width), key=mx.random.key(heads)).astype(dtype)

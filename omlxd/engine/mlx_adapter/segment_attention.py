@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from . import nvrtc, segment_kernel
+from . import kernel_store, nvrtc, segment_kernel
+from .arrays import rows_at
 from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept, parts_of, put
 from .fused_attention import MOST_GROUP, WIDTHS, Heads
 from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, merge_source, segments_source
@@ -301,9 +302,13 @@ def checked(tails: Kernel, sinks: bool = False) -> SegmentKernel | None:
         return None
     try:
         kernel = SegmentKernel(tails, sinks)
-        for new in {1, min(5, tails.most_new)}:
-            for tokens, rows in _CASES:
-                far = max(far, _difference(kernel, tails, tokens, rows, new, sinks))
+        cases = [(*case, new) for new in {1, min(5, tails.most_new)} for case in _CASES]
+        far = kernel_store.remembered(
+            "attention over segments",
+            (tails.width, tails.group, tails.dtype, tails.span, sinks),
+            lambda: max(_difference(kernel, tails, *case, sinks) for case in cases),
+            lambda far: far < CLOSE,
+        )
     except Exception as error:
         log.warning("KV in segments is read by MLX's own products: our kernel does not run here (%s)", error)
         return None
@@ -370,11 +375,11 @@ def _difference(
 
     def attend(which: list[int]) -> mx.array:
         own = [rows[row] for row in which]
-        at = mx.array(which)
-        given, places = (keys[at], values[at]), ([0] * len(which), [ends[row] for row in which])
+        asked, *given = (rows_at(array, which) for array in (queries, keys, values))
+        places = [0] * len(which), [ends[row] for row in which]
         if not any(own):
-            return tails(queries[at], *given, places, scale, sinks=its)
-        return kernel(queries[at], _shared_of(held, own), *given, places, scale, sinks=its)
+            return tails(asked, *given, places, scale, sinks=its)
+        return kernel(asked, _shared_of(held, own), *given, places, scale, sinks=its)
 
     together, far = attend(list(range(len(rows)))), 0.0
     for row, (numbers, end) in enumerate(zip(rows, ends, strict=True)):
@@ -387,7 +392,7 @@ def _difference(
         want = mx.fast.scaled_dot_product_attention(
             query, *exact, scale=scale, mask="causal", sinks=None if its is None else its.astype(mx.float32)
         )
-        if not mx.array_equal(attend([row])[0], together[row]).item():
+        if not mx.array_equal(attend([row]), together[row : row + 1]).item():
             return float("inf")
         one = cast(float, mx.abs(together[row : row + 1].astype(mx.float32) - want).max().item())
         far = max(far, one if one == one else float("inf"))

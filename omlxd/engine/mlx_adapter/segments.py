@@ -43,6 +43,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import CacheList, KVCache
 
 from . import attention, attention_packed, cuda_driver, row_attention, segment_attention
+from .arrays import rows_at
 from .attention import attend_by
 from .attention_kernel import Tails, parts_of
 from .batch_kv import round_up
@@ -438,7 +439,7 @@ def by_rows(
     for rows, shared in _sharing(held):
         own = [[*(segment.pair(layer) for segment in held[row][len(shared) :]), tails[row]] for row in rows]
         before = [segment.pair(layer) for segment in shared]
-        some = queries[mx.array(rows)] if len(rows) < len(held) else queries
+        some = rows_at(queries, rows) if len(rows) < len(held) else queries
         got = fold(some, before, own, scale, sinks, latents)
         for index, row in enumerate(rows):
             out[row] = got[index : index + 1]

@@ -202,7 +202,7 @@ class DecodeBatch:
         else:
             assert self._inputs is not None
             self._left += mlx_adapter.keep_rows(self._cache, keep)
-            self._inputs = self._inputs[mx.array(keep)]
+            self._inputs = mlx_adapter.rows_at(self._inputs, keep)
         self._compose()
 
     def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:

@@ -122,51 +122,54 @@ class RowSampling:
 class Penalties:
     """What a penalised row has seen, on the device: updated from tokens that the host never waits for.
 
-    seen   (vocabulary,) bool: prompt and output, for the repetition penalty
+    seen   (vocabulary,) int32: how often in prompt and output, for the repetition penalty
     count  (vocabulary,) float: output alone, for presence and frequency
     recent (repetition_context_size,) int32: the newest tokens, which `seen` is then made of; None: of all
+
+    Tokens are compared with all ids: MLX compiles a kernel for each kind of assignment to some on CUDA, which
+    takes 3 to 4 seconds, in the middle of others' answers.
     """
 
-    __slots__ = ("_bias", "_row", "count", "recent", "seen")
+    __slots__ = ("_bias", "_ids", "_row", "count", "recent", "seen")
 
     def __init__(self, row: RowSampling, prompt: Sequence[int], vocab: int):
-        self._row = row
-        self.seen = mx.zeros((vocab,), dtype=mx.bool_)
+        self._row, self._ids = row, mx.arange(vocab)
         self.recent: mx.array | None = None
+        seen, bias = np.zeros(vocab, np.int32), np.zeros(vocab, np.float32)
         if row.repetition_penalty != 1:
             ids = [token for token in prompt if token < vocab][-row.repetition_context_size :]
-            if ids:
-                self.seen[mx.array(ids)] = True
+            np.add.at(seen, ids, 1)
             if row.repetition_context_size:
                 self.recent = mx.array(ids, mx.int32)
-        self.count = mx.zeros((vocab,))
-        bias = mx.zeros((vocab,))
-        if kept := {token: value for token, value in row.logit_bias if 0 <= token < vocab}:
-            bias[mx.array(list(kept))] = mx.array(list(kept.values()))
-        self._bias = bias
+        for token, value in row.logit_bias:
+            if 0 <= token < vocab:
+                bias[token] = value
+        self.seen, self._bias, self.count = mx.array(seen), mx.array(bias), mx.zeros((vocab,))
 
     def copy(self) -> Penalties:
         """The same so far; updating one leaves the other as it is."""
-        other = copy(self)
-        other.seen, other.count = mx.array(self.seen), mx.array(self.count)
-        return other
+        return copy(self)
 
     def update(self, token: mx.array) -> None:
         """`token`: shape (1,), the row's newest output."""
-        self.count[token] = self.count[token] + 1
+        now, row = self._ids == token, self._row
+        if row.presence_penalty or row.frequency_penalty:
+            self.count = self.count + now
+        if row.repetition_penalty != 1:
+            self.seen = self.seen + now
         if self.recent is None:
-            self.seen[token] = True
             return
-        self.recent = mx.concatenate([self.recent, token])[-self._row.repetition_context_size :]
-        self.seen = mx.zeros_like(self.seen)
-        self.seen[self.recent] = True
+        recent = mx.concatenate([self.recent, token])
+        if recent.size > row.repetition_context_size:
+            self.seen, recent = self.seen - (self._ids == recent[:1]), recent[1:]
+        self.recent = recent
 
     def apply(self, logits: mx.array) -> mx.array:
-        """`logits`: (vocabulary,) float32."""
+        """`logits`: (1, vocabulary) float32."""
         row = self._row
         if row.repetition_penalty != 1:
             worse = mx.where(logits > 0, logits / row.repetition_penalty, logits * row.repetition_penalty)
-            logits = mx.where(self.seen, worse, logits)
+            logits = mx.where(self.seen > 0, worse, logits)
         if row.presence_penalty or row.frequency_penalty:
             logits = logits - (self.count > 0) * row.presence_penalty - self.count * row.frequency_penalty
         return logits + self._bias
@@ -282,15 +285,13 @@ class BatchSampler:
 
     def _likelihoods(self, logits: mx.array, tokens: mx.array, top: int) -> StepLogprobs:
         logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        sampled = mx.take_along_axis(logs, tokens[:, None], axis=-1)
+        ids = mx.arange(logs.shape[-1])  # Compared, as in `Penalties`.
+        sampled = mx.max(mx.where(ids == tokens[:, None], logs, NEG_INF), axis=-1, keepdims=True)
         if not top:
             none = mx.zeros((len(self.rows), 0))
             return sampled, none, none
         top = min(top, logs.shape[-1])
-        best = mx.argpartition(-logs, top - 1, axis=-1)[:, :top]
-        values = mx.take_along_axis(logs, best, axis=-1)
-        order = mx.argsort(-values, axis=-1)
-        return sampled, mx.take_along_axis(best, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
+        return sampled, mx.argsort(-logs, axis=-1)[:, :top], -mx.sort(-logs, axis=-1)[:, :top]
 
     def _penalise(self, logits: mx.array) -> mx.array:
         parts = [logits[i : i + 1] for i in range(len(self.rows))]
@@ -298,7 +299,7 @@ class BatchSampler:
             row = self.rows[index]
             penalties = row.penalties or Penalties(row.params, row.prompt, logits.shape[-1])
             row.penalties = penalties
-            parts[index] = penalties.apply(parts[index][0])[None]
+            parts[index] = penalties.apply(parts[index])
         return mx.concatenate(parts)
 
     def _mask(self, logits: mx.array) -> mx.array:

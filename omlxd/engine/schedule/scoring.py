@@ -170,7 +170,7 @@ def _take(group: Seq[_Row], wanted: Seq[Seq[int]], logits: mx.array, found: dict
         sampler = BatchSampler(
             [replace(row.sampler, top_logprobs=row.sampler.top_logprobs or 0) for row in firsts]
         )
-        drawn = sampler(logits[mx.array([*firsts.values()]), 0])
+        drawn = sampler(mlx_adapter.rows_at(logits, [*firsts.values()])[:, 0])
     mx.eval(values, logprobs, *([] if sampler is None else [drawn, *(sampler.logprobs or ())]))
     for (sequence, label, at), value, logprob in zip(
         owners, cast(list[float], values.tolist()), cast(list[float], logprobs.tolist()), strict=True

@@ -25,7 +25,7 @@ from omlxd.engine.schedule import prompt_passes
 def on_cuda(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prompt_shapes, "backend", lambda: "cuda")
     monkeypatch.setattr(prompt_shapes, "_least", {})
-    monkeypatch.setattr(prompt_shapes, "_keeps_bits", lambda *kind: True)
+    monkeypatch.setattr(prompt_shapes, "keeps_bits", lambda *kind: True)
 
 
 @given(st.integers(0, 200_000), st.integers(1, 5000))

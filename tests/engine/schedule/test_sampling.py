@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from omlxd.chat import Sampling
-from omlxd.engine.schedule.sampling import NO_TOKEN, BatchSampler, RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.schedule.sampling import (
+    NO_TOKEN,
+    BatchSampler,
+    Penalties,
+    RowSampling,
+    SamplerRow,
+    SamplingDefaults,
+)
 
 VOCAB = 50
 RNG = np.random.default_rng(3)
@@ -182,3 +189,49 @@ def test_a_model_that_names_no_temperature_is_sampled_as_llama_cpp_does(tmp_path
     ):
         file.write_text(text)
         assert SamplingDefaults.of_model(tmp_path) == expected
+
+
+JUST_IN_TIME = "Gather", "GatherAxis", "Scatter", "ScatterAxis", "MaskedScatter"
+"""Primitives for which MLX's CUDA backend compiles a kernel at its first use, in seconds: others wait."""
+
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "filtered": {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
+    "no rank": {"temperature": 0.7, "top_p": 0.9},
+    "seeded": {"temperature": 0.7, "seed": 3},
+    "repetition": {"repetition_penalty": 1.3},
+    "recent": {"repetition_penalty": 1.3, "repetition_context_size": 2},
+    "counts": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "bias": {"logit_bias": {3: 5.0, 7: -5.0}},
+}
+
+
+@pytest.mark.parametrize("top_logprobs", [None, 0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sampling_has_mlx_compile_a_kernel_amid_answers(kind: str, top_logprobs: int | None, tmp_path):
+    rows = [row(prompt=[1, 2, 2], **KINDS[kind]), row(temperature=0.0)]
+    rows[0].top_logprobs = top_logprobs
+    sampler, file = BatchSampler(rows), tmp_path / "graph.dot"
+    batch = mx.array(np.tile(LOGITS, (2, 1)))
+    for _ in range(3):
+        tokens = sampler(batch)
+        mx.export_to_dot(str(file), tokens, *(sampler.logprobs or ()))
+        graph = file.read_text()
+        assert "label" in graph and not [name for name in JUST_IN_TIME if f'"{name}"' in graph], kind
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 8])
+def test_what_a_repetition_penalty_has_seen_is_the_newest_tokens(size: int):
+    """Against lists, with tokens that come again."""
+    rng = np.random.default_rng(size)
+    prompt = rng.integers(0, 6, 5).tolist()
+    params = row(repetition_penalty=2.0, presence_penalty=1.0, repetition_context_size=size).params
+    penalties, seen = Penalties(params, prompt, VOCAB), list(prompt)
+    output: list[int] = []
+    for token in rng.integers(0, 6, 20).tolist():
+        penalties.update(mx.array([token]))
+        output.append(token)
+        seen.append(token)
+        want = set(seen[-size:] if size else seen)
+        assert set(np.flatnonzero(np.array(penalties.seen))) == want
+        assert np.array_equal(np.array(penalties.count), np.bincount(output, minlength=VOCAB))
