@@ -120,6 +120,7 @@ class AnswerFormat(Struct, frozen=True):
     regex   `text` matches the answer
     lark    `text` is a grammar, with a rule `start`
     param   the request's field that asks for it
+    strict  a schema that can't be enforced as a whole is refused
     """
 
     kind: Literal["json", "regex", "lark", "choice"]
@@ -127,6 +128,7 @@ class AnswerFormat(Struct, frozen=True):
     text: str = ""
     choices: tuple[str, ...] = ()
     param: str = "response_format"
+    strict: bool = False
 
 
 class Sampling(Struct, frozen=True):
@@ -327,6 +329,7 @@ class Usage(Struct, frozen=True):
                        pass, where a stop string may have ended the answer
     model_drafted, model_accepted  of these, the draft model's
     predicted, predicted_accepted  of these, those that come from the request's prediction
+    not_enforced       keywords of the request's schemas that its answer or calls were not held to
     """
 
     prompt_tokens: int = 0
@@ -347,6 +350,7 @@ class Usage(Struct, frozen=True):
     predicted: int = 0
     predicted_accepted: int = 0
     recomputed: int = 0
+    not_enforced: tuple[str, ...] = ()
 
     @property
     def cached_tokens(self) -> int:

@@ -23,7 +23,7 @@ _KINDS = ("json", "regex", "choice", "grammar")
 
 
 class NamedSchema(msgspec.Struct):
-    """OpenAI's `json_schema`. Held to, whether `strict` or not."""
+    """OpenAI's `json_schema`. `strict`: a keyword that can't be enforced is an error."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -36,6 +36,7 @@ class ResponseFormat(msgspec.Struct):
     type: str
     json_schema: NamedSchema | None = None
     schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class StructuredOutputs(msgspec.Struct):
@@ -74,7 +75,8 @@ def format_of(requested: ResponseFormat | None, param: str) -> AnswerFormat | No
             f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema",
             "this field is required",
         )
-    return _json(schema, param)
+    strict = requested.json_schema.strict if requested.json_schema is not None else requested.strict
+    return _json(schema, param, bool(strict))
 
 
 def guided(body: GuidedFields) -> AnswerFormat | None:
@@ -112,5 +114,5 @@ def _guided(kind: str, value: Any, param: str) -> AnswerFormat:
     return AnswerFormat("regex" if kind == "regex" else "lark", text=value, param=param)
 
 
-def _json(schema: dict[str, Any], param: str) -> AnswerFormat:
-    return AnswerFormat("json", schema=free_json(schema, param), param=param)
+def _json(schema: dict[str, Any], param: str, strict: bool = False) -> AnswerFormat:
+    return AnswerFormat("json", schema=free_json(schema, param), param=param, strict=strict)

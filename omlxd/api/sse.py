@@ -63,6 +63,7 @@ class UsageExtension(Struct, frozen=True):
     """What no protocol has a field for, as `chat.Usage` has it; stands as `omlxd` in usage.
 
     model_drafted, model_accepted  both, or neither where no draft model guessed
+    not_enforced  absent where there is none
     """
 
     cached_hot: int
@@ -80,12 +81,14 @@ class UsageExtension(Struct, frozen=True):
     model_drafted: int | UnsetType = UNSET
     model_accepted: int | UnsetType = UNSET
     recomputed: int = 0
+    not_enforced: tuple[str, ...] | UnsetType = UNSET
 
 
 def usage_extension(usage: Usage) -> UsageExtension:
     computed = usage.prompt_tokens - usage.cached_tokens
-    left_out = {"computed"}
+    left_out = {"computed", "not_enforced"}
     if not usage.model_drafted:
         left_out |= {"model_drafted", "model_accepted"}
     names = [name for name in UsageExtension.__struct_fields__ if name not in left_out]
-    return UsageExtension(computed=computed, **{name: round(getattr(usage, name), 6) for name in names})
+    figures = {name: round(getattr(usage, name), 6) for name in names}
+    return UsageExtension(computed=computed, not_enforced=usage.not_enforced or UNSET, **figures)

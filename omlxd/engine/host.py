@@ -239,6 +239,7 @@ class EngineHost:
             min_tokens=request.sampling.min_tokens,
             shows_special=request.sampling.shows_special,
             shows_stop=request.sampling.shows_stop,
+            held=request.format is not None,
         )
         ends = () if request.sampling.ignore_eos else self.loaded.tokenizer.eos_token_ids
         eos = frozenset((*ends, *stops))

@@ -31,8 +31,9 @@ def messages(**body):
     return anthropic.parse(json.dumps({"messages": USER, **body}).encode()).generate
 
 
-def json_format(param: str, schema=None) -> AnswerFormat:
-    return AnswerFormat("json", schema=SCHEMA if schema is None else schema, param=param)
+def json_format(param: str, schema=None, strict: bool = False) -> AnswerFormat:
+    schema = SCHEMA if schema is None else schema
+    return AnswerFormat("json", schema=schema, param=param, strict=strict)
 
 
 NAMED = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
@@ -47,8 +48,8 @@ FLAT = {"type": "json_schema", "name": "n", "schema": SCHEMA}
         (chat(response_format=None), None),
         (chat(response_format={"type": "json_object"}), json_format("response_format", ANY)),
         (chat(response_format={"type": "json_object", "schema": SCHEMA}), json_format("response_format")),
-        (chat(response_format=NAMED), json_format("response_format")),
-        (completion(response_format=NAMED), json_format("response_format")),
+        (chat(response_format=NAMED), json_format("response_format", strict=True)),
+        (completion(response_format=NAMED), json_format("response_format", strict=True)),
         (responses(text={"format": FLAT}), json_format("text.format")),
         (responses(text={"format": {"type": "text"}, "verbosity": "low"}), None),
         (messages(output_config={"effort": "high", "format": FLAT}), json_format("output_config.format")),

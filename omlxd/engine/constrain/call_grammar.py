@@ -25,8 +25,9 @@ from .call_formats import (
     opening_of,
     unreadable,
 )
-from .json_schema import NO_SCHEMA, Unenforceable, branches, closed, why_not
-from .value_grammar import Check, Literal, ValueRules, ValueSyntax, but_not, plain, regex_of, text_regex
+from .enforceable import Check, enforce
+from .json_schema import NO_SCHEMA, Unenforceable, closed, why_not
+from .value_grammar import Literal, ValueRules, ValueSyntax, but_not, plain, regex_of, text_regex
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class CallGrammar:
 
     A tool that isn't strict is left out if the format can't hold its name; no tool left is an error.
 
-    inputs  grammars that the rules name by `@`
+    inputs    grammars that the rules name by `@`
+    left_out  keywords of schemas that the rules don't hold calls to
     """
 
     def __init__(self, name: str, tools: Sequence[Tool], literal: Literal, check: Check, param: str):
@@ -56,6 +58,7 @@ class CallGrammar:
         self._check = check
         self._skip = 0
         self.inputs: dict[str, str] = {}
+        self.left_out: list[str] = []
         self._terminals: dict[str, str] = {}
         self._tools = [tool for tool in tools if not unreadable(row, tool.name, tool=True)]
         for tool in tools:
@@ -99,18 +102,22 @@ class CallGrammar:
 
     def _held(self, make: Callable[..., list[str]], row: Any, rule: str, tool: Tool) -> list[str]:
         """The rules of a call that is held to its tool's schema, as far as it can be."""
-        _check_type(tool)
+        schema, left_out = enforceable(tool, self._check)
+        values = row.values if isinstance(row, ValueCalls) else ValueSyntax(never=(row.close, *row.never))
+        rules = self._rules(rule, schema, values, tool.strict)
         try:
-            if problem := self._check({**tool.parameters, "type": "object"}):
-                raise Unenforceable(problem)
-            return make(row, rule, tool, True)
+            made = make(row, rule, tool.name, rules)
         except NO_SCHEMA as error:
-            _loosen(tool, why_not(error))
-        try:
-            return make(row, rule, tool, False)
-        except NO_SCHEMA as error:
-            why = f"a call of {tool.name!r} can't be forced in this model's format: {why_not(error)}"
+            why = why_not(error)
+            if tool.strict:
+                raise cant_enforce(tool, why) from error
+            why = f"a call of {tool.name!r} can't be forced in this model's format: {why}"
             raise bad_field("tools", f"{why}; use tool_choice auto") from error
+        self._note(tool, [*left_out, *rules.left_out])
+        return made
+
+    def _note(self, tool: Tool, left_out: Sequence[str]) -> None:
+        self.left_out += note_left_out(f"tools.{tool.name}", left_out)
 
     def _rules(self, rule: str, root: dict[str, Any], values: ValueSyntax, strict: bool) -> ValueRules:
         return ValueRules(rule, root, values, self._literal, self._check, strict, self._terminals)
@@ -142,7 +149,8 @@ class CallGrammar:
     def _json_call(self, row: JsonCalls, rule: str, tool: Tool) -> list[str]:
         before = self._literal(self._opened(row.head(tool.name)))
         after = self._literal(row.after)
-        schema = enforceable(tool, self._check)
+        schema, left_out = enforceable(tool, self._check)
+        self._note(tool, left_out)
         if row.never:
             values = ValueSyntax(never=row.never)
             rules = self._rules(rule, schema, values, True)
@@ -152,23 +160,16 @@ class CallGrammar:
 
     # ----------------------------------------------------------------- a tag a parameter
 
-    def _tag_call(self, row: TagCalls, rule: str, tool: Tool, strict: bool) -> list[str]:
-        terms = [self._literal(self._opened(row.head(tool.name)))]
-        values = ValueSyntax(never=(row.close, *row.never))
-        rules = self._rules(rule, tool.parameters, values, strict)
-        for key, schema, must in self._parameters(row, tool, strict):
-            term = rules.rule(self._tag_parameter(row, rules, key, schema, tool.parameters, strict))
+    def _tag_call(self, row: TagCalls, rule: str, name: str, rules: ValueRules) -> list[str]:
+        terms = [self._literal(self._opened(row.head(name)))]
+        for key, schema, must in self._parameters(row, rules):
+            term = rules.rule(self._tag_parameter(row, rules, key, schema))
             terms.append(term if must else f"{term}?")
         return [f"{rule}: {' '.join(terms)} {self._literal(row.after)}", *rules.rules]
 
-    def _parameters(
-        self, row: TagCalls | ValueCalls, tool: Tool, strict: bool
-    ) -> list[tuple[str, Any, bool]]:
+    def _parameters(self, row: TagCalls | ValueCalls, rules: ValueRules) -> list[tuple[str, Any, bool]]:
         """(name, schema, whether it must be there) of each. Raises Unenforceable."""
-        alternatives = branches({**tool.parameters, "type": "object"}, tool.parameters, strict)
-        if len(alternatives) != 1 or alternatives[0].get("type") != "object":
-            raise Unenforceable("alternatives of whole arguments")
-        schema = alternatives[0]
+        schema = rules.one_object(rules.root)
         properties = schema.get("properties") or {}
         required = schema.get("required") or ()
         others = schema.get("additionalProperties", True)
@@ -182,20 +183,13 @@ class CallGrammar:
                 raise Unenforceable(f"the required parameter {key!r}, whose name the format can't hold")
         return parameters
 
-    def _tag_parameter(
-        self, row: TagCalls, rules: ValueRules, key: str, schema: Any, root: dict[str, Any], strict: bool
-    ) -> str:
+    def _tag_parameter(self, row: TagCalls, rules: ValueRules, key: str, schema: Any) -> str:
         """A parameter with its tags. Where text may stand, all but null is read as text."""
-        try:
-            alternatives = branches(schema, root, strict)
-        except Unenforceable:
-            if strict:
-                raise
-            alternatives = [{}]
+        alternatives = rules.alternatives(schema)
         texts = [branch for branch in alternatives if _may_be_text(branch)]
         bare: list[str] = []
         for branch in texts:
-            bare += self._text(row, rules, branch, strict)
+            bare += rules.as_far_as_can_be(branch, lambda branch: self._text(row, rules, branch)) or ()
         word = row.typed
         terms = [self._between(row, key, "string", term) for term in dict.fromkeys(bare)]
         close = f"{self._literal(row.pad)} {self._literal(row.close + row.pad + row.tail)}"
@@ -205,6 +199,8 @@ class CallGrammar:
                 kinds = [kind] if kind else _kinds(branch)
                 value = f"({rules.term(branch)}) {close}"
                 terms += [self._between(row, key, name, value) for name in _type_words(kinds)]
+        if not terms:
+            raise Unenforceable(f"the parameter {key!r}")
         return " | ".join(dict.fromkeys(terms))
 
     def _between(self, row: TagCalls, key: str, kind: str, value: str) -> str:
@@ -212,12 +208,12 @@ class CallGrammar:
             return f"{self._literal(row.key + key + row.keyed)} {value}"
         return f"{self._literal(row.key + attribute(key) + row.keyed % kind)} {value}"
 
-    def _text(self, row: TagCalls, rules: ValueRules, branch: dict[str, Any], strict: bool) -> list[str]:
+    def _text(self, row: TagCalls, rules: ValueRules, branch: dict[str, Any]) -> list[str]:
         """Terms for bare text and what closes it."""
         close = self._literal(row.close + row.pad + row.tail)
         if "enum" in branch:
             choices = [value for value in branch["enum"] if isinstance(value, str)]
-            return [self._choice(row, text) for text in choices]
+            return rules.values(choices, lambda text: self._choice(row, text))
         body = text_regex(branch)
         if row.cdata is not None:
             begin, end = row.cdata
@@ -246,36 +242,40 @@ class CallGrammar:
 
     # ----------------------------------------------------------------- values in their own language
 
-    def _value_call(self, row: ValueCalls, rule: str, tool: Tool, strict: bool) -> list[str]:
-        rules = self._rules(rule, tool.parameters, row.values, strict)
+    def _value_call(self, row: ValueCalls, rule: str, tool: str, rules: ValueRules) -> list[str]:
         pairs: list[tuple[str, bool]] = []
-        for key, schema, must in self._parameters(row, tool, strict):
+        for key, schema, must in self._parameters(row, rules):
             name = plain(f"{key}=") if row.python else rules.key(key)
             pairs.append((f"{name} {rules.term(schema)}", must))
-        before = self._literal(self._opened(row.before)) + " " + plain(tool.name + row.opens)
+        before = self._literal(self._opened(row.before)) + " " + plain(tool + row.opens)
         members = rules.members(pairs)
         return [f"{rule}: {before} {members} {self._literal(row.closes)}", *rules.rules]
 
 
-def _loosen(tool: Tool, why: str) -> None:
-    """Its calls are not held to all of its schema. Raises InvalidRequest if the tool is strict."""
-    if tool.strict:
-        raise bad_field("tools", f"the strict schema of {tool.name!r} can't be enforced: {why}")
-    _say_loose(tool.name, why)
+def cant_enforce(tool: Tool, why: str) -> InvalidRequest:
+    return bad_field("tools", f"the strict schema of {tool.name!r} can't be enforced: {why}")
+
+
+MOST_NOTES = 32
+
+
+def note_left_out(where: str, left_out: Sequence[str]) -> list[str]:
+    """Log keywords that are not enforced, and return them as a client is told, `where` before each."""
+    notes = [f"{where}: {why}"[:200] for why in dict.fromkeys(left_out)][:MOST_NOTES]
+    if notes:
+        _say_left_out(tuple(notes))
+    return notes
 
 
 @functools.lru_cache(256)
-def _say_loose(name: str, why: str) -> None:
-    """Once for each tool and reason. Both are text of a request, so only debug has them."""
-    log.warning("a tool's schema can't be enforced, and its calls may differ; with `strict` it is refused")
-    log.debug("the schema of %r can't be enforced: %s", name, why)
-
-
-def _check_type(tool: Tool) -> None:
-    """A call's arguments are an object, whatever type the schema has. Raises InvalidRequest as `_loosen`."""
-    kind = tool.parameters.get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        _loosen(tool, f"its type is {kind!r}, and arguments are an object")
+def _say_left_out(notes: tuple[str, ...]) -> None:
+    """Once for each list. They are text of a request, so only debug has them."""
+    log.warning(
+        "%d keywords of a schema are not enforced (usage.omlxd.not_enforced names them); "
+        "with `strict` it is refused",
+        len(notes),
+    )
+    log.debug("not enforced: %s", "; ".join(notes))
 
 
 def no_grammar_in_json(tool: Tool) -> InvalidRequest:
@@ -287,14 +287,22 @@ def no_grammar_in_json(tool: Tool) -> InvalidRequest:
     )
 
 
-def enforceable(tool: Tool, check: Check) -> dict[str, Any]:
-    """The schema of a tool's arguments, or any object. Raises InvalidRequest if the tool is strict."""
-    _check_type(tool)
+def enforceable(tool: Tool, check: Check) -> tuple[dict[str, Any], list[str]]:
+    """Return the schema of a tool's arguments, an object, and what it leaves out of the tool's own.
+
+    Raises InvalidRequest if the tool is strict, and something would be left out.
+    """
+    kind = tool.parameters.get("type", "object")
+    odd = kind != "object" and not (isinstance(kind, list) and "object" in kind)
+    if odd and tool.strict:
+        raise cant_enforce(tool, f"its type is {kind!r}, and arguments are an object")
     schema = {"properties": {}, **tool.parameters, "type": "object"}
-    if problem := check(schema):
-        _loosen(tool, problem)
-        return {"type": "object"}
-    return schema
+    schema, left_out, problem = enforce(schema, check, strict=tool.strict, mend=True)
+    if problem and tool.strict:
+        raise cant_enforce(tool, problem)
+    if problem:
+        schema, left_out = {}, [problem]
+    return {**schema, "type": "object"}, (["/type"] if odd else []) + left_out
 
 
 JSON_OPTIONS: dict[str, Any] = {

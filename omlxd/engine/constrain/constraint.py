@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...chat import Conversation, GenerateRequest
+from ...chat import AnswerFormat, Conversation, GenerateRequest
 from ...errors import InvalidRequest, OmlxdError, bad_field
 from .call_formats import format_name
 from .grammar import Grammars, Wanted, brief
+from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -52,16 +53,30 @@ class Constraint:
 
     mask   (vocabulary,) bool, or None: anything
     error  why it can't go on, or None; the request has to fail then
+
+    left_out  what of the request's schemas it does not enforce
+    bounded   numbers have no more digits than `Vocabulary.end_digits` lets them have
     """
 
-    def __init__(self, matcher: LLMatcher, facts: _Facts, *, thinking: bool, may_think: bool):
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        facts: Vocabulary,
+        *,
+        thinking: bool,
+        may_think: bool,
+        bounded: bool = False,
+    ):
         self._matcher = matcher
         self._facts = facts
         self._bits = np.zeros((facts.matcher_vocab + 31) // 32, np.int32)
         self._state = _State.THINKING if thinking else _State.OPEN if may_think else _State.GRAMMAR
         self._recent: list[int] = []
         self._gap = 0
+        self._bounded = bounded
+        self._tail = ""
         self._shared = 0  # tokens so far of a tag that opens thinking, which the grammar allows too
+        self.left_out: tuple[str, ...] = ()
         self.error: OmlxdError | None = None
         self.mask: np.ndarray | None = self._next_mask()
 
@@ -77,8 +92,10 @@ class Constraint:
         """
         if self._state is not _State.GRAMMAR or self.error is not None:
             return []
-        tokens = self._matcher.deep_copy().compute_ff_tokens()  # Which may fail; a copy takes some 30 us.
-        return [*takewhile(lambda token: token < self._facts.vocab, tokens)]
+        trial = self._matcher.deep_copy()  # It may fail; a copy takes some 30 us.
+        tokens = trial.compute_ff_tokens()
+        valid = tokens[: trial.validate_tokens(tokens)]  # A text that is a control token is spelled as one.
+        return [*takewhile(lambda token: token < self._facts.vocab, valid)]
 
     def masks_along(self, guesses: Sequence[int]) -> list[np.ndarray | None]:
         """Masks of the next token and of the one after each guess, as far as the guesses are allowed.
@@ -119,6 +136,8 @@ class Constraint:
             self._state = _State.DONE
         else:
             self._state = _State.GRAMMAR
+            if self._bounded:
+                self._tail = facts.add(self._tail, token)
             if not self._matcher.consume_token(token):
                 self._fail()
 
@@ -140,36 +159,42 @@ class Constraint:
             self._fail()
             return None
         mask = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: facts.vocab].view(np.bool_)
+        self._correct(mask)
         if self._state is _State.OPEN and facts.think_start:
             mask[facts.think_start[self._shared]] = True
         elif self._state is _State.GAP and self._gap < GAP_TOKENS:
             mask[facts.space_ids] = True
         return mask
 
-    def _fail(self) -> None:
-        reason = brief(self._matcher.get_error())
+    def _correct(self, mask: np.ndarray) -> None:
+        """Take from `mask` what llguidance allows against the grammar's meaning.
+
+        - A control token alone, where the grammar wants a text that is spelled as one.
+        - A token that ends the turn before the grammar accepts, where a grammar names it.
+        - Digits without end.
+        """
+        facts = self._facts
+        if np.count_nonzero(self._bits) == 1 and facts.is_control(only := int(mask.argmax())):
+            forced = self._matcher.compute_ff_bytes()
+            of_grammar = forced.startswith(b"\xff")  # llguidance's mark of a control token
+            if forced and not of_grammar and not self._matcher.validate_tokens([only]):
+                mask[:] = False
+                mask[facts.plain_start(forced)] = True
+        if mask[facts.end_ids].any() and not self._matcher.is_accepting():
+            mask[[end for end in facts.end_ids if mask[end] and not self._completes(int(end))]] = False
+            if not mask.any():
+                self._fail("it names a token that ends the model's turn before its own end")
+        if self._bounded:
+            facts.end_digits(self._tail, mask)
+
+    def _completes(self, token: int) -> bool:
+        trial = self._matcher.deep_copy()
+        return trial.consume_token(token) and trial.is_accepting()
+
+    def _fail(self, reason: str = "") -> None:
+        reason = reason or brief(self._matcher.get_error())
         log.warning("a grammar failed: %s", reason)
         self.error = InvalidRequest(f"the answer's format can't be held to; give a simpler one: {reason}")
-
-
-class _Facts:
-    """What constraints need of a tokenizer and its model.
-
-    vocab  width of the logits; matcher_vocab: tokens of the matcher, no fewer
-    ends   tokens that end a turn
-    """
-
-    def __init__(self, tokenizer: Any, vocab: int, matcher_vocab: int):
-        self.vocab = vocab
-        self.matcher_vocab = matcher_vocab
-        self.ends = frozenset(tokenizer.eos_token_ids)
-        self.think_start: tuple[int, ...] = tuple(tokenizer.think_start_tokens or ())
-        self.think_end: tuple[int, ...] = tuple(tokenizer.think_end_tokens or ())
-        spaces = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n", " "))
-        self.spaces = frozenset(ids[0] for ids in spaces if len(ids) == 1)
-        self.space_ids = np.array(sorted(self.spaces), dtype=np.int64)
-        self.not_ended = np.ones(vocab, np.bool_)
-        self.not_ended[[end for end in self.ends if end < vocab]] = False
 
 
 class ConstraintCompiler:
@@ -182,7 +207,7 @@ class ConstraintCompiler:
         self._tokenizer = tokenizer
         self._vocab = vocab
         self._building = threading.Lock()
-        self._made: tuple[Grammars, _Facts] | None = None
+        self._made: tuple[Grammars, Vocabulary] | None = None
 
     def compile(self, request: GenerateRequest, *, thinking: bool) -> Constraint | None:
         """The constraint of `request`, if any. Raises InvalidRequest. `thinking`: the prompt ends in it."""
@@ -193,6 +218,8 @@ class ConstraintCompiler:
             return None
         from llguidance import LLMatcher
 
+        if chat is not None and request.format is not None:
+            self._refuse_tags(request.format)
         grammars, facts = self._parts(wanted.param)
         begun = chat is not None and chat.continue_final
         if begun and grammars.harmony:
@@ -201,21 +228,33 @@ class ConstraintCompiler:
                 "writes a call or a format as a message of its own",
                 param=wanted.param,
             )
-        matcher = LLMatcher(grammars.vocabulary, grammars.of(wanted), log_level=0)
+        grammar, left_out = grammars.of(wanted)
+        matcher = LLMatcher(grammars.vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise InvalidRequest(f"{wanted.param}: {brief(matcher.get_error())}", param=wanted.param)
         may_think = chat is not None and chat.thinking is not False and not begun
-        return Constraint(matcher, facts, thinking=thinking, may_think=may_think)
+        bounded = wanted.format is None or wanted.format.kind == "json" or bool(wanted.tools)
+        constraint = Constraint(matcher, facts, thinking=thinking, may_think=may_think, bounded=bounded)
+        constraint.left_out = left_out
+        return constraint
+
+    def _refuse_tags(self, format: AnswerFormat) -> None:
+        """The answer's reader takes a tag of thinking at its beginning for one. JSON never begins so."""
+        tags = (self._tokenizer.think_start, self._tokenizer.think_end)
+        for choice in format.choices:
+            if tag := next((tag for tag in tags if tag and choice.lstrip().startswith(tag)), None):
+                why = f"{choice[:60]!r} begins with {tag}, the model's tag of thinking"
+                raise bad_field(format.param, why)
 
     # ----------------------------------------------------------------- the tokenizer
 
-    def _parts(self, param: str) -> tuple[Grammars, _Facts]:
+    def _parts(self, param: str) -> tuple[Grammars, Vocabulary]:
         with self._building:
             if self._made is None:
                 self._made = self._make(param)
             return self._made
 
-    def _make(self, param: str) -> tuple[Grammars, _Facts]:
+    def _make(self, param: str) -> tuple[Grammars, Vocabulary]:
         from llguidance import LLTokenizer
         from llguidance.hf import from_tokenizer
 
@@ -232,6 +271,6 @@ class ConstraintCompiler:
             raise bad_field(param, "this model's tokenizer can't be held to a grammar") from error
         added = {str(token): id for id, token in inner.added_tokens_decoder.items()}
         controls = {token: id for token, id in added.items() if made.is_special_token(id)}
-        return Grammars(made, format_name(self._tokenizer), controls), _Facts(
-            self._tokenizer, self._vocab, made.vocab_size
+        return Grammars(made, format_name(self._tokenizer), controls), Vocabulary(
+            self._tokenizer, self._vocab, made
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +13,8 @@ import msgspec
 from ...chat import AnswerFormat, Conversation, GenerateRequest, Tool
 from ...errors import InvalidRequest
 from .call_formats import carries_text
-from .call_grammar import JSON_OPTIONS, TEXT, CallGrammar, json_term
+from .call_grammar import JSON_OPTIONS, TEXT, CallGrammar, json_term, note_left_out
+from .enforceable import enforce
 from .harmony_grammar import CONTROLS, HarmonyGrammar
 from .json_schema import closed
 from .value_grammar import ascii_classes
@@ -90,19 +91,31 @@ class Grammars:
         self.harmony = controls.keys() >= set(CONTROLS)
         self.bare_text = not self.harmony and carries_text(call_format)
 
-    def of(self, wanted: Wanted) -> str:
+    def of(self, wanted: Wanted) -> tuple[str, tuple[str, ...]]:
+        """Return the grammar, and what of the request's schemas it does not enforce."""
+        left_out: list[str] = []
+        if wanted.format is not None and wanted.format.kind == "json" and not wanted.forced:
+            format = self._enforceable(wanted.format, left_out)
+            wanted = replace(wanted, format=format)
         if self.harmony and wanted.chat is not None:
-            grammar = self._messages(wanted, wanted.chat.thinking is not False)
+            grammar = self._messages(wanted, wanted.chat.thinking is not False, left_out)
         elif not wanted.tools:
             assert wanted.format is not None
             grammar = self._answer(wanted.format)
         else:
-            grammar = self._calls(wanted)
+            grammar = self._calls(wanted, left_out)
         if problem := self._problem(grammar):
             raise InvalidRequest(f"{wanted.param}: this can't be enforced: {problem}", param=wanted.param)
-        return grammar
+        return grammar, tuple(left_out)
 
     # ----------------------------------------------------------------- answers
+
+    def _enforceable(self, format: AnswerFormat, left_out: list[str]) -> AnswerFormat:
+        schema, without, problem = enforce(format.schema, self._why_not, strict=format.strict)
+        if problem:
+            raise InvalidRequest(f"{format.param}: {problem}", param=format.param)
+        left_out += note_left_out(format.param, without)
+        return msgspec.structs.replace(format, schema=schema)
 
     def _answer(self, format: AnswerFormat) -> str:
         try:
@@ -110,23 +123,22 @@ class Grammars:
         except ValueError as error:
             raise InvalidRequest(f"{format.param}: {brief(str(error))}", param=format.param) from error
 
-    def _checked_schema(self, format: AnswerFormat) -> None:
+    def _need_json(self, format: AnswerFormat) -> None:
         if format.kind != "json":
             raise InvalidRequest(f"{format.param}: it can't stand beside tools", param=format.param)
-        if problem := self._why_not(format.schema):
-            raise InvalidRequest(f"{format.param}: {problem}", param=format.param)
 
     # ----------------------------------------------------------------- calls
 
-    def _calls(self, wanted: Wanted) -> str:
+    def _calls(self, wanted: Wanted, left_out: list[str]) -> str:
         calls = CallGrammar(self._call_format, wanted.tools, self._literal, self._why_not, wanted.param)
+        calls.left_out = left_out
         if not wanted.forced and wanted.format is None:
             return _packed(self._free_text(calls), calls.inputs)
         rules = calls.rules(many=wanted.chat is None or not wanted.chat.one_call)
         if wanted.forced:
             return _packed(f"start: calls\n{rules}", calls.inputs)
         assert wanted.format is not None
-        self._checked_schema(wanted.format)
+        self._need_json(wanted.format)
         answer = f"answer: {json_term(wanted.format.schema)}"
         return _packed(f"start: calls | answer\n{answer}\n{rules}", calls.inputs)
 
@@ -138,14 +150,15 @@ class Grammars:
         rules = calls.rules(many=False, opened=True)
         return f"start: (begun calls)* TEXT\n{TEXT}\nbegun[lazy]: /(.|\\n)*/ {opening}\n{rules}"
 
-    def _messages(self, wanted: Wanted, thinking: bool) -> str:
+    def _messages(self, wanted: Wanted, thinking: bool, left_out: list[str]) -> str:
         messages = HarmonyGrammar(wanted.tools, self._literal, self._why_not, thinking)
+        left_out += messages.left_out
         if wanted.forced:
             return messages.forced()
         if wanted.format is None:
             return messages.free()
         if wanted.tools or wanted.format.kind == "json":
-            self._checked_schema(wanted.format)
+            self._need_json(wanted.format)
             return messages.answer(json_term(wanted.format.schema))
         inner = self._answer(wanted.format)
         answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}

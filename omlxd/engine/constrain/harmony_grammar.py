@@ -5,27 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...chat import Tool
-from .call_grammar import TEXT, enforceable, json_term, no_grammar_in_json
-from .value_grammar import Check, Literal
+from .call_grammar import TEXT, enforceable, json_term, no_grammar_in_json, note_left_out
+from .enforceable import Check
+from .value_grammar import Literal
 
 _GO_ON = "<|end|><|start|>assistant"
 _BODY = "<|message|>"
 
 
 class HarmonyGrammar:
-    """Writes Lark rules. Raises InvalidRequest for what has none. `thinking`: analysis may come first."""
+    """Writes Lark rules. Raises InvalidRequest for what has none.
+
+    thinking  analysis may come first
+    left_out  keywords of schemas that the rules don't hold calls to
+    """
 
     def __init__(self, tools: Sequence[Tool], literal: Literal, check: Check, thinking: bool):
         self._literal = literal
         self._thinking = thinking
+        self.left_out: list[str] = []
         names = [f"call_{index}" for index in range(len(tools))]
         self._calls = [f"calls: {' | '.join(names)}"] if names else []
         for name, tool in zip(names, tools, strict=True):
             to = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json{_BODY}"
             if tool.input_grammar:
                 raise no_grammar_in_json(tool)
-            arguments = json_term(enforceable(tool, check))
-            self._calls.append(f"{name}: {literal(to)} {arguments} {literal('<|call|>')}")
+            schema, left_out = enforceable(tool, check)
+            self.left_out += note_left_out(f"tools.{tool.name}", left_out)
+            self._calls.append(f"{name}: {literal(to)} {json_term(schema)} {literal('<|call|>')}")
 
     def forced(self) -> str:
         """One call."""

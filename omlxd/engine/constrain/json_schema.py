@@ -24,7 +24,7 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
     "string": ("pattern", "format", "minLength", "maxLength"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-_LOOSE = ("format", "pattern", "minProperties", "maxProperties", "uniqueItems", *_RARE)
+LOOSE = ("format", "pattern", "minProperties", "maxProperties", "uniqueItems", *_RARE)
 """Passed over where a schema need not be enforced."""
 
 
@@ -142,7 +142,7 @@ def _judged(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
     Strict: llguidance has taken the schema, so what it knows nothing of is not there.
     """
     if not strict:
-        return {key: value for key, value in schema.items() if key not in _LOOSE}
+        return {key: value for key, value in schema.items() if key not in LOOSE}
     for name in ("patternProperties", "additionalItems"):
         if name in schema:
             raise Unenforceable(name)

@@ -16,12 +16,11 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from .json_schema import Unenforceable, branches
+from .enforceable import Check
+from .json_schema import LOOSE, NO_SCHEMA, Unenforceable, branches, why_not
 
-Check = Callable[[dict[str, Any]], str]
-"""A JSON schema → why llguidance can't enforce it, or ""."""
 Literal = Callable[[str], str]
 """Text → a term of Lark, special tokens as tokens."""
 
@@ -32,6 +31,7 @@ _INTEGER = r"-?(0|[1-9][0-9]{0,17})"
 _NUMBER = _INTEGER + r"(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?"
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TEXT_RULES = ("pattern", "format")
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,7 +109,8 @@ class ValueRules:
 
     prefix     of the names of all rules
     root       the schema that `$ref` looks into
-    strict     raise Unenforceable for what can't be enforced, else ignore it
+    strict     raise Unenforceable for what can't be enforced, else leave it out
+    left_out   what was, in words
     terminals  body → name, shared by all tools
     """
 
@@ -121,6 +122,7 @@ class ValueRules:
     strict: bool
     terminals: dict[str, str]
     rules: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     _made: dict[str, str] = field(default_factory=dict)
     _names: int = 0
 
@@ -176,28 +178,70 @@ class ValueRules:
 
     # ----------------------------------------------------------------- schemas
 
-    def _any_of(self, schema: Any) -> str:
-        terms: list[str] = []
+    def alternatives(self, schema: Any) -> list[dict[str, Any]]:
+        """`branches` of the schema, without what they have no form for. Raises Unenforceable if strict."""
         try:
-            alternatives = branches(schema, self.root, self.strict)
+            return branches(schema, self.root, True)
+        except Unenforceable as error:
+            self._leave_out(error)
+        try:
+            return branches(schema, self.root, False)
         except Unenforceable:
-            if self.strict:
-                raise
-            alternatives = [{}]
-        for branch in alternatives:
-            try:
-                terms.append(self._branch(branch))
-            except Unenforceable:
-                if self.strict:
-                    raise
+            return [{}]
+
+    def one_object(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """`schema` as one object's. Raises Unenforceable for alternatives of whole objects if strict."""
+        objects = [each for each in self.alternatives(schema) if each.get("type", "object") == "object"]
+        if len(objects) == 1:
+            return objects[0]
+        self._leave_out(Unenforceable("alternatives of whole arguments"))
+        schemas: dict[str, list[Any]] = {}
+        for each in objects:
+            for key, inner in (each.get("properties") or {}).items():
+                schemas.setdefault(key, []).append(inner)
+        needed = [{*(each.get("required") or ())} for each in objects]
+        properties = {key: {"anyOf": those} if len(those) > 1 else those[0] for key, those in schemas.items()}
+        return {"properties": properties, "required": [*set[str].intersection(*needed)] if needed else []}
+
+    def as_far_as_can_be(self, branch: dict[str, Any], make: Callable[[dict[str, Any]], _T]) -> _T | None:
+        """`make(branch)`, or of what can be enforced of it; None: nothing. Raises Unenforceable if strict."""
+        try:
+            return make(branch)
+        except NO_SCHEMA as error:
+            self._leave_out(error)
+        try:
+            return make({key: value for key, value in branch.items() if key not in (*LOOSE, *_BOUNDS)})
+        except NO_SCHEMA:
+            return None
+
+    def _leave_out(self, error: Exception) -> None:
+        if self.strict:
+            raise error
+        self.left_out.append(why_not(error))
+
+    def _any_of(self, schema: Any) -> str:
+        made = (self.as_far_as_can_be(branch, self._branch) for branch in self.alternatives(schema))
+        terms = [term for term in made if term is not None]
         if not terms and self.strict:
             raise Unenforceable("a schema that allows nothing")
         return " | ".join(dict.fromkeys(terms or [self._anything()]))
 
+    def values(self, values: Sequence[Any], spell: Callable[[Any], str]) -> list[str]:
+        """Terms of certain values, those left out that the format can't hold. Raises Unenforceable."""
+        terms: list[str] = []
+        for value in values:
+            try:
+                terms.append(spell(value))
+            except Unenforceable as error:
+                self._leave_out(error)
+        if values and not terms:
+            raise Unenforceable("texts that this model's format can't hold")
+        return terms
+
     def _branch(self, schema: dict[str, Any]) -> str:
         """A term for a schema of one type, or of certain values."""
         if "enum" in schema:
-            return " | ".join(self.spelled(value) for value in schema["enum"])
+            return " | ".join(self.values(schema["enum"], self.spelled))
         match schema.get("type"):
             case "string":
                 return self._string(schema)
@@ -266,9 +310,10 @@ class ValueRules:
         for key, inner in pairs.items():
             try:
                 members.append((f"{self.key(key)} {self.term(inner)}", key in must))
-            except Unenforceable:
-                if self.strict or key in must:
+            except Unenforceable as error:
+                if key in must:
                     raise
+                self._leave_out(error)
         return f'"{{" {space} {self.members(members)} {space} "}}"'
 
     def _map(self, values: Any) -> str:

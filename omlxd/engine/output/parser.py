@@ -42,6 +42,7 @@ class OutputParser:
     shows_special       special tokens are text of the answer, but for tags
     shows_stop          the answer's text ends with the stop string that ends it
     must_call           the answer is nothing but calls: no part of a call that is cut off is text
+    held                the answer is written by a grammar: a tag within it is text
 
     stopped           the stop string that ended the answer, or None
     dropped           the tokens so far hold more than the one call, which nobody is sent
@@ -60,6 +61,7 @@ class OutputParser:
         min_tokens: int = 0,
         shows_special: bool = False,
         shows_stop: bool = False,
+        held: bool = False,
     ):
         facts = _facts_of(tokenizer)
         tags = Tags(
@@ -80,7 +82,7 @@ class OutputParser:
         if self._controls:
             self._splitter = HarmonySplitter(tags, self._sink, bool(tools))
         else:
-            self._splitter = Splitter(tags, self._sink, begin)
+            self._splitter = Splitter(tags, self._sink, begin, held)
         self._sink.splitter = self._splitter
         self.reasoning_tokens = 0
 

@@ -289,4 +289,5 @@ def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
         predicted=sequence.predicted,
         predicted_accepted=sequence.predicted_accepted,
         recomputed=sequence.recomputed,
+        not_enforced=constraint.left_out if (constraint := sequence.sampler.constraint) else (),
     )

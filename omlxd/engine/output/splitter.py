@@ -93,14 +93,19 @@ class Sink:
 
 
 class Splitter:
-    """Text in by `feed`, in any chunks; then `finish` once."""
+    """Text in by `feed`, in any chunks; then `finish` once.
 
-    def __init__(self, tags: Tags, sink: Sink, state: State = State.ANSWER):
+    held  a grammar writes the answer: tags in it are its text
+    """
+
+    def __init__(self, tags: Tags, sink: Sink, state: State = State.ANSWER, held: bool = False):
         self.state = state
         self.position = 0
         """Letters of the text that have been dealt with."""
         self._tags = tags
         self._sink = sink
+        self._all_text = False  # nothing is markup any more
+        self._is_held = held
         self._scans = {s: Beginnings(tags.of(s)) for s in (State.ANSWER, State.REASONING)}
         self._text = ""
         self._bare = state is State.REASONING  # nothing but space since the last tag
@@ -143,6 +148,9 @@ class Splitter:
 
     def _step_text(self) -> bool:
         """Deal with the text up to the next tag; False when more is needed."""
+        if self._all_text:
+            self._show(self._take(len(self._text)))
+            return False
         scan = self._scans[self.state]
         match = scan.search(self._text)
         if match is None:
@@ -190,6 +198,7 @@ class Splitter:
             text = text.lstrip()
         if text:
             self._bare = False
+            self._all_text |= self._is_held and self.state is State.ANSWER and not text.isspace()
             if self.state is State.REASONING and self._tags.calls:
                 self._thought.append(text)
             (self._sink.answer if self.state is State.ANSWER else self._sink.reasoning)(text)

@@ -133,7 +133,7 @@ def test_regex_choice_and_grammars(host: Host):
     [
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"not": {"type": "null"}}, "not"),
-        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"minLength": 2}}, "propertyNames"),
         ({"if": {}, "then": {}}, "if"),
         ({"type": "string", "format": "phone"}, "phone"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
@@ -143,10 +143,12 @@ def test_regex_choice_and_grammars(host: Host):
         ({"x-guidance": {"lenient": True}, "not": {}}, "not"),
     ],
 )
-def test_what_cant_be_enforced_is_refused_by_name(host: Host, schema: dict, named: str):
+def test_what_cant_be_enforced_is_refused_by_name_if_strict_else_told(host: Host, schema: dict, named: str):
     with pytest.raises(InvalidRequest, match="text.format.*" + named.replace("(", "")) as refused:
-        host.ask(chat(format=AnswerFormat("json", schema=schema, param="text.format")))
+        host.ask(chat(format=AnswerFormat("json", schema=schema, param="text.format", strict=True)))
     assert refused.value.param == "text.format"
+    ended = finished(host.ask(chat(format=AnswerFormat("json", schema=schema), max_tokens=2)))
+    assert ended.usage.not_enforced
 
 
 @pytest.mark.parametrize(
@@ -267,11 +269,12 @@ def test_a_forced_call_that_is_cut_off_is_no_text(host: Host, choice):
 
 
 def test_a_schema_that_cant_be_enforced_matters_for_strict_tools_alone(host: Host, caplog):
-    odd = {"type": "object", "properties": {"n": {"enum": [1]}}, "propertyNames": {"pattern": "n"}}
+    odd = {"type": "object", "properties": {"n": {"enum": [1]}}, "propertyNames": {"maxLength": 9}}
     request = chat(tools=(Tool("Odd", "", odd),), tool_choice="required", max_tokens=4)
     assert finished(host.ask(request)).reason == finished(host.ask(request)).reason == "length"
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "a tool's schema can't be enforced" in line and "Odd" not in line
+    assert "not enforced" in line and "Odd" not in line
+    assert finished(host.ask(request)).usage.not_enforced == ("tools.Odd: /propertyNames",)
     with pytest.raises(InvalidRequest, match=r"'Odd'.*propertyNames"):
         host.ask(chat(tools=(Tool("Odd", "", odd, strict=True),), max_tokens=4))
 
