@@ -141,6 +141,8 @@ def _judged(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
 
     Strict: llguidance has taken the schema, so what it knows nothing of is not there.
     """
+    if isinstance(items := schema.get("items"), list):  # as until draft 2019-09
+        schema = {**{key: value for key, value in schema.items() if key != "items"}, "prefixItems": items}
     if not strict:
         return {key: value for key, value in schema.items() if key not in LOOSE}
     for name in ("patternProperties", "additionalItems"):

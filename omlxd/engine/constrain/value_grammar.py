@@ -25,6 +25,8 @@ Literal = Callable[[str], str]
 """Text → a term of Lark, special tokens as tokens."""
 
 _ANY_TEXT = "(?s:.*)"
+MOST_COUNTED = 50
+"""Letters of a bare text that its expression counts: with 100 llguidance's lexer gives up."""
 _LETTER = r'([^"\\\x00-\x1f\x7f]|\\(["\\nrtbf]|u[0-9a-c][0-9a-f]{3}))'
 """Of a string in JSON's quotes and in Python's alike."""
 _INTEGER = r"-?(0|[1-9][0-9]{0,17})"
@@ -78,6 +80,8 @@ def text_regex(schema: dict[str, Any]) -> str:
     if "format" in schema:
         raise Unenforceable(f"format {schema['format']!r} of a text that is written without quotes")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if max(least, most or 0) > MOST_COUNTED:
+        raise Unenforceable(f"a length over {MOST_COUNTED} of a text that is written without quotes")
     body = _ANY_TEXT if not least and most is None else f"(?s:.){{{least},{'' if most is None else most}}}"
     if (pattern := schema.get("pattern")) is None:
         return body
@@ -205,14 +209,14 @@ class ValueRules:
 
     def as_far_as_can_be(self, branch: dict[str, Any], make: Callable[[dict[str, Any]], _T]) -> _T | None:
         """`make(branch)`, or of what can be enforced of it; None: nothing. Raises Unenforceable if strict."""
-        try:
-            return make(branch)
-        except NO_SCHEMA as error:
-            self._leave_out(error)
-        try:
-            return make({key: value for key, value in branch.items() if key not in (*LOOSE, *_BOUNDS)})
-        except NO_SCHEMA:
-            return None
+        left: tuple[str, ...] = ()
+        for words in ((*LOOSE, *_BOUNDS), ("minLength", "maxLength"), None):
+            try:
+                return make({key: value for key, value in branch.items() if key not in left})
+            except NO_SCHEMA as error:
+                self._leave_out(error)
+            left = (*left, *(words or ()))
+        return None
 
     def _leave_out(self, error: Exception) -> None:
         if self.strict:
