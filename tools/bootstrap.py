@@ -15,6 +15,8 @@ import hashlib
 import json
 import os
 import platform
+import re
+import select
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,8 @@ STAMP = os.path.join(VENV, "omlxd-installed.json")
 OLDEST = (3, 11)
 VISION = "mlx-vlm==0.7.10"
 """Without its dependencies: a web server, training and audio, 700 MB. What images need is omlxd[vision]."""
+USUAL, WIDTH = 60, 24
+"""Packages of a first install, about; signs of its bar."""
 CONTAMINANTS = (
     "PYTHONPATH",
     "PYTHONHOME",
@@ -251,9 +255,88 @@ def reinstall(environ, name):
     pip(environ, "install", "--force-reinstall", "--no-deps", f"{name}=={version}")
 
 
+class Bar:
+    """How far an install is, by pip's own lines and by what is in .venv: a bar on a terminal, else lines."""
+
+    def __init__(self, stream=sys.stderr):
+        self._stream = stream
+        self._collected = self._fetched = self._wanted = 0
+        self._before = installed_count()
+        self._words = self._shown = ""
+
+    def line(self, text):
+        """A line that pip wrote."""
+        found = re.match(r"\s*(Collecting|Downloading|Using cached) (\S+)(?: (\(.*?\)))?", text)
+        if text.startswith("Installing collected packages:"):
+            self._wanted = text.count(",") + 1
+        elif found and found.group(1) == "Collecting":
+            self._collected += 1
+            self._words = "finding " + re.split(r"[<>=!~;\[]", found.group(2))[0]
+        elif found and not found.group(2).endswith(".metadata"):
+            self._fetched += 1
+            name = found.group(2).rpartition("/")[2].partition("-")[0]
+            self._words = "fetching " + name + " " + (found.group(3) or "")
+
+    @property
+    def part(self):
+        """From 0 to 1. Pip finds and fetches at first, which takes the longer."""
+        if not self._wanted:
+            return 0.7 * min(1.0, (self._collected + self._fetched) / (2 * max(USUAL, self._collected)))
+        return 0.7 + 0.3 * min(1.0, (installed_count() - self._before) / self._wanted)
+
+    def draw(self):
+        words = f"unpacking {self._wanted} packages" if self._wanted else self._words
+        if self._stream.isatty():
+            filled = round(WIDTH * self.part)
+            bar = "#" * filled + "." * (WIDTH - filled)
+            text = f"bootstrap: [{bar}] {int(100 * self.part):3d} % {words}"
+            self._stream.write("\r" + text[: shutil.get_terminal_size().columns - 1] + "\033[K")
+        elif words and words.split()[0] != self._shown:
+            self._shown = words.split()[0]
+            self._stream.write("bootstrap: " + self._shown + " packages\n")
+        self._stream.flush()
+
+    def end(self):
+        if self._stream.isatty():
+            self._stream.write("\r\033[K")
+            self._stream.flush()
+
+
+def installed_count():
+    """Packages in .venv."""
+    return len(glob.glob(os.path.join(glob.escape(VENV), "lib", "python3*", "site-packages", "*.dist-info")))
+
+
+def run_with_bar(command, environ, bar):
+    """Run pip; returns its exit status, and its last lines where it failed. What it warns of goes on to the
+    terminal."""
+    last = []
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as process:
+        left = b""
+        while True:
+            bar.draw()
+            if not select.select([process.stdout], [], [], 0.2)[0]:
+                continue
+            read = os.read(process.stdout.fileno(), 65536)
+            if not read:
+                break
+            *lines, left = (left + read).split(b"\n")
+            for line in lines:
+                bar.line(line.decode(errors="replace"))
+                last = [*last[-5:], line.decode(errors="replace")]
+    bar.end()
+    if process.returncode:
+        print("\n".join(last), file=sys.stderr)
+    return process.returncode
+
+
 def pip(environ, *arguments):
-    command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", *arguments]
-    if subprocess.call(command, env=environ):
+    command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    if "--editable" in arguments:
+        failed = run_with_bar([*command, "--progress-bar", "off", *arguments], environ, Bar())
+    else:
+        failed = subprocess.call([*command, "--quiet", *arguments], env=environ)
+    if failed:
         refuse(
             "pip could not install omlxd; its reason is above. "
             "If the network failed, run this again: it goes on where it stopped."

@@ -1,6 +1,7 @@
 """bootstrap.py: which Pythons it refuses, what it neutralises, when it installs again."""
 
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -136,6 +137,53 @@ def test_an_install_that_fails_leaves_no_stamp(bootstrap: ModuleType, monkeypatc
         ("install", "--no-deps", bootstrap.VISION),
     ]
     assert bootstrap.is_installed({**WANTED, "test": True})
+
+
+PIP = """
+import os, sys
+site = os.path.join(sys.argv[1], "lib", "python3.11", "site-packages")
+say = lambda text: print(text, flush=True)
+say("Obtaining file:///x")
+for name in ("mlx[cpu]==0.32.4", "rich>=15"):
+    say("Collecting " + name + " (from omlxd==0.1)")
+say("  Downloading rich-15.0-py3-none-any.whl.metadata (18 kB)")
+say("Downloading mlx-0.32.4-cp311.whl (60.1 MB)")
+say("Using cached rich-15.0-py3-none-any.whl (243 kB)")
+say("Installing collected packages: mlx, rich")
+for name in ("mlx", "rich"):
+    os.makedirs(os.path.join(site, name + "-1.dist-info"))
+say("ERROR: at the end")
+sys.exit(int(sys.argv[2]))
+"""
+
+
+class Stream(io.StringIO):
+    def __init__(self, terminal: bool):
+        super().__init__()
+        self.isatty = lambda: terminal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("terminal", "status"), [(True, 0), (False, 0), (True, 1)])
+def test_an_install_has_a_bar_on_a_terminal_and_lines_elsewhere(bootstrap, terminal, status, capsys):
+    stream = Stream(terminal)
+    parts: list[float] = []
+
+    class Watched(bootstrap.Bar):
+        def line(self, text: str) -> None:
+            super().line(text)
+            self.draw()
+            parts.append(self.part)
+
+    command = [sys.executable, "-c", PIP, bootstrap.VENV, str(status)]
+    assert bootstrap.run_with_bar(command, dict(os.environ), Watched(stream)) == status
+    assert parts == sorted(parts) and parts[0] == 0 and parts[-1] == 1.0
+    said = stream.getvalue()
+    if terminal:
+        assert "fetching mlx (60.1 MB)" in said and "finding rich" in said and "unpacking 2 packages" in said
+        assert "[" + "#" * bootstrap.WIDTH + "] 100 %" in said and said.endswith("\r\033[K")
+    else:
+        assert [line.split()[1] for line in said.splitlines()] == ["finding", "fetching", "unpacking"]
+    assert ("ERROR: at the end" in capsys.readouterr().err) is bool(status)
 
 
 def test_cuda_replaces_the_cpu_wheel_and_back(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch):
