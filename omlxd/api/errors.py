@@ -108,7 +108,15 @@ _LM_STUDIO = ("/api/v0", "/api/v1")
 _GEMINI_PATH = re.compile(
     r"/v1(?:alpha|beta)(?:/.*)?|/v1/models/.*:(?:generateContent|streamGenerateContent|countTokens)"
 )
-_OPENAI = ("/v1/chat", "/v1/completions", "/v1/responses", "/v1/embeddings")
+_OPENAI = (
+    "/v1/chat",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/chat",
+    "/completions",
+    "/completion",
+)
 
 
 def protocol_of(path: str, versioned: bool = False) -> Protocol:
@@ -122,7 +130,7 @@ def protocol_of(path: str, versioned: bool = False) -> Protocol:
         return "anthropic"
     if _under(path, ("/api",)) and not _under(path, _LM_STUDIO):
         return "ollama"
-    if _under(path, ("/v1/completions",)):
+    if _under(path, ("/v1/completions", "/completions", "/completion")):
         return "completions"
     return "anthropic" if versioned and not _under(path, _OPENAI) else "openai"
 

@@ -51,12 +51,14 @@ class Start:
 
     folder  (variable, file, text): the agent reads its provider from a file of the folder that the variable
             names; written first with `--save`
+    names_file  the variable names the file itself
     """
 
     variables: dict[str, str]
     dropped: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     folder: tuple[str, str, str] | None = None
+    names_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,10 @@ def _gemini(target: Target) -> Start:
     variables = {"GOOGLE_GEMINI_BASE_URL": target.url, "GEMINI_API_KEY": target.key or "omlxd"}
     # With one of these it would go to Google's cloud.
     clouds = ("GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_GENAI_USE_GCA", "CLOUD_SHELL")
-    return Start({**variables, "GEMINI_MODEL": target.model}, clouds)
+    # With a base URL it takes itself for behind a gateway, and refuses, unless a file says how it signs in.
+    settings = json.dumps({"security": {"auth": {"selectedType": "gemini-api-key"}}}) + "\n"
+    folder = ("GEMINI_CLI_SYSTEM_SETTINGS_PATH", "settings.json", settings)
+    return Start({**variables, "GEMINI_MODEL": target.model}, clouds, folder=folder, names_file=True)
 
 
 def _copilot(target: Target) -> Start:
@@ -328,7 +333,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument(
         "--save",
         action="store_true",
-        help="write the file that the agent reads its provider from (crush, pi), below ~/.omlxd/launch",
+        help="write the file that crush, gemini and pi read their settings from, below ~/.omlxd/launch",
     )
     parser.epilog = "What follows -- goes to the agent as it is."
     args, unknown = parser.parse_known_args(own)
@@ -377,7 +382,9 @@ def _with_folder(agent: Agent, start: Start, save: bool) -> Start:
     # One that --save wrote is of this command: it is kept up to date with the daemon and its model.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(folder / name, text.encode())
-    return replace(start, variables={**start.variables, variable: str(folder)})
+    return replace(
+        start, variables={**start.variables, variable: str(folder / name if start.names_file else folder)}
+    )
 
 
 def too_small(agent: Agent, target: Target) -> str:

@@ -42,6 +42,7 @@ from .http.generation import (
     CLASSIFY,
     GEMINI,
     GEMINI_STREAM,
+    LLAMA_COMPLETION,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OPENAI_CHAT,
@@ -109,7 +110,11 @@ def create_app(
             asked("/v1/responses/compact", compact, "OpenAI: a summary of the input"),
             counted("/v1/responses/input_tokens", responses, "OpenAI: tokens of a prompt", InputTokens),
             Operation("GET", a_response, stored.get, "OpenAI: a stored response", answer=responses.answer),
+            get(f"{a_response}/input_items", stored.items, "OpenAI: what a stored response was asked with"),
             json_route("DELETE", a_response, stored.delete, "OpenAI: forget a stored response"),
+            asked("/chat/completions", OPENAI_CHAT, "OpenAI: chat, as llama.cpp has it"),
+            asked("/completions", OPENAI_COMPLETIONS, "OpenAI: completion, as llama.cpp has it"),
+            asked("/completion", LLAMA_COMPLETION, "llama.cpp: completion"),
             asked("/v1/messages", messages, "Anthropic: one message"),
             counted(
                 "/v1/messages/count_tokens", counted_messages, "Anthropic: tokens of a prompt", TokenCount
@@ -117,8 +122,8 @@ def create_app(
             *_gemini_routes(prompted),
             asked("/api/chat", OLLAMA_CHAT, "Ollama: chat"),
             asked("/api/generate", OLLAMA_GENERATE, "Ollama: answer a prompt"),
+            events.route(),  # Before models by their names.
             *Discovery(engines).routes(),
-            events.route(),
             *Embeddings(engines).routes(),
             get("/health", admin.health, "Whether the daemon answers, and the state of its engines"),
             Operation("GET", "/openapi.json", _openapi, "This document"),

@@ -125,7 +125,7 @@ async def test_their_blocks_in_a_session_from_elsewhere_are_no_error():
 
 
 @pytest.mark.parametrize(
-    "kind", ["web_search", "web_search_preview", "file_search", "code_interpreter", "mcp"]
+    "kind", ["web_search", "web_search_preview", "image_generation", "code_interpreter", "mcp"]
 )
 async def test_a_server_side_tool_is_no_error_in_responses(kind):
     engine = FakeEngine()

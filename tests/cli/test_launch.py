@@ -175,7 +175,6 @@ def test_opencode_and_codex_know_what_the_model_reads(launch, daemon, more, sees
 
 
 VARIABLES = {
-    "gemini": {"GOOGLE_GEMINI_BASE_URL": "URL", "GEMINI_API_KEY": "k", "GEMINI_MODEL": "org/tiny"},
     "qwen-code": {"OPENAI_BASE_URL": "URL/v1", "OPENAI_API_KEY": "k", "OPENAI_MODEL": "org/tiny"},
     "goose": {
         **{"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": "org/tiny", "GOOSE_CONTEXT_LIMIT": "4096"},
@@ -200,6 +199,15 @@ def test_agents_that_read_variables(launch, daemon, agent):
     assert {name: env.get(name) for name in expected} == expected and args[-1] == "hi"
     flags = ["--auth-type", "openai"] if agent == "qwen-code" else []
     assert args[:-1] == [*flags, *(["--model", "org/tiny"] if flags else [])]
+
+
+@pytest.mark.slow
+def test_gemini_reads_how_it_signs_in_from_a_file(launch, daemon):
+    assert "--save writes" in refused(launch("gemini"))
+    _, env = given(launch("gemini", "--save"))
+    assert (env["GOOGLE_GEMINI_BASE_URL"], env["GEMINI_MODEL"]) == (daemon.url, "org/tiny")
+    file = Path(env["GEMINI_CLI_SYSTEM_SETTINGS_PATH"])
+    assert json.loads(file.read_text())["security"]["auth"]["selectedType"] == "gemini-api-key"
 
 
 def test_crush_reads_a_file_that_is_written_when_asked_for(launch, daemon, tmp_path):

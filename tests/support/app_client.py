@@ -3,6 +3,7 @@
 import httpx
 
 BASE = "http://127.0.0.1:8000"
+UNPREFIXED = ["/chat/completions", "/completions", "/completion", "/embeddings"]
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages"]
 DOORS = [
     *PATHS,
@@ -13,10 +14,19 @@ DOORS = [
     "/api/show",
     "/api/pull",
     "/models/load",
+    *UNPREFIXED[:3],
     "/v1beta/models/tiny:generateContent",
     "/v1/models/org/tiny:countTokens",
 ]
-EMBEDDING = ["/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/api/embed", "/api/embeddings"]
+EMBEDDING = [
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/v2/rerank",
+    "/api/embed",
+    "/api/embeddings",
+    "/embeddings",
+]
 DOORS += EMBEDDING
 """Paths that take a body, all of them."""
 PAGES = ["/v1/models", "/models", "/props", "/api/tags", "/api/ps", "/api/version", "/api/v0/models"]
@@ -25,7 +35,11 @@ PAGES += ["/api/v1/models", "/v1beta/models", "/v1/codex/models"]
 
 
 def body(path: str, **more):
-    prompts = {"/v1/completions": {"prompt": "hi"}, "/api/generate": {"prompt": "hi"}}
+    prompts = {
+        **{key: {"prompt": "hi"} for key in ["/v1/completions", "/completions", "/completion"]},
+        "/embeddings": {"input": "hi"},
+        "/api/generate": {"prompt": "hi"},
+    }
     prompts |= {
         key: {"input": "hi"}
         for key in ["/v1/responses", "/v1/responses/compact", "/v1/embeddings", "/api/embed"]

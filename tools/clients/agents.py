@@ -12,9 +12,9 @@ from media_files import pdf, png
 from .install import npm_program
 from .run import Running, start_client
 
-CLAUDE_CODE = ("2.1.197", "2.1.329")
+CLAUDE_CODE = ("2.1.197", "2.1.332")
 OPENCODE = "1.18.33"
-CODEX = "0.169.0"
+CODEX = "0.171.0"
 CONTEXT_TOKENS = 131072
 
 FILES: dict[str, str | bytes] = {
@@ -73,7 +73,10 @@ class ClaudeCode(Agent):
         return npm_program(home, "@anthropic-ai/claude-code", version, "claude")
 
     def ask(self, prompt: str, *, go_on: bool = False) -> Running:
-        models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{n}_MODEL" for n in ("OPUS", "SONNET", "HAIKU")))
+        models = (
+            "ANTHROPIC_MODEL",
+            *(f"ANTHROPIC_DEFAULT_{n}_MODEL" for n in ("OPUS", "SONNET", "HAIKU", "FABLE")),
+        )
         env = {
             "HOME": str(self.home),
             "ANTHROPIC_BASE_URL": self.url,
@@ -149,6 +152,9 @@ class Codex(Agent):
             'name = "omlxd"',
             f"base_url = {json.dumps(self.url + '/v1')}",
             'wire_api = "responses"',
+            # It asks for the catalog only of a provider that has a key.
+            'experimental_bearer_token = "none"',
+            f"model_catalog_url = {json.dumps(self.url + '/v1/codex/models')}",
         ]
         path = self.home / ".codex" / "config.toml"
         path.parent.mkdir(parents=True, exist_ok=True)

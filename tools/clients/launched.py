@@ -51,6 +51,12 @@ def _aider(home: Path) -> Path:
 
 LAUNCHED = {
     "pi": Launched("0.87.1", _npm("@earendil-works/pi-coding-agent", "0.87.1", "pi"), ("-p",), {}),
+    "gemini": Launched(
+        "0.61.0",
+        _npm("@google/gemini-cli", "0.61.0", "gemini"),
+        ("--approval-mode", "yolo", "-p"),
+        {"GEMINI_CLI_TRUST_WORKSPACE": "true"},
+    ),
     "qwen-code": Launched("0.24.4", _npm("@qwen-code/qwen-code", "0.24.4", "qwen"), ("-p",), {}),
     "goose": Launched("0.20.1", _goose, ("run", "-t"), {}),
     "copilot": Launched(

@@ -41,7 +41,7 @@ class Request:
     @property
     def generates(self) -> bool:
         return self.method == "POST" and not self.path.partition("?")[0].endswith(
-            ("count_tokens", "/api/show")
+            ("count_tokens", ":countTokens", "/api/show")
         )
 
 
@@ -165,6 +165,10 @@ def _note_value(request: Request, value: Any) -> None:
     if "prompt_eval_count" in value:  # Ollama's, whose own words are none for what was cached.
         request.prompt, request.completion = value["prompt_eval_count"], value["eval_count"]
         request.cached = value["omlxd"]["cached_hot"] + value["omlxd"]["cached_cold"]
+    if isinstance(google := value.get("usageMetadata"), dict):
+        request.prompt = google["promptTokenCount"]
+        request.cached = google.get("cachedContentTokenCount", 0)
+        request.completion = google["totalTokenCount"] - request.prompt
     usage = value.get("usage")
     if not isinstance(usage, dict):
         return

@@ -49,7 +49,11 @@ _decoder = msgspec.json.Decoder(CompletionsBody)
 
 def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
     """A body of /v1/completions. Raises InvalidRequest naming the field."""
-    request = decode(_decoder, body)
+    return parsed_completion(decode(_decoder, body), headers or {})
+
+
+def parsed_completion(request: CompletionsBody, headers: Mapping[str, str]) -> ParsedRequest:
+    """Raises InvalidRequest naming the field."""
     if request.suffix:
         raise bad_field("suffix", "inserting text is not supported")
     if request.echo and request.logprobs is not None:
@@ -64,7 +68,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             prompt,
             max_tokens,
             request.logprobs,
-            session(request, headers or {}),
+            session(request, headers),
             answer_format(request),
             usual_max_tokens=usual,
         ),

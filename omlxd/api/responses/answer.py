@@ -30,8 +30,8 @@ from .tools import tool_name
 
 Sent = dict[str, Any]
 """An event of the stream; its `sequence_number` is given where it is sent."""
-Keep = Callable[[str, tuple[chat.Message, ...], bytes], None]
-"""(response id, the conversation with this answer, the response as JSON): called once, at its end."""
+Keep = Callable[[str, tuple[chat.Message, ...], bytes, bytes], None]
+"""(response id, the conversation with this answer, response and input as JSON): called once, at its end."""
 
 
 def _sent(type: str, **fields: Any) -> Sent:
@@ -100,7 +100,7 @@ class _Answer:
         if self._request.response.store and self._keep is not None:
             turn = (chat.Message("assistant", tuple(self._parts)),) if self._parts else ()
             conversation = self._request.messages + turn
-            self._keep(self._id, conversation, msgspec.json.encode(response))
+            self._keep(self._id, conversation, msgspec.json.encode(response), self._request.input)
         return [*events, _sent(status, response=response)]
 
     # ----------------------------------------------------------------- text and reasoning

@@ -114,6 +114,7 @@ class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
 
     names     the model's name of a tool → how the client gets its call
     response  the response object before it begins: it repeats fields of the request
+    input     its input as JSON, "": it is not stored
     messages  the conversation without `instructions`, which a next response doesn't take over
     sealed    reasoning items carry `encrypted_content`
     compacts  the answer is a summary of the conversation
@@ -122,6 +123,7 @@ class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
     names: dict[str, ToolName]
     response: Response
     messages: tuple[Message, ...]
+    input: bytes = b""
     sealed: bool = False
     compacts: bool = False
 
@@ -173,6 +175,7 @@ def parse(
         names=tools.names,
         response=_response(request, tools, body),
         messages=messages,
+        input=b"" if request.store is False else bytes(msgspec.json.decode(body, type=_GivenInput).input),
         sealed=SEALED in (request.include or ()),
         compacts=compacts,
     )
@@ -249,6 +252,10 @@ def _session(request: ResponsesBody, headers: Mapping[str, str]) -> str:
     named = session(request, headers)
     thread = session_header(headers, "thread-id")
     return f"{named}/{thread}" if named and thread and thread != named else named or thread
+
+
+class _GivenInput(msgspec.Struct):
+    input: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 class _GivenText(msgspec.Struct):

@@ -7,7 +7,8 @@
 | `namespace`      | its tools, each named `<namespace>__<tool>` | the above, with `namespace` and `name` |
 | any other (web_search, mcp, …) | nothing: those run on OpenAI's side | –                            |
 
-One that names an address to ask (`server_url`) is refused.
+One that names an address to ask (`server_url`) is refused, and so is `file_search`: what it would find is
+what the answer is about.
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class ResponseTools:
 
     def _add(self, fields: dict[str, Any], namespace: str, param: str, searched: bool) -> None:
         if isinstance(kind := fields.get("type"), str) and kind not in ("function", "custom", "namespace"):
+            if kind == "file_search":
+                raise bad_field(
+                    f"{param}.type", "no files are kept or searched here; send their text in the input"
+                )
             _refuse_addresses(fields, param)
             return
         try:

@@ -107,6 +107,7 @@ class Discovery:
                 answer=cards.ModelEntry,
             ),
             get("/v1beta/models/{id:path}", self._one_of_gemini, "Gemini: one model"),
+            get("/models/{id:path}", self._one, "The same without a version", answer=cards.ModelEntry),
             post("/models/load", self._load, "llama.cpp's router: load a model"),
             post("/models/unload", self._unload, "llama.cpp's router: unload a model"),
             get("/props", self._props, "llama.cpp: what a model can do"),

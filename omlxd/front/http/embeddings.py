@@ -52,6 +52,7 @@ class Embeddings:
     def routes(self) -> list[Operation]:
         made = (
             ("/v1/embeddings", self._openai, "OpenAI: vectors"),
+            ("/embeddings", self._openai, "OpenAI: vectors, as llama.cpp has it"),
             ("/v1/rerank", self._rerank, "Jina: documents by how they answer a query"),
             ("/v2/rerank", self._rerank, "Cohere: the same"),
             ("/rerank", self._rerank, "The same"),

@@ -30,7 +30,7 @@ from ...api.gemini.body import GenerateContentBody
 from ...api.ollama import request as ollama
 from ...api.ollama.answer import Answer as OllamaAnswer
 from ...api.ollama.answer import OllamaCollector, OllamaStream
-from ...api.openai import chat_request, completions, scores
+from ...api.openai import chat_request, completions, llama_completion, scores
 from ...api.openai.chat_answer import ChatCompletion, OpenAIChatCollector, OpenAIChatStream
 from ...api.openai.completions import OpenAICompletionCollector, OpenAICompletionStream
 from ...api.responses import request as openai_responses
@@ -149,6 +149,13 @@ OPENAI_COMPLETIONS = Dialect(
         _id("cmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.answers
     ),
     lambda parsed: OpenAICompletionCollector(_id("cmpl-"), parsed.model, _now(), parsed.answers),
+)
+LLAMA_COMPLETION = Dialect(
+    llama_completion.LlamaBody,
+    llama_completion.LlamaCompletion,
+    llama_completion.parse,
+    lambda parsed, request_id: llama_completion.LlamaStream(parsed, request_id),
+    llama_completion.LlamaCollector,
 )
 OLLAMA_CHAT = Dialect(ollama.ChatBody, OllamaAnswer, ollama.parse_chat, OllamaStream, OllamaCollector, LINES)
 OLLAMA_GENERATE = Dialect(

@@ -32,14 +32,16 @@ class _Output(msgspec.Struct):
 class StoredResponse:
     """conversation  encoded, with the answer at its end
     response      the response object as JSON
+    input         of its request, as JSON: a text or items
     """
 
     conversation: bytes
     response: bytes
+    input: bytes = b""
 
     @property
     def size(self) -> int:
-        return len(self.conversation) + len(self.response)
+        return len(self.conversation) + len(self.response) + len(self.input)
 
 
 class ResponseStore:
@@ -61,9 +63,11 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, id: str, messages: tuple[Message, ...], response: bytes = b"{}") -> None:
+    def keep(
+        self, id: str, messages: tuple[Message, ...], response: bytes = b"{}", input: bytes = b""
+    ) -> None:
         """One that is larger than the store is not kept."""
-        stored = StoredResponse(msgspec.msgpack.encode(messages), response)
+        stored = StoredResponse(msgspec.msgpack.encode(messages), response, input)
         if stored.size <= self._kept.max_cost:
             with self._lock:
                 self._kept.put(id, stored)
@@ -108,6 +112,37 @@ class Deleted(msgspec.Struct):
     object: str = "response"
 
 
+class InputItems(msgspec.Struct):
+    """A page of the items of one request."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+MOST_ITEMS = 100
+"""Of one page. OpenAI's."""
+
+
+def input_items(stored: StoredResponse, id: str) -> list[dict[str, Any]]:
+    """The items of a response's input, each with an `id`, and messages with their parts spelled out."""
+    given = msgspec.json.decode(stored.input or b"[]")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    return [_spelled_out(item, f"{id}_{index}") for index, item in enumerate(items)]
+
+
+def _spelled_out(item: dict[str, Any], id: str) -> dict[str, Any]:
+    item = {"id": id, **{name: value for name, value in item.items() if value is not None}}
+    if isinstance(item.get("role"), str):
+        item = {"type": "message", "status": "completed", **item}
+        if isinstance(content := item.get("content"), str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": content}]
+    return item
+
+
 class StoredResponses:
     """Handlers over one store. They raise NotFound for what is not kept (any more)."""
 
@@ -118,6 +153,26 @@ class StoredResponses:
         if request.query_params.get("stream", "").lower() in ("true", "1"):
             raise bad_field("stream", "a stored response is not streamed; leave stream out")
         return Response(self._find(request).response, media_type="application/json")
+
+    async def items(self, request: Request) -> InputItems:
+        """What a response was asked with, the newest first unless `order` is `asc`. `after`: an item's id."""
+        asked, id = request.query_params, request.path_params["id"]
+        items = input_items(self._find(request), id)
+        limit = asked.get("limit", "20")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_ITEMS):
+            raise bad_field("limit", f"a number from 1 to {MOST_ITEMS} is needed")
+        if asked.get("order", "desc") not in ("asc", "desc"):
+            raise bad_field("order", "asc or desc is needed")
+        if asked.get("order", "desc") == "desc":
+            items.reverse()
+        if after := asked.get("after"):
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise bad_field("after", f"the input of this response has no item {after[:100]!r}")
+            items = items[ids.index(after) + 1 :]
+        page = items[: int(limit)]
+        ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return InputItems(page, *ends, has_more=len(items) > len(page))
 
     async def delete(self, request: Request) -> Deleted:
         self._find(request)

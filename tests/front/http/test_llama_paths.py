@@ -1,0 +1,86 @@
+"""llama.cpp's paths without a prefix, and its `/completion` with a body of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from app_client import body, client
+from fake_engine import HELLO, USAGE, FakeEngine, app_of
+
+from omlxd.api.openai.llama_completion import parse
+from omlxd.chat import Finished, RawPrompt, TextDelta
+from omlxd.errors import InvalidRequest
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+async def test_a_path_without_v1_is_the_same(path):
+    async with client(app_of(FakeEngine())) as http:
+        one, two = [(await http.post(at, json=body(at))).json() for at in (path, f"/v1{path}")]
+        assert one["choices"] == two["choices"] and one["object"] == two["object"]
+        wrong = await http.post(path, json=body(path, temperature=9))
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "temperature"
+
+
+def sampling(**fields: Any):
+    return parse(json.dumps({"prompt": "Once", **fields}).encode()).generate
+
+
+def test_llama_cpps_names():
+    got = sampling(
+        n_predict=5.0, repeat_penalty=1.2, repeat_last_n=64, seed=-1, top_k=0, cache_prompt=True, id_slot=2
+    ).sampling
+    assert (got.max_tokens, got.repetition_penalty, got.repetition_context_size) == (5, 1.2, 64)
+    assert got.seed is None and sampling(seed=7).sampling.seed == 7
+    for fields in ({}, {"n_predict": -1}, {"n_predict": None}):
+        assert sampling(**fields).sampling.max_tokens is None
+    assert sampling(n_predict=0).sampling.max_tokens == 0
+    assert sampling(repeat_penalty=1.2, repeat_last_n=0).sampling.repetition_penalty is None
+    assert sampling(repeat_penalty=1.2, repeat_last_n=-1).sampling.repetition_context_size == 0
+    assert sampling(prompt=[1, 2]).prompt == RawPrompt(tokens=(1, 2))
+    assert sampling(json_schema={"type": "object"}).format is not None
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("n_probs", {"n_probs": 3}),
+        ("grammar", {"grammar": "root ::= a"}),
+        ("prompt", {"prompt": ["a", "b"]}),
+        ("mirostat", {"mirostat": 2}),
+    ],
+)
+def test_what_is_refused(param, fields):
+    with pytest.raises(InvalidRequest) as error:
+        sampling(**fields)
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("finished", "kind", "word"),
+    [
+        (Finished("stop", USAGE), "eos", ""),
+        (Finished("length", USAGE), "limit", ""),
+        (Finished("stop_sequence", USAGE, "x"), "word", "x"),
+    ],
+)
+async def test_an_answer_and_its_stream(finished, kind, word):
+    script = (TextDelta("Hello"), TextDelta(" there"), finished)
+    async with client(app_of(FakeEngine(script))) as http:
+        whole = (await http.post("/completion", json={"prompt": "Once", "n_predict": 9})).json()
+        streamed = await http.post("/completion", json={"prompt": "Once", "stream": True})
+    assert whole["content"] == "Hello there" and whole["stop"] is True
+    assert (whole["stop_type"], whole["stopping_word"]) == (kind, word)
+    assert (whole["tokens_evaluated"], whole["tokens_predicted"], whole["tokens_cached"]) == (100, 7, 64)
+    chunks = [json.loads(line[6:]) for line in streamed.text.strip().split("\n\n")]
+    assert "".join(chunk["content"] for chunk in chunks) == "Hello there"
+    assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["stop_type"] == kind
+
+
+async def test_models_without_v1():
+    async with client(app_of(FakeEngine(HELLO))) as http:
+        listed, named = await http.get("/models"), await http.get("/models/org/tiny")
+        assert listed.json() == (await http.get("/v1/models")).json()
+        assert named.json() == (await http.get("/v1/models/org/tiny")).json()
