@@ -48,8 +48,14 @@ ADDED = {
     ),
     "message threads": ("api/anthropic/threads.py", "front/http/thread_store.py"),
     "the page": (
-        *("front/owner/page.py", "front/owner/live.py", "front/owner/pull.py", "front/owner/cache_tree.py"),
-        *("front/http/last_hour.py", "cli/cache/tree.py"),
+        *(
+            "front/owner/page.py",
+            "front/owner/live.py",
+            "front/owner/pull.py",
+            "front/owner/cache_tree.py",
+            "front/owner/cache_index.py",
+        ),
+        *("front/http/last_hour.py", "cli/cache/tree.py", "cli/cache/said.py"),
     ),
     "pinned prefixes": ("cli/cache/pin.py", "front/engines/pins.py", "front/owner/pins.py"),
     "weights by mmap": ("engine/mlx_adapter/mapped.py",),

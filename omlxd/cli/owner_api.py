@@ -23,6 +23,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     idle_s        how long it stays without a request; null: for good
     expires_in_s  until it goes for being idle; null: it does not
     trouble       why it can't serve, a sentence
+    never         why it can never be loaded on this machine, a sentence; "": nothing is known against it
     images        it takes images; `blind`: why a vision model takes none
     origin        what it was imported from, by whom it is, and its license
     tools         its chat template takes tools
@@ -51,6 +52,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     expires_in_s: float | None = None
     loads: int = 0
     trouble: str = ""
+    never: str = ""
     origin: str = ""
     tools: bool | None = None
     layers: int | None = None
@@ -78,6 +80,18 @@ class LoadModel(msgspec.Struct):
 
 class UnloadModel(msgspec.Struct):
     model: Name
+
+
+class RemoveModel(msgspec.Struct):
+    model: Name
+
+
+class Removed(msgspec.Struct):
+    """`folder`, with all of the model's files, is deleted; `bytes`: of its weights."""
+
+    id: str
+    folder: str
+    bytes: int
 
 
 class PullModel(msgspec.Struct):
@@ -314,6 +328,8 @@ class RequestLine(msgspec.Struct):
     """One of the last requests. `began`: seconds since 1970; `cached_tokens` -1: not known (yet).
 
     opening  the first words that its user said, cut
+    client   the program that sent it
+    turns    of the user
     """
 
     id: str
@@ -325,6 +341,8 @@ class RequestLine(msgspec.Struct):
     cached_tokens: int
     outcome: str
     opening: str = ""
+    client: str = ""
+    turns: int = 0
 
 
 class RecentList(msgspec.Struct):

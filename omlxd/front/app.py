@@ -32,7 +32,6 @@ from ..api.ollama.answer import unloaded
 from ..api.ollama.request import OllamaRequest
 from ..api.responses.request import parse_compact
 from ..chat import Conversation, RawPrompt, first_image
-from ..cli.cache.tree import Trees
 from ..errors import OmlxdError, bad_field
 from .engines.model import ModelEngine
 from .engines.pool import EnginePool
@@ -67,12 +66,13 @@ from .http.slow_reader import PacedApp
 from .http.streams import SSE, as_json
 from .http.thread_store import ThreadStore
 from .http.trace import RequestTrace, trace_of
-from .owner import page
+from .owner.cache_index import TreePiece
 from .owner.cache_tree import CacheTree
 from .owner.carry import Carrying
 from .owner.engine_metrics import MetricsOf
 from .owner.live import Live
 from .owner.metrics import Metrics
+from .owner.page import Page
 from .owner.pins import Pinning
 from .owner.status import Admin
 from .owner.why_miss import Explaining
@@ -100,6 +100,7 @@ def create_app(
     prompted = _Prompted(engines, settings, metrics.requests, recent)
     asked, counted = prompted.answered, prompted.counted
     a_response = "/v1/responses/{id}"
+    page = Page(tree.index.begin)
     app = PacedApp(
         routes=[
             asked("/v1/chat/completions", OPENAI_CHAT, "OpenAI: chat"),
@@ -134,7 +135,7 @@ def create_app(
             Operation("GET", "/omlxd/events", live.events, "The status every few seconds", media=SSE),
             get("/omlxd/requests", explaining.recent, "The last requests, without their prompts"),
             post("/omlxd/cache/forget", admin.forget_files, "Files of the SSD cache that shall go"),
-            Operation("GET", "/omlxd/cache/tree", tree.tree, "The prefixes of the SSD cache", answer=Trees),
+            get("/omlxd/cache/tree", tree.tree, "The prefixes of the SSD cache, a piece", answer=TreePiece),
             post("/omlxd/cache/clear", tree.clear, "Remove some of them"),
             post("/omlxd/cache/pin", pinning.pin, "What is evicted last, or no more"),
             get("/omlxd/cache/pins", pinning.pins, "What is pinned"),
@@ -151,6 +152,7 @@ def create_app(
         exception_handlers={HTTPException: raise_route_error},
     )
     app.router.redirect_slashes = False
+    app.state.cache_index = tree.index
     app.send_pause_s = settings.send_pause_s
     return app
 

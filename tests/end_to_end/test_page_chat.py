@@ -46,9 +46,9 @@ async def test_lists_tables_and_formulas():
         assert await page.inner_text("tbody td >> nth=2") == "&lt; <"
         sides = "all => all.map(e => getComputedStyle(e).textAlign)"
         assert await page.eval_on_selector_all("thead th", sides) == ["center", "end"]
-        assert r"Then \( a_1^2 \) and \[ b_1*c*d \] and $$e_2 * f * g$$." in await page.inner_text(
-            ".markdown"
-        )
+        await page.wait_for_selector(".formula math >> nth=2")
+        written = await page.eval_on_selector_all(".formula", "all => all.map(e => e.title)")
+        assert written == [r"\( a_1^2 \)", r"\[ b_1*c*d \]", "$$e_2 * f * g$$"], "no star is an emphasis"
         paddings = "all => all.map(e => getComputedStyle(e)).map(e => e.paddingLeft === e.paddingRight)"
         assert all(await page.eval_on_selector_all(".markdown :is(th, td)", paddings))
         flow = "all => getComputedStyle(all.at(-1)).direction"
@@ -97,10 +97,27 @@ async def test_a_chat_that_is_too_long_to_keep_says_so_and_loses_nothing_before_
         await one.ready()
         for _ in range(3):
             await one.ask("more")
-        await page.wait_for_selector("[role=alert] >> text=too long for the browser to keep")
+        await until(page, STORED, 3)
         await page.reload()
-        await page.wait_for_selector("article.assistant")
-        assert await page.locator("article.assistant").count() == 2
+        await page.wait_for_selector("article.assistant >> nth=2")
+        await page.uncheck("#chats-keep")
+        await one.ask("more")
+        await page.wait_for_selector("[role=alert] >> text=too long for the browser to keep")
+        assert await page.locator("article.assistant").count() == 4
+        await page.reload()
+        await page.wait_for_selector("article.assistant >> nth=2")
+        assert await page.locator("article.assistant").count() == 3
+
+
+STORED = """count => new Promise((done) => {
+    const asked = indexedDB.open("omlxd", 1);
+    asked.onsuccess = () => {
+        const all = asked.result.transaction("chats").objectStore("chats").getAll();
+        all.onsuccess = () => done(all.result.some(({ chat }) =>
+            chat.messages.filter((each) => each.role === "assistant" && each.usage).length === count));
+    };
+})"""
+"""Whether the browser keeps a conversation with so many answers."""
 
 
 async def test_who_gives_no_key_may_give_it_later():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ from browser import KEY, READY, browser, needs_chromium, tab
 from fake_engine import USAGE, FakeEngine, FakeEngines, app_of, served
 
 from omlxd.chat import Finished, Progress, TextDelta
-from omlxd.errors import InvalidRequest, Overloaded
+from omlxd.errors import InvalidRequest
 from omlxd.front.app import create_app
-from omlxd.front.owner import cache_tree
 from tests.end_to_end.test_page import until
-from tests.front.owner.test_cache_tree import cached
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -197,29 +194,6 @@ async def test_a_key_that_is_forgotten_takes_the_conversation_along():
         await page.wait_for_selector("dialog[open]")
         assert "private" not in await page.evaluate("JSON.stringify(sessionStorage)")
         assert await page.locator("article").count() == 0
-
-
-async def test_two_looks_at_the_tree_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    root = tmp_path / "cache"
-    root.mkdir()
-    busy = [True]
-    real = cache_tree.CacheTree._said
-
-    def said(self: Any, *arguments: str) -> Any:
-        if busy.pop() if busy else False:
-            raise Overloaded("The cache's files are being read already; retry in a moment.", retry_after=5)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(cache_tree.CacheTree, "_said", said)
-    async with (
-        served(create_app(cached(root))) as url,
-        browser() as chromium,
-        tab(chromium, url) as one,
-    ):
-        one.expected = ("503",)
-        page = await one.open("cache")
-        await page.wait_for_selector("#cache [role=status] >> text=waits")
-        await page.wait_for_selector("#cache [role=status] >> text=0 blocks in 0 runs")
 
 
 async def test_names_of_strangers_stay_in_their_line():

@@ -1,7 +1,9 @@
 """`python -m omlxd.cli.cache.tree DIR`: the prefixes of a cache dir as trees, by the heads of its files.
 
-Prints JSON (`Trees`). With `NAMESPACE ID` behind it: the files below a node, a line each; ID "" means all of
-the namespace. It is a program of its own because a hundred thousand files take seconds of a processor.
+Reads orders from standard input, a line each, and ends with it. `tree` prints lines of JSON (`Trees`, each
+with `PIECE` nodes at most), `below NAMESPACE ID` the files below a node, children first; ID `-` means all of
+the namespace. An empty line ends each answer. A head is read once: a later order reads those of new files
+alone. It is a program of its own because a hundred thousand files take seconds of a processor.
 
 A node is a run of blocks that nothing branches off. Nothing is verified: this is for people to look at.
 """
@@ -20,17 +22,26 @@ from typing import Any
 import msgspec
 
 from . import inventory
+from .said import Reader, Said
 
-HEAD = 2048
-"""Bytes of a file that hold its parent and the first of its tokens."""
+HEAD = 8192
+"""Bytes of a file that hold its parent and its tokens; of blocks above 1,024 tokens the first ones."""
 SHOWN, COMMON = 24, 4
 """Tokens of a node's text; of these, tokens that it has in common with the nodes beside it."""
 LABELLED = 4000
 """Nodes that get a text, the last used ones first: a tokeniser takes some 20 microseconds for each."""
+PIECE, MOST_NODES = 250, 20_000
+"""Nodes of a line, and of all lines of an order: of a larger tree the last used ones are told."""
+MOST_TEXT = 160
 
 
 class Node(msgspec.Struct, array_like=True):
-    """`id`: the beginning of its first block's name. `used`: seconds since 1970, the newest of its own."""
+    """`id`: the beginning of its first block's name. `used`: seconds since 1970, the newest of its own.
+
+    client  the program whose system prompt it begins with; "": unknown
+    said    the first words of the user up to its end; "": it ends before them, or nobody knows
+    turns   of the user, up to its end
+    """
 
     depth: int
     id: str
@@ -38,6 +49,9 @@ class Node(msgspec.Struct, array_like=True):
     bytes: int
     used: float
     text: str
+    client: str = ""
+    said: str = ""
+    turns: int = 0
 
 
 class Tree(msgspec.Struct):
@@ -52,7 +66,10 @@ class Tree(msgspec.Struct):
 
 
 class Trees(msgspec.Struct):
+    """`left_out`: nodes that are not told, as there are too many."""
+
     trees: list[Tree]
+    left_out: int = 0
 
 
 @dataclass(slots=True)
@@ -71,21 +88,48 @@ ID = 20
 """Hex digits of an id: enough to tell a namespace's blocks apart."""
 
 
-def read_blocks(root: Path, namespace: str) -> tuple[dict[str, _Block], list[inventory.Found]]:
+class Heads:
+    """What the heads of a cache dir's blocks say. `read`: heads that were read."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.read = 0
+        self._known: dict[str, tuple[str, bytes]] = {}
+        self._asked: dict[str, tuple[str, bytes]] = {}
+
+    def forget_others(self) -> None:
+        """Forget the files that were not asked for since the last call."""
+        self._known, self._asked = self._asked, {}
+
+    def of(self, found: inventory.Found) -> tuple[str, bytes]:
+        """A file's parent, "" where its head is unreadable, and its tokens; a checkpoint has none."""
+        key = f"{found.namespace}{found.name}"
+        known = self._known.get(key)
+        if known is None:
+            self.read += 1
+            head = b""
+            with contextlib.suppress(OSError):
+                head = read_head(f"{self.root}/{found.path}")
+            parent = head.partition(b'"parent":"')[2][:64].decode("ascii", "replace")
+            tokens, ended, _ = head.partition(b'"tokens":"')[2].partition(b'"')
+            if b'"kind":"tokens"' not in head:
+                tokens = b""
+            known = parent, tokens if ended else tokens.rpartition(b",")[0]
+        if known[0]:  # Else it is unreadable now, and may be whole the next time.
+            self._asked[key] = known
+        return known
+
+
+def read_blocks(heads: Heads, namespace: str) -> tuple[dict[str, _Block], list[inventory.Found]]:
     """Blocks by name, each with its children; and records, with whatever has no readable head."""
     blocks: dict[str, _Block] = {}
     checkpoints: list[tuple[str, inventory.Found]] = []
     others: list[inventory.Found] = []
-    for found in inventory.walk(root, [namespace]):
+    for found in inventory.walk(heads.root, [namespace]):
         if found.kind not in ("block", "record"):
             continue
-        head = b""
-        if found.kind == "block":
-            with contextlib.suppress(OSError):
-                head = read_head(f"{root}/{found.path}")
-        parent = head.partition(b'"parent":"')[2][:64].decode("ascii", "replace")
-        if b'"kind":"tokens"' in head:
-            tokens = head.partition(b'"tokens":"')[2].partition(b'"')[0]
+        parent, tokens = heads.of(found) if found.kind == "block" else ("", b"")
+        if tokens:
             blocks[found.name] = _Block(found.path, parent, found.disk, found.used, tokens)
         elif parent:
             checkpoints.append((parent, found))
@@ -112,28 +156,35 @@ def read_head(path: str) -> bytes:
         os.close(fd)
 
 
-def tree_of(root: Path, namespace: str, info: Any) -> Tree:
-    blocks, others = read_blocks(root, namespace)
+def tree_of(heads: Heads, namespace: str, info: Any) -> Tree:
+    blocks, others = read_blocks(heads, namespace)
     roots = [name for name, block in blocks.items() if block.parent not in blocks]
     _note_newest(blocks, roots)
     nodes: list[Node] = []
-    decode = _decoder(info.model_path if info else "")
-    waiting = [(0, name, skip) for name, skip in _beside(blocks, roots)]
+    reader = Reader(info.model_path if info else "")
+    waiting = [(0, name, skip, Said()) for name, skip in _beside(blocks, roots)]
     while waiting:
-        depth, name, skip = waiting.pop()
+        depth, name, skip, said = waiting.pop()
         first = last = blocks[name]
-        count, nbytes, used = 1, first.nbytes, first.used
+        count, nbytes, used, tokens = 1, first.nbytes, first.used, [first.tokens]
         while len(last.children) == 1:
             last = blocks[last.children[0]]
             count, nbytes, used = count + 1, nbytes + last.nbytes, max(used, last.used)
+            tokens.append(last.tokens)
+        said = reader.go_on(said, tokens)
         text = ""
-        if len(nodes) < LABELLED and first.tokens:
-            tokens = first.tokens.split(b",")
-            start = max(0, min(skip - COMMON, len(tokens) - SHOWN))
-            ids = [int(token) for token in tokens[start : start + SHOWN] if token.isdigit()]
-            text = ("…" if start else "") + decode(ids)
-        nodes.append(Node(depth, name[:ID], count, nbytes, round(used, 1), text))
-        waiting += [(depth + 1, child, skip) for child, skip in _beside(blocks, last.children)]
+        if len(nodes) < LABELLED:
+            ids = first.tokens.split(b",")
+            start = max(0, min(skip - COMMON, len(ids) - SHOWN))
+            shown = [int(token) for token in ids[start : start + SHOWN] if token.isdigit()]
+            text = (("…" if start else "") + reader.text_of(shown))[:MOST_TEXT]
+        nodes.append(
+            Node(
+                *(depth, name[:ID], count, nbytes, round(used, 1), text),
+                *(said.client, said.words, said.turns),
+            )
+        )
+        waiting += [(depth + 1, child, skip, said) for child, skip in _beside(blocks, last.children)]
     return Tree(
         namespace,
         info.model_id if info else "",
@@ -173,20 +224,9 @@ def _beside(blocks: dict[str, _Block], names: list[str]) -> Iterator[tuple[str, 
     return ((name, shared[name]) for name in ordered)
 
 
-def _decoder(model_path: str) -> Any:
-    """Token ids → text, by the model's own tokeniser; "" where it has none."""
-    try:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(f"{model_path}/tokenizer.json")
-    except Exception:  # It raises plain Exceptions.
-        return lambda ids: ""
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def files_below(root: Path, namespace: str, id: str) -> Iterator[str]:
+def files_below(heads: Heads, namespace: str, id: str) -> Iterator[str]:
     """Files of the node `id` and of all below it, children before parents; "": all of the namespace."""
-    blocks, others = read_blocks(root, namespace)
+    blocks, others = read_blocks(heads, namespace)
     roots = [name for name in blocks if name.startswith(id) and (id or blocks[name].parent not in blocks)]
     for name in _upwards(blocks, roots):
         yield from blocks[name].checkpoints
@@ -195,22 +235,41 @@ def files_below(root: Path, namespace: str, id: str) -> Iterator[str]:
         yield from (other.path for other in others)
 
 
-def main(argv: list[str]) -> int:
-    root = Path(argv[0])
-    if len(argv) == 3:
-        for path in files_below(root, argv[1], argv[2]):
-            print(path)
-        return 0
+def pieces(heads: Heads) -> Iterator[Trees]:
+    """All trees, at most `PIECE` nodes at once; a tree that goes on is named again."""
     try:
-        infos = inventory.namespaces(root)
+        infos = inventory.namespaces(heads.root)
     except FileNotFoundError:
         infos = {}
-    trees = [tree_of(root, namespace, info) for namespace, info in infos.items()]
-    sys.stdout.buffer.write(msgspec.json.encode(Trees([tree for tree in trees if tree.nodes])))
+    room = MOST_NODES
+    for namespace, info in infos.items():
+        tree = tree_of(heads, namespace, info)
+        left_out = max(0, len(tree.nodes) - room)
+        nodes = tree.nodes[:room]
+        room -= len(nodes)
+        for at in range(0, len(nodes), PIECE):
+            yield Trees([msgspec.structs.replace(tree, nodes=nodes[at : at + PIECE])])
+        if left_out:
+            yield Trees([], left_out)
+    heads.forget_others()
+
+
+def main(root: Path) -> int:
+    heads = Heads(root)
+    for line in sys.stdin:
+        verb, *rest = line.split()
+        if verb == "tree":
+            for piece in pieces(heads):
+                sys.stdout.buffer.write(msgspec.json.encode(piece) + b"\n")
+        else:
+            for path in files_below(heads, rest[0], rest[1].strip("-")):
+                sys.stdout.buffer.write(path.encode() + b"\n")
+        sys.stdout.buffer.write(b"\n")
+        sys.stdout.buffer.flush()
     return 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 4):
-        sys.exit("usage: python -m omlxd.cli.cache.tree DIR [NAMESPACE ID]")
-    sys.exit(main(sys.argv[1:]))
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m omlxd.cli.cache.tree DIR")
+    sys.exit(main(Path(sys.argv[1])))

@@ -242,6 +242,12 @@ class MemoryGuard:
             f"of {human(self._device.total)}: it can't be loaded here (--memory-limit off tries)."
         )
 
+    def room(self) -> int:
+        """Bytes that all models together may take; 0: no engine has named the device yet, or no limit."""
+        if self.memory_limit_bytes == 0 or self._device is None:
+            return 0
+        return self._most(self._device)
+
     def need(self, model_id: str, prints: Footprint) -> int:
         """Bytes to load a model and answer something short, by its files and by what was seen before."""
         return prints.loading(self._backend) + int(prints.weights * (self._book.factor(model_id) - 1))

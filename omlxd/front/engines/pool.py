@@ -20,6 +20,7 @@ from ...common.units import SLOTS
 from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
 from ...models.catalog import Catalog, InstalledModel
+from ...models.remove import remove_folder
 from ...models.resolve import check_folder, resolve_model
 from ...wire import Load
 from .adapters import find_host, join, take_up_changes, unusable
@@ -203,6 +204,25 @@ class EnginePool:
     def estimate(self, engine: ModelEngine) -> tuple[int, int] | None:
         """(bytes to load `engine`, bytes of KV a token); None: nobody knows."""
         return self._guard.estimate(engine)
+
+    def why_never(self, engine: ModelEngine) -> str:
+        """Why `engine` can never be loaded on this machine; "": it may be."""
+        return self._guard.why_never(engine)
+
+    def room(self) -> int:
+        """Bytes that all models together may take; 0: nobody knows yet, or all that they want."""
+        return self._guard.room()
+
+    async def remove(self, engine: ModelEngine, folder: Path) -> None:
+        """Unload `engine` and delete its `folder`. Raises OmlxdError; InvalidRequest while it answers."""
+        busy = any(each.in_flight for each in (engine, *self._guests(engine)))
+        if busy or not await self.unload(engine.model_id):
+            raise InvalidRequest(
+                f"{engine.model_id} answers a request: delete it once that has ended.", param="model"
+            )
+        await asyncio.to_thread(remove_folder, folder)
+        log.info("%s is deleted: %s", engine.model_id, folder)
+        await self.look_for_models(afresh=True)
 
     def start(self, *, first: bool = True) -> None:
         """Begin to load what loads at start, if `first`. Returns at once; needs a running event loop."""

@@ -11,14 +11,17 @@ from operator import attrgetter
 
 import msgspec
 
-from ...chat import Conversation, GenerateRequest, RawPrompt, TextPart
+from ...chat import Conversation, GenerateRequest, RawPrompt, TextPart, ToolResultPart
 from ...common.bounded_map import BoundedMap
+from ...common.clients import own_words
 from .trace import RequestTrace
 
 MOST, MOST_BYTES = 64, 8 << 20
 """Requests, and bytes of them. They are kept encoded: as objects they may take thirty times as much."""
 
 OPENING_CHARS = 120
+LOOKED_CHARS = 20_000
+"""Of a part, in which the user's own words are looked for behind a client's notes."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)
@@ -30,6 +33,7 @@ class RecentRequest:
 
     size     bytes that count for it: of its body, or of itself where that is more
     opening  the first words that its user said
+    turns    of the user
     """
 
     model_id: str
@@ -39,6 +43,7 @@ class RecentRequest:
     trace: RequestTrace
     began: float
     opening: str
+    turns: int = 0
 
     @property
     def request(self) -> GenerateRequest:
@@ -79,9 +84,8 @@ class RecentRequests:
         size = max(nbytes, len(data))
         if size > self._kept.max_cost:
             return
-        kept = RecentRequest(
-            model_id, request.session, data, size, trace, time.time(), _opening(request.prompt)
-        )
+        opening, turns = _said(request.prompt)
+        kept = RecentRequest(model_id, request.session, data, size, trace, time.time(), opening, turns)
         self._kept.put(trace.id, kept)
 
     def find_request(self, id: str = "", session: str = "") -> RecentRequest | None:
@@ -97,8 +101,13 @@ class RecentRequests:
         return list(self._kept.values())
 
 
-def _opening(prompt: Conversation | RawPrompt) -> str:
+def _said(prompt: Conversation | RawPrompt) -> tuple[str, int]:
+    """The user's first own words, and how many turns are the user's."""
     if isinstance(prompt, RawPrompt):
-        return prompt.text[:OPENING_CHARS]
-    said = (part for message in prompt.messages if message.role == "user" for part in message.parts)
-    return next((part.text[:OPENING_CHARS] for part in said if isinstance(part, TextPart)), "")
+        return prompt.text[:OPENING_CHARS], 1
+    turns = [message.parts for message in prompt.messages if message.role == "user"]
+    said = (
+        own_words(part.text[:LOOKED_CHARS]) for parts in turns for part in parts if isinstance(part, TextPart)
+    )
+    written = [parts for parts in turns if not all(isinstance(part, ToolResultPart) for part in parts)]
+    return next(filter(None, said), "")[:OPENING_CHARS], len(written)

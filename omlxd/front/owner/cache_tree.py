@@ -1,27 +1,23 @@
 """`GET /omlxd/cache/tree` and `POST /omlxd/cache/clear`: the SSD cache's prefixes, and an end of some.
 
-A program of its own reads the files' heads (cli/cache/tree.py), one at a time, at the lowest priority.
+/omlxd/cache/tree            the first piece, at once: of the last read, while a new one is under way
+/omlxd/cache/tree?piece=3    the fourth; they belong together while their `look` is the same
+/omlxd/cache/tree?wait=20    waits so many seconds for a read that is not old
 """
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import AsyncGenerator
-
 from starlette.requests import Request
-from starlette.types import ASGIApp
 
 from ...cli.owner_api import ClearCache, Forgotten
-from ...errors import InvalidRequest, OmlxdError, Overloaded
+from ...errors import InvalidRequest
 from ...kv.files.paths import is_namespace_dir, is_stored_path
 from ..engines.pool import EnginePool
-from ..http.streams import Streamed
+from .cache_index import WAIT_S, CacheIndex, TreePiece
 
-COMMAND = ("nice", "-n", "19", sys.executable, "-m", "omlxd.cli.cache.tree")
-PIECE = 64 * 1024
 AT_ONCE = 256
 """Files that are removed in one turn of the ledger's thread."""
+MOST_PIECE = 10_000
 
 
 class CacheTree:
@@ -29,19 +25,19 @@ class CacheTree:
 
     def __init__(self, engines: EnginePool):
         self._engines = engines
-        self._busy = False
+        self.index = CacheIndex(engines.cold)
 
-    async def tree(self, request: Request) -> ASGIApp:
-        pieces = self._said()
-        first = await anext(pieces, b"")  # So that a failure is an error and no broken answer.
-        return Streamed(pieces, "application/json", first)
+    async def tree(self, request: Request) -> TreePiece:
+        piece = _number(request, "piece", 0, MOST_PIECE)
+        return await self.index.piece(int(piece), _number(request, "wait", WAIT_S, 3600))
 
     async def clear(self, asked: ClearCache) -> Forgotten:
         if not is_namespace_dir(asked.namespace):
             raise InvalidRequest("namespace: it is no folder of the cache.", param="namespace")
-        said = b"".join([piece async for piece in self._said(asked.namespace, asked.id)]).decode()
+        self._engines.cold.check()
+        said = await self.index.files_below(asked.namespace, asked.id)
         pins = await self._engines.cold.pinned_files()
-        found = [path for path in said.split("\n") if is_stored_path(path)]
+        found = [path for path in said if is_stored_path(path)]
         paths = [path for path in found if path not in pins]
         stays = sorted({name for path in found for name in pins.get(path, ())})
         total = Forgotten(pinned=len(found) - len(paths), pins=stays)
@@ -50,26 +46,16 @@ class CacheTree:
             total.files += done[0]
             total.bytes += done[1]
             total.troubles += done[2][: 20 - len(total.troubles)]
+        self.index.forget()
         return total
 
-    async def _said(self, *arguments: str) -> AsyncGenerator[bytes, None]:
-        """What the program prints."""
-        self._engines.cold.check()
-        if self._busy:
-            raise Overloaded("The cache's files are being read already; retry in a moment.", retry_after=5)
-        self._busy = True
-        process = None
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *COMMAND, self._engines.cold.folder, *arguments, stdout=asyncio.subprocess.PIPE
-            )
-            assert process.stdout is not None
-            while piece := await process.stdout.read(PIECE):
-                yield piece
-            if await process.wait():
-                raise OmlxdError("The cache's files can't be read; the log has the details.")
-        finally:
-            self._busy = False
-            if process is not None and process.returncode is None:
-                process.kill()
-                await process.wait()
+
+def _number(request: Request, name: str, default: float, most: float) -> float:
+    text = request.query_params.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= most:
+        raise InvalidRequest(f"{name}: write a number from 0 to {most:g}.", param=name)
+    return value

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import msgspec
+import psutil
 from starlette.requests import Request
 
 from ...cli.owner_api import (
@@ -11,11 +15,15 @@ from ...cli.owner_api import (
     LoadModel,
     NameModel,
     PinModel,
+    Removed,
+    RemoveModel,
     Unloaded,
     UnloadModel,
 )
 from ...common.units import duration
-from ...errors import InvalidRequest
+from ...errors import ConfigError, InvalidRequest
+from ...models.local_stores import LocalModel, check_models, local_models
+from ...models.remove import removable
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
 from ..http.routes import Operation, get, post
@@ -51,6 +59,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         expires_in_s=engine.expires_in_s,
         loads=engine.process.supervisor.loads,
         trouble=engine.process.supervisor.trouble,
+        never=pool.why_never(engine),
         origin=engine.described.origin,
         tools=engine.described.tools,
         layers=engine.footprint.layers if engine.footprint else None,
@@ -58,6 +67,19 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         adapter=str(engine.adapter or ""),
         shares=engine.shares,
     )
+
+
+class FoundModels(msgspec.Struct):
+    """`room_bytes`: what all models together may take, or the machine's memory where that is not known."""
+
+    models: list[LocalModel]
+    room_bytes: int
+
+
+def _found() -> list[LocalModel]:
+    models = local_models()
+    check_models(models)
+    return models
 
 
 def admin_routes(pool: EnginePool) -> list[Operation]:
@@ -96,6 +118,20 @@ def admin_routes(pool: EnginePool) -> list[Operation]:
         pool.alias(asked.alias, asked.model)
         return listed()
 
+    async def remove(asked: RemoveModel) -> Removed:
+        engine = await pool.find_engine(asked.model)
+        try:
+            folder = removable(model_status(pool, engine), pool.catalog.settings.base_path)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="model") from None
+        await pool.remove(engine, folder)
+        return Removed(engine.model_id, str(folder), engine.disk_bytes or 0)
+
+    async def found() -> FoundModels:
+        models = await asyncio.to_thread(_found)
+        total = await asyncio.to_thread(lambda: psutil.virtual_memory().total)
+        return FoundModels(models, pool.room() or total)
+
     async def inspect(request: Request) -> Inspected:
         parsed = parse_inspect(await request.body())
         return await inspect_prompt(pool, await pool.find_engine(parsed.model), parsed)
@@ -106,6 +142,8 @@ def admin_routes(pool: EnginePool) -> list[Operation]:
         post("/omlxd/models/load", load, "Answers once it is loaded"),
         post("/omlxd/models/unload", unload, "Answers once it is gone, or says that it waits"),
         post("/omlxd/models/pin", pin, "Never unloaded for others or for being idle"),
+        post("/omlxd/models/remove", remove, "Unload it, and delete its files"),
+        get("/omlxd/models/found", found, "Models of other programs on this machine"),
         post("/omlxd/models/alias", alias, "Another name for it; model null takes it away"),
         *pulling.routes(),
         get("/omlxd/models/{id:path}", model, "One installed model"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from starlette.requests import Request
@@ -42,16 +43,22 @@ HEADERS = {
 }
 
 
-async def root(request: Request) -> Response:
-    """The page for browsers; name and version for whoever does not ask for HTML."""
-    if "text/html" in request.headers.get("accept", ""):
-        return _answer(request, "index.html")
-    return Response(f"omlxd {__version__}\n", media_type="text/plain", headers={"vary": "accept"})
+class Page:
+    """`opened`: called when a browser opens it, for what it will ask."""
 
+    def __init__(self, opened: Callable[[], None]):
+        self._opened = opened
 
-async def file(request: Request) -> Response:
-    """A file of the page. Raises NotFound."""
-    return _answer(request, request.path_params["name"])
+    async def root(self, request: Request) -> Response:
+        """The page for browsers; name and version for whoever does not ask for HTML."""
+        if "text/html" in request.headers.get("accept", ""):
+            self._opened()
+            return _answer(request, "index.html")
+        return Response(f"omlxd {__version__}\n", media_type="text/plain", headers={"vary": "accept"})
+
+    async def file(self, request: Request) -> Response:
+        """A file of the page. Raises NotFound."""
+        return _answer(request, request.path_params["name"])
 
 
 def _answer(request: Request, name: str) -> Response:

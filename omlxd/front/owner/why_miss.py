@@ -13,6 +13,7 @@ import msgspec
 from ...api.body import ParsedRequest
 from ...chat import GenerateRequest
 from ...cli.owner_api import LAST, RecentList, RequestLine, WhyMiss, WhyMissBody
+from ...common.clients import client_of_request
 from ...errors import InvalidRequest, NotFound, bad_field
 from ...explanation import Explanation
 from ..engines.model import ModelEngine
@@ -101,4 +102,6 @@ def _line(each: RecentRequest) -> RequestLine:
         cached_tokens=each.reached,
         outcome=each.trace.outcome,
         opening=each.opening,
+        client=client_of_request(each.trace.client, each.session),
+        turns=each.turns,
     )

@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75.0
 """Agents pause between turns; a new connection a turn costs them, an idle one costs us nothing."""
 MAX_HEADERS = 64 * 1024
+CACHE_INDEX_AFTER_S = 20.0
+"""After the start, once the default model is loaded, the SSD cache is read for whoever looks at it later."""
 END_S = 3.0
 """How long connections may take to close once their last answer has ended."""
 
@@ -186,6 +188,7 @@ async def _serve(
         name="start page",
     )
     page.add_done_callback(lambda _: logs.page_is_printed())
+    asyncio.get_running_loop().call_later(CACHE_INDEX_AFTER_S, app.state.cache_index.begin)
     notify.ready(f"listening on {urls}")
     notify.watch()
     stopped = asyncio.create_task(stop.wait())

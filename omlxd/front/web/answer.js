@@ -1,7 +1,7 @@
 // A model's answer in the log: its thoughts, text, calls, and where its prompt came from.
 
 import { bytes, h, number, s, seconds } from "./dom.js";
-import { Rendered, code } from "./markdown.js";
+import { Plain, Rendered, code } from "./markdown.js";
 
 /** Shows `message` and whatever is added to it; draws at most once a frame, and then calls `drawn`. */
 export class Answer {
@@ -12,6 +12,7 @@ export class Answer {
     this.thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Thinking"), this.thoughts);
     this.text = h("div", { class: "said markdown" });
     this.rendered = new Rendered(this.text);
+    this.thought = new Plain(this.thoughts);
     this.calls = h("div", { class: "calls" });
     this.waits = h("p", { class: "hint waits", hidden: true });
     this.problem = h("p", { class: "problem", hidden: true });
@@ -35,7 +36,7 @@ export class Answer {
     this.thinking.hidden = !message.reasoning;
     if (message.reasoning) {
       this.thinking.firstChild.textContent = message.content || message.usage ? "Thought" : "Thinking…";
-      if (this.thoughts.textContent !== message.reasoning) this.thoughts.textContent = message.reasoning;
+      this.thought.show(message.reasoning);
     }
     this.rendered.show(message.content);
     this.calls.replaceChildren(...(message.calls ?? []).map(call));

@@ -1,15 +1,15 @@
-// What is cached: sessions and their requests, the prefixes on SSD, why a prompt missed, pins.
+// What is kept: the last conversations and their requests, the texts on SSD, why a prompt was computed, pins.
 
 import { ago, button, bytes, counted, h, number, put, redraw, say, tame } from "./dom.js";
 import { json } from "./net.js";
 import { VirtualTree } from "./virtual.js";
 
-const WAIT_MS = 2000;
-const MOST_TRIES = 60;
+const WAIT_S = 20;
 const AGAIN_MS = 3000;
 
 let els = {};
-let trees = [];
+let shownLook = 0; // Which read of the daemon's is shown.
+let turn = 0; // Of the looks at the tree; the newest goes on.
 let sessions = [];
 let pins = null;
 let loading = null;
@@ -22,15 +22,17 @@ export function start(section) {
   els.why = h("section", { class: "why", "aria-labelledby": "why-title", tabindex: -1, hidden: true });
   els.pins = h("div", {});
   els.sums = h("p", { class: "hint", role: "status" });
-  els.tree = new VirtualTree("Prefixes on SSD", { cells, chosen });
-  els.node = h("div", { class: "node", "aria-live": "polite" }, h("p", { class: "hint" }, "Choose a prefix to see it, or to clear it."));
+  els.tree = new VirtualTree("Kept on SSD", { cells, chosen });
+  els.node = h("div", { class: "node", "aria-live": "polite" }, h("p", { class: "hint" }, "Choose a row to read it, or to remove it."));
   section.append(
-    h("div", { class: "row" }, h("h2", {}, "Sessions"), h("span", { class: "gap" }), button("Look again", load, { failed })),
+    h("div", { class: "row" }, h("h2", {}, "Last conversations"), h("span", { class: "gap" }), button("Look again", load, { failed })),
     els.problem,
-    h("p", { class: "hint" }, "The last requests; their prompts are in the daemon's memory alone."),
+    h("p", { class: "hint" }, "From the last 64 requests. Their texts are in the daemon's memory alone."),
     els.sessions, els.why,
-    h("h2", {}, "Prefixes on SSD"), els.sums, els.tree.element, els.node,
-    h("h2", {}, "Pinned"), h("p", { class: "hint" }, "What is pinned is evicted last."), els.pins);
+    h("h2", {}, "Kept on SSD"),
+    h("p", { class: "hint" }, "Work on prompts that need not be done again. A conversation stands below the text that it begins with; conversations that begin alike share it."),
+    els.sums, els.tree.element, els.node,
+    h("h2", {}, "Pinned"), h("p", { class: "hint" }, "What is pinned is the last to be removed when room is needed."), els.pins);
 }
 
 export async function show() {
@@ -97,26 +99,30 @@ function sessionList() {
     const known = session.requests.filter((request) => request.cached_tokens >= 0);
     const prompt = known.reduce((sum, request) => sum + request.prompt_tokens, 0);
     const cached = known.reduce((sum, request) => sum + request.cached_tokens, 0);
-    const part = prompt ? `, ${Math.round((100 * cached) / prompt)}% restored` : "";
+    const part = prompt ? `, ${Math.round((100 * cached) / prompt)}% of its prompts from the cache` : "";
+    const { client, turns, began } = session.requests[0];
     const opening = tame(session.requests.at(-1).opening, 60);
     const shownName = tame(session.name, 40);
     return h("details", { "data-name": session.name, open: open.size ? open.has(session.name) : at === 0 },
-      h("summary", {}, h("b", {}, h("bdi", {}, opening || shownName)),
-        h("span", { class: "hint" }, ` ${counted(session.requests.length, "request")}, ${ago(session.requests[0].began)}${part}`, opening ? [" · ", h("bdi", {}, shownName)] : "")),
+      h("summary", {}, chip(client), h("b", {}, h("bdi", {}, opening || shownName)),
+        h("span", { class: "hint" }, ` ${counted(turns, "turn")}, ${counted(session.requests.length, "request")}, ${ago(began)}${part}`, opening ? [" · ", h("bdi", {}, shownName)] : "")),
       session.named ? pinButton(session.name, { session: session.name }) : null,
       h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": `Requests of ${opening || shownName}` }, h("table", {},
-        h("thead", {}, h("tr", {}, ...["When", "Prompt", "Restored", "Outcome", "Model"].map((name) => h("th", { scope: "col" }, name)), h("th", { scope: "col" }, h("span", { class: "unseen" }, "Actions")))),
+        h("thead", {}, h("tr", {}, ...["When", "Prompt", "From cache", "Ended", "Model"].map((name) => h("th", { scope: "col" }, name)), h("th", { scope: "col" }, h("span", { class: "unseen" }, "Actions")))),
         h("tbody", {}, ...session.requests.map(line)))));
   }));
   if (!sessions.length) els.sessions.append(h("p", { class: "empty" }, "No request has been made since the daemon began."));
 }
 
+const OUTCOMES = { ok: "complete", disconnected: "stopped" };
+const chip = (client) => (client ? [h("span", { class: "client" }, h("bdi", {}, tame(client, 24))), " "] : null);
+
 function line(request) {
   const known = request.cached_tokens >= 0;
   const acts = h("td", { class: "nowrap" },
-    button("Why?", () => why(request), { class: "quiet", "aria-label": `Why did request ${request.id} miss`, failed }),
-    button("In the tree", () => find(request), { class: "quiet", "aria-label": `Show request ${request.id} in the tree`, failed }));
-  return h("tr", {}, ...[ago(request.began), known ? number(request.prompt_tokens) : "–", known ? number(request.cached_tokens) : "–", request.outcome, request.model].map((text) => h("td", { class: "nowrap" }, text)), acts);
+    button("Why?", () => why(request), { class: "quiet", "aria-label": `Why was request ${request.id} computed`, failed }),
+    button("On SSD", () => find(request), { class: "quiet", "aria-label": `Show request ${request.id} on SSD`, failed }));
+  return h("tr", {}, ...[ago(request.began), known ? number(request.prompt_tokens) : "–", known ? number(request.cached_tokens) : "–", OUTCOMES[request.outcome] ?? request.outcome, request.model].map((text) => h("td", { class: "nowrap" }, text)), acts);
 }
 
 function pinButton(name, asked) {
@@ -149,39 +155,41 @@ function pinList() {
 // ------------------------------------------------------------------- why
 
 const CAUSES = {
-  differs: ({ stored_used }) => `Another text is stored there (last used ${ago(stored_used)}).`,
-  other_image: ({ stored_used }) => `Another image is stored there (last used ${ago(stored_used)}).`,
-  never_stored: () => "Never stored, or removed longer ago than a daemon remembers; nothing else is there.",
+  differs: ({ stored_used }) => `From there on another text is kept (last used ${ago(stored_used)}).`,
+  other_image: ({ stored_used }) => `Another image is kept there (last used ${ago(stored_used)}).`,
+  never_stored: () => "It was new: no request that is kept goes on from there. (Or it was removed longer ago than the daemon remembers.)",
   other_namespace: ({ elsewhere }) => elsewhere?.length && elsewhere.every((other) => other.adapter && !other.differs?.length)
-    ? `It is stored, but for ${[...new Set(elsewhere.map((other) => other.adapter))].join(", ")}; adapters share no KV with the model or each other.`
-    : "It is stored, but as made with another model file or setting.",
+    ? `It is kept, but for ${[...new Set(elsewhere.map((other) => other.adapter))].join(", ")}; adapters share nothing with the model or each other.`
+    : "It is kept, but was made with another model file or setting.",
   no_checkpoint: ({ chain_tokens, hot_tokens, cold_tokens }) => `The blocks reach token ${number(chain_tokens)}, but the model's state can be restored only at a checkpoint; the last one stands at token ${number(hot_tokens + cold_tokens)}.`,
-  evicted: ({ gone_at }) => `It was stored, and evicted ${ago(gone_at)}.`,
-  cleared: ({ gone_at }) => `It was stored, and cleared ${ago(gone_at)}.`,
+  evicted: ({ gone_at }) => `It was kept, and removed ${ago(gone_at)} because others needed the room.`,
+  cleared: ({ gone_at }) => `It was kept, and its owner removed it ${ago(gone_at)}.`,
   damaged: ({ gone_at }) => `Its file was damaged, and removed ${ago(gone_at)}.`,
-  reuse_off: ({ reason }) => `Prefixes are not reused: ${reason}`,
+  reuse_off: ({ reason }) => `Nothing is kept for this model: ${reason}`,
   none: ({ prompt_tokens, block_size }) => prompt_tokens <= block_size
-    ? `Nothing missed: the prompt is no longer than one block of ${block_size} tokens.`
-    : "Nothing missed: every full block before the prompt's last token is there.",
+    ? `Prompts are kept in pieces of ${block_size} tokens, and this one is no longer than one piece: it is computed each time.`
+    : `All that can be kept of it came from the cache: whole pieces of ${block_size} tokens. The ${counted((prompt_tokens - 1) % block_size + 1, "token")} after the last whole piece are computed each time.`,
 };
+
+const WHOLE = ["none"]; // Nothing was computed that could have been kept.
 
 async function why(request) {
   const { explanation, model, reached, recomputed } = await json("/omlxd/why-miss", { body: { request_id: request.id } });
   const told = { prompt_tokens: 0, block_size: 0, hot_tokens: 0, cold_tokens: 0, chain_tokens: 0, position: 0, ...explanation };
-  const restored = reached >= 0 ? `${number(reached)} tokens were restored` : `${number(told.hot_tokens + told.cold_tokens)} tokens would be restored now`;
+  const restored = reached >= 0 ? `${number(reached)} came from the cache` : `${number(told.hot_tokens + told.cold_tokens)} would come from the cache now`;
   const computed = recomputed ? `, ${number(recomputed)} more lay on SSD and were computed as that was faster or a file damaged` : "";
-  const sides = [["This prompt", told.given ?? "", told.stored], ["What is stored", told.stored ?? "", told.given]].filter(([, text]) => text);
+  const sides = [["This prompt", told.given ?? "", told.stored], ["What is kept", told.stored ?? "", told.given]].filter(([, text]) => text);
   put(els.why,
-    h("div", { class: "row" }, h("h3", { id: "why-title" }, "Why it missed"), h("span", { class: "gap" }), button("Close", () => { els.why.hidden = true; }, { class: "quiet" })),
-    h("p", {}, `${model}: prompt of ${counted(told.prompt_tokens, "token")}, blocks of ${told.block_size}. ${restored}${computed}.`),
-    h("p", {}, h("b", {}, ["none", "reuse_off", "no_checkpoint"].includes(told.cause) ? "" : `First miss at token ${number(told.position)}. `), (CAUSES[told.cause] ?? (() => told.cause))(told)),
-    told.elsewhere?.length ? h("ul", {}, ...told.elsewhere.map((other) => h("li", {}, `Namespace ${other.name.slice(0, 8)} holds ${number(other.tokens)} tokens of it${other.adapter ? `, for ${other.adapter}` : ""}${other.differs?.length ? `; it differs in ${other.differs.join(", ")}` : ""}.`))) : null,
+    h("div", { class: "row" }, h("h3", { id: "why-title" }, WHOLE.includes(told.cause) ? "What came from the cache" : "Why it was computed"), h("span", { class: "gap" }), button("Close", () => { els.why.hidden = true; }, { class: "quiet" })),
+    h("p", {}, `${model}: of ${counted(told.prompt_tokens, "token")} of the prompt ${restored}${computed}.`),
+    h("p", {}, h("b", {}, ["none", "reuse_off", "no_checkpoint"].includes(told.cause) ? "" : `Computed from token ${number(told.position)} on. `), (CAUSES[told.cause] ?? (() => told.cause))(told)),
+    told.elsewhere?.length ? h("ul", {}, ...told.elsewhere.map((other) => h("li", {}, `Folder ${other.name.slice(0, 8)} of the cache holds ${number(other.tokens)} tokens of it${other.adapter ? `, for ${other.adapter}` : ""}${other.differs?.length ? `; it differs in ${other.differs.join(", ")}` : ""}.`))) : null,
     sides.length ? h("div", { class: "sides" }, ...sides.map(([name, text, other]) => h("figure", {}, h("figcaption", {}, name), beside(told.before ?? "", text, other)))) : null);
   els.why.hidden = false;
   els.why.focus();
 }
 
-/** Text before the miss, then `text`, marked from where it differs from `other`. */
+/** Text before the place, then `text`, marked from where it differs from `other`. */
 function beside(before, text, other) {
   let same = 0;
   while (other && same < text.length && text[same] === other[same]) same += 1;
@@ -190,36 +198,66 @@ function beside(before, text, other) {
 
 // ------------------------------------------------------------------- the tree
 
-async function loadTree() {
-  const began = performance.now();
-  for (let tries = 1; ; tries += 1) {
-    els.sums.textContent = "Reading the files' heads…";
-    try {
-      ({ trees } = await json("/omlxd/cache/tree"));
-      break;
-    } catch (error) {
-      els.sums.textContent = error.status === 503 ? error.message : "";
-      if (error.status !== 503) throw error;
-      if (error.code !== "overloaded" || tries === MOST_TRIES) {
-        els.tree.element.hidden = true;
-        return;
-      }
-    }
-    els.sums.textContent = "Somebody else has the files' heads read; this look waits…";
-    await new Promise((resolve) => { setTimeout(resolve, WAIT_MS); });
+/** The pieces of the daemon's last read; where a newer one is under way, its pieces once they are there. */
+async function loadTree(wait = 0, mine = (turn += 1)) {
+  let first;
+  try {
+    first = await json(`/omlxd/cache/tree${wait ? `?wait=${wait}` : ""}`);
+  } catch (error) {
+    if (error.status !== 503) throw error;
+    els.sums.textContent = error.message;
+    els.tree.element.hidden = true;
+    return;
   }
-  const nodes = trees.flatMap((tree) => made(tree)).map((node, index, all) => Object.assign(node, { index }));
-  linked(nodes);
-  els.tree.show(nodes);
+  if (mine !== turn) return;
+  const reading = first.state === "new" ? "" : first.state === "old" ? ` As of ${ago(first.at)}; it is read anew…` : "";
+  if (first.look && (first.look !== shownLook || !els.tree.nodes.length)) await showPieces(first);
+  const kept = `${counted(first.files, "file")}, ${bytes(first.bytes)}`;
+  els.sums.textContent = first.look ? `${summed(first)}${reading}` : `${kept}. They are read for the first time…`;
+  if (first.state !== "new" && !left) loadTree(WAIT_S, mine).catch(failed);
+}
+
+async function showPieces(first) {
+  const parts = new Map();
+  const take = (piece) => {
+    for (const tree of piece.trees) {
+      const known = parts.get(tree.namespace);
+      if (known) known.nodes.push(...tree.nodes);
+      else parts.set(tree.namespace, tree);
+    }
+  };
+  const draw = () => {
+    const nodes = [...parts.values()].flatMap((tree) => made(tree)).map((node, index) => Object.assign(node, { index }));
+    linked(nodes);
+    els.tree.show(nodes);
+    els.tree.element.hidden = !nodes.length;
+  };
+  take(first);
+  draw();
+  shownLook = first.look;
+  for (let at = 1; at < first.pieces; at += 1) {
+    const piece = await json(`/omlxd/cache/tree?piece=${at}`);
+    if (piece.look !== first.look) {
+      shownLook = 0; // A newer read has taken its place.
+      return;
+    }
+    take(piece);
+  }
+  if (first.pieces > 1) draw();
+}
+
+function summed(first) {
+  const { nodes } = els.tree;
   const sum = (name) => nodes.reduce((all, node) => all + (node.depth ? node[name] : 0), 0);
-  els.sums.textContent = `${counted(sum("blocks"), "block")} in ${counted(nodes.length - trees.length, "run")}, ${bytes(sum("bytes"))}; read in ${((performance.now() - began) / 1000).toFixed(1)} s.`;
-  els.tree.element.hidden = !nodes.length;
+  const rows = nodes.filter((node) => node.depth).length;
+  const hidden = first.left_out ? `; ${number(first.left_out)} more, used longest ago, are not shown` : "";
+  return `${counted(sum("blocks"), "block")} in ${counted(rows, "row")}, ${bytes(sum("bytes"))}${hidden}.`;
 }
 
 /** A tree's model as the root of its nodes. */
 function made(tree) {
   const root = { depth: 0, id: "", blocks: 0, bytes: tree.other_bytes, used: 0, text: tree.model || tree.namespace, tree, open: true };
-  return [root, ...tree.nodes.map(([depth, id, blocks, size, used, text]) => ({ depth: depth + 1, id, blocks, bytes: size, used, text, tree, open: depth < 1 }))];
+  return [root, ...tree.nodes.map(([depth, id, blocks, size, used, text, client = "", said = "", turns = 0]) => ({ depth: depth + 1, id, blocks, bytes: size, used, text, client, said, turns, tree, open: depth < 1 }))];
 }
 
 /** Give each node its end, what is above it, its place beside others, and the sums of all below it. */
@@ -254,21 +292,36 @@ function linked(nodes) {
 
 const tokens = (node, blocks) => number(blocks * node.tree.block_size);
 
+/** What the daemon's last requests know of a row whose tokens do not say it. */
+function whose(node) {
+  if (node.client || !node.said) return node.client;
+  const begins = node.said.slice(0, 40);
+  return sessions.find(({ requests }) => requests.at(-1).opening.replace(/\s+/g, " ").startsWith(begins))?.requests[0].client ?? "";
+}
+
+const title = (node) => {
+  if (!node.depth) return h("b", {}, node.text);
+  if (node.said) return h("bdi", {}, tame(node.said, 90));
+  return h("span", { class: "raw" }, node.text.replaceAll("\n", "⏎") || `block ${node.id.slice(0, 12)}`);
+};
+
 const cells = (node) => [
-  h("span", { class: "tree-text" }, node.depth ? node.text.replaceAll("\n", "⏎") || `block ${node.id.slice(0, 12)}` : h("b", {}, node.text)),
+  h("span", { class: "tree-text" }, node.depth ? chip(whose(node)) : null, title(node)),
+  h("span", { class: "tree-size turns" }, node.turns ? counted(node.turns, "turn") : ""),
   h("span", { class: "tree-size" }, `${tokens(node, node.allBlocks)} tokens`),
   h("span", { class: "tree-size" }, bytes(node.allBytes)),
   h("span", { class: "tree-size" }, ago(node.newest)),
 ];
 
 function chosen(node) {
-  const what = node.depth ? "this prefix and all that goes on from it" : `all of ${node.text}`;
+  const what = node.depth ? "this and all that goes on from it" : `all of ${node.text}`;
   put(els.node,
+    node.said ? h("p", {}, chip(whose(node)), h("b", {}, h("bdi", {}, node.said)), ` ${counted(node.turns, "turn")}`) : null,
     h("p", {}, node.depth
       ? `${tokens(node, node.blocks)} tokens in ${counted(node.blocks, "block")}, ${bytes(node.bytes)}, last used ${ago(node.used)}. With all that goes on from it: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}.`
-      : `${node.tree.model || "An unknown model"}, namespace ${node.tree.namespace.slice(0, 8)}: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}, of these ${counted(node.tree.other_files, "record")} of answers.`),
+      : `${node.tree.model || "An unknown model"}, folder ${node.tree.namespace.slice(0, 8)}: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}, of these ${counted(node.tree.other_files, "record")} of answers.`),
     node.text && node.depth ? h("pre", { tabindex: 0 }, node.text) : null,
-    h("p", { class: "row" }, confirmed(`Clear ${what}`, () => `Remove ${bytes(node.allBytes)} from SSD${pins?.pins.length ? ", but for what is pinned" : ""}`, () => clear(node))));
+    h("p", { class: "row" }, confirmed(`Remove ${what}`, () => `Yes, remove ${bytes(node.allBytes)} from SSD${pins?.pins.length ? ", but for what is pinned" : ""}`, () => clear(node))));
 }
 
 /** A button that asks once more before it acts. */
@@ -286,8 +339,9 @@ function confirmed(label, sure, act) {
 async function clear(node) {
   const done = await json("/omlxd/cache/clear", { body: { namespace: node.tree.namespace, id: node.id } });
   await load();
+  await loadTree(WAIT_S);
   const text = `Gone from SSD: ${counted(done.files, "file")}, ${bytes(done.bytes)}. What RAM holds stays until the model is unloaded.`;
-  const stays = done.pinned && `Left alone: ${counted(done.pinned, "pinned file")}; unpin ${done.pins.map(pinName).join(", ")} to clear the rest.`;
+  const stays = done.pinned && `Left alone: ${counted(done.pinned, "pinned file")}; unpin ${done.pins.map(pinName).join(", ")} to remove the rest.`;
   put(els.node, h("p", {}, text), stays ? h("p", { class: "problem" }, stays) : null, ...done.troubles.map((trouble) => h("p", { class: "problem" }, trouble)));
   els.tree.element.focus();
 }
@@ -298,7 +352,7 @@ async function find(request) {
   const names = files.map((file) => file.split("/").at(-1).slice(0, 20));
   const deepest = els.tree.nodes.filter((each) => each.depth && names.includes(each.id)).at(-1);
   if (!deepest) {
-    failed(new Error("Nothing of this prompt is on SSD (yet)."));
+    failed(new Error("Nothing of this prompt is on SSD, or not yet."));
     return;
   }
   els.tree.reveal(deepest);

@@ -1,10 +1,12 @@
-// A conversation with a model. It lives in this tab and goes nowhere but to this daemon.
+// A conversation with a model. It lives in this browser and goes nowhere but to this daemon.
 
 import { Answer } from "./answer.js";
-import { button, h, number, say } from "./dom.js";
+import { Chats } from "./chats.js";
+import { copy } from "./copy.js";
+import { button, h, number, say, tame } from "./dom.js";
 import { Images } from "./images.js";
-import { fresh, keep, kept } from "./keep.js";
-import { code } from "./markdown.js";
+import { fresh, isMessage, keep, kept } from "./keep.js";
+import { Plain, code } from "./markdown.js";
 import { Refused, events, json, send } from "./net.js";
 import { body, take } from "./request.js";
 
@@ -19,10 +21,20 @@ let top = 0;
 let shown = PAGE; // messages, from the end
 let images = null;
 let before = null; // The conversation that "New chat" put away.
+let chats = null; // The list of kept ones.
 let els = {};
 
 export function start(section) {
-  chat = { ...chat, ...kept((message) => message?.role in WHO && typeof message.content === "string") };
+  chat = { ...chat, ...kept() };
+  chats = new Chats({
+    opened: (other) => { if (other.session !== chat.session) begin({ ...fresh(), ...other, messages: other.messages.filter(isMessage) }, "Opened"); closeList(); },
+    longer: (other) => {
+      if (running || other.session !== chat.session || other.messages.length <= chat.messages.length) return;
+      begin({ ...chat, messages: other.messages.filter(isMessage) }, "");
+    },
+    gone: (ids) => { if (ids.includes(chat.session)) begin({ ...fresh(), options: chat.options }, "Deleted"); },
+    begin: clear,
+  });
   els.model = h("select", { id: "chat-model", onchange: modelChanged });
   els.sees = h("span", { class: "hint" });
   els.log = h("div", { class: "log", role: "log", "aria-label": "Conversation" });
@@ -45,20 +57,27 @@ export function start(section) {
     els.toggle.setAttribute("aria-expanded", String(!els.options.hidden));
   } }, "Options");
   els.notice = h("p", { class: "problem", role: "alert", hidden: true });
+  els.showList = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-controls": "chats", onclick: () => {
+    const open = chats.element.classList.toggle("open");
+    els.showList.setAttribute("aria-expanded", String(open));
+    if (open) chats.search.focus();
+  } }, "Chats");
   section.append(
     h("h2", { class: "unseen" }, "Chat"),
-    h("div", { class: "bar" },
-      h("label", { for: "chat-model" }, "Model"), els.model, els.sees,
-      h("span", { class: "gap" }),
-      els.toggle,
-      button("New chat", clear, { class: "quiet" })),
-    els.options,
-    els.scroll,
-    h("div", { class: "composer" },
-      els.end, els.notice, images.element,
-      h("label", { class: "unseen", for: "chat-text" }, "Message"),
-      h("div", { class: "row" }, els.file, els.attach, els.text, els.send),
-      h("p", { class: "hint", id: "chat-keys" }, "Enter sends, Shift+Enter makes a new line, Escape stops.")),
+    chats.element,
+    h("div", { class: "talk" },
+      h("div", { class: "bar" },
+        els.showList, h("label", { for: "chat-model" }, "Model"), els.model, els.sees,
+        h("span", { class: "gap" }),
+        els.toggle,
+        button("New chat", clear, { class: "quiet" })),
+      els.options,
+      els.scroll,
+      h("div", { class: "composer" },
+        els.end, els.notice, images.element,
+        h("label", { class: "unseen", for: "chat-text" }, "Message"),
+        h("div", { class: "row" }, els.file, els.attach, els.text, els.send),
+        h("p", { class: "hint", id: "chat-keys" }, "Enter sends, Shift+Enter makes a new line, Escape stops."))),
   );
   section.addEventListener("dragover", (event) => { event.preventDefault(); section.classList.add("dropping"); });
   section.addEventListener("dragleave", (event) => { if (!section.contains(event.relatedTarget)) section.classList.remove("dropping"); });
@@ -72,8 +91,16 @@ export function start(section) {
     chat.draft = els.text.value;
     if (running) running.message.problem = "Interrupted: the page was left. Regenerate asks again.";
     save();
+    chats.flush();
   });
   draw();
+  chats.mark(chat.session);
+  chats.start();
+}
+
+function closeList() {
+  chats.element.classList.remove("open");
+  els.showList.setAttribute("aria-expanded", "false");
 }
 
 export async function show() {
@@ -99,7 +126,9 @@ async function lookAtModels() {
 // ------------------------------------------------------------------- settings of the conversation
 
 function options() {
+  els.fields = {};
   const field = (name, label, made, hint = "") => {
+    els.fields[name] = made;
     made.id = `chat-${name}`;
     made.value = chat.options[name] ?? "";
     made.addEventListener("change", () => { chat.options[name] = made.value; save(); });
@@ -107,8 +136,8 @@ function options() {
   };
   return h("div", { class: "options fields", id: "chat-options", role: "group", "aria-label": "Options", hidden: true },
       field("system", "System prompt", h("textarea", { rows: 2 })),
-      field("temperature", "Temperature", h("input", { type: "number", min: 0, max: 2, step: 0.1, placeholder: "the model's" })),
-      field("max_tokens", "Most tokens", h("input", { type: "number", min: 1, step: 1, placeholder: "no limit" })),
+      field("temperature", "Temperature (0: always the likeliest)", h("input", { type: "number", min: 0, max: 2, step: 0.1, placeholder: "the model's" })),
+      field("max_tokens", "Longest answer", h("input", { type: "number", min: 1, step: 1, placeholder: "tokens; no limit" })),
       field("thinking", "Thinking", h("select", {}, h("option", { value: "" }, "the model's default"), h("option", { value: "on" }, "on"), h("option", { value: "off" }, "off"))),
       field("tools", "Tools", h("textarea", { rows: 3, spellcheck: "false", placeholder: '[{"type": "function", "function": {"name": "weather", "parameters": {…}}}]' }), "JSON, as OpenAI has it. You give a call's result below it."));
 }
@@ -132,7 +161,9 @@ function notice(text) {
 // ------------------------------------------------------------------- keeping it
 
 function save() {
-  if (!keep(chat)) notice("This conversation is too long for the browser to keep: what came last goes with this page.");
+  const fits = keep(chat);
+  chats?.later(chat);
+  if (!fits && !chats?.keeping) notice("This conversation is too long for the browser to keep: what came last goes with this page.");
 }
 
 /** The conversation goes with the key that it was made with. */
@@ -152,6 +183,9 @@ function clear() {
 function begin(other, said) {
   stop();
   chat = other;
+  chats.mark(chat.session);
+  for (const [name, field] of Object.entries(els.fields)) field.value = chat.options[name] ?? "";
+  if (models.some((each) => each.id === chat.options.model)) els.model.value = chat.options.model;
   shown = PAGE;
   notice("");
   save();
@@ -167,7 +201,7 @@ function draw() {
   els.earlier.hidden = from === 0;
   els.earlier.textContent = `Show earlier messages (${number(from)})`;
   els.log.replaceChildren(...chat.messages.slice(from).map((message, at) => article(message, from + at)));
-  if (!chat.messages.length) els.log.append(h("p", { class: "empty" }, "Ask something. The bar under each answer shows how much of the prompt came from RAM, from SSD, and how much was computed."));
+  if (!chat.messages.length) els.log.append(h("p", { class: "empty" }, "Ask something. The bar under each answer shows how much of the conversation so far the model had kept, in memory or on SSD, and how much it had to read anew."));
   if (!chat.messages.length && before) els.log.append(h("p", { class: "empty" }, button("Back to the last chat", () => begin(before, "The last chat"), { class: "quiet" })));
   lastButtons();
   toEnd();
@@ -216,30 +250,32 @@ function article(message, at) {
     node.append(code(message.content, message.name));
   } else {
     if (message.images?.length) node.append(h("ul", { class: "thumbs" }, ...message.images.map((url, index) => h("li", {}, h("img", { src: url, alt: `Image ${index + 1}` })))));
-    node.append(h("div", { class: "said", dir: "auto" }, message.content));
+    const said = h("div", { class: "said" });
+    new Plain(said).show(message.content);
+    node.append(said);
   }
   node.append(h("div", { class: "acts" }));
   return node;
 }
 
-/** Buttons that only the last turn has: regenerate, edit, results of calls. */
+/** Edit, which each question has; and what only the last turn has: copy, regenerate, results of calls. */
 function lastButtons() {
   for (const acts of els.log.querySelectorAll(".acts")) acts.replaceChildren();
   if (running) return;
   const acts = (at) => els.log.querySelector(`[data-at="${at}"] .acts`);
   const last = chat.messages.length - 1;
   const asked = chat.messages.findLastIndex((message) => message.role === "user");
-  if (asked >= 0 && acts(asked)) acts(asked).append(button("Edit", () => edit(asked), { class: "quiet", "aria-label": "Edit your last message" }));
+  for (const node of els.log.querySelectorAll("article.user")) {
+    const at = Number(node.dataset.at);
+    const label = at === asked ? "Edit your last message" : "Edit this question, and go on from it";
+    node.querySelector(".acts").append(button("Edit", () => edit(at), { class: "quiet", "aria-label": label }));
+  }
   const answer = chat.messages[last];
   if (answer?.role !== "assistant") {
     if (last >= 0) acts(last)?.append(button("Answer", () => answerNow(), { class: "quiet" }));
     return;
   }
-  if (answer.content) acts(last).append(button("Copy", async (pressed) => {
-    await navigator.clipboard.writeText(answer.content);
-    pressed.textContent = "Copied";
-    say("Copied");
-  }, { class: "quiet", "aria-label": "Copy the answer", failed: () => say("The browser does not let the page copy.") }));
+  if (answer.content) acts(last).append(copy("Copy", () => answer.content, "Copy the answer"));
   acts(last).append(button("Regenerate", async () => {
     const [former] = chat.messages.splice(last);
     els.log.lastElementChild?.remove();
@@ -285,10 +321,13 @@ function edit(at, draft = chat.messages[at].content) {
       return;
     }
     const { messages } = chat;
+    const whole = { ...chat, session: fresh().session, messages: [...messages] };
+    const isLast = messages.findLastIndex((each) => each.role === "user") === at;
     const former = messages.splice(at, Infinity, { ...message, content: text.value.trim() });
     draw();
     els.text.focus();
     const refused = await answerNow();
+    if (!refused && !isLast && chats.keeping) await chats.write(whole, `${tame(whole.messages[0].content, 50)} (before an edit)`);
     if (!refused || chat.messages !== messages) return;
     messages.splice(at, Infinity, ...former); // No answer is lost to an edit that the daemon refused.
     save();

@@ -1,21 +1,29 @@
-// A conversation in this tab's session storage.
+// The conversation of this tab, and what of a stranger's file is a conversation.
+
+import { tame } from "./dom.js";
 
 const STORE = "omlxd.chat";
+const ROLES = ["user", "assistant", "tool"];
+const TITLE = 70;
+const FORMAT = "omlxd-conversations-1";
+const MOST = 10000;
 
 export function fresh() {
   const random = crypto.getRandomValues(new Uint32Array(3));
   return { session: `page-${[...random].map((each) => each.toString(36)).join("")}`, messages: [], options: {} };
 }
 
-/** What there is of a conversation, with those messages that `is` says to be messages. */
-export function kept(is) {
+export const isMessage = (message) => ROLES.includes(message?.role) && typeof message.content === "string";
+
+/** What there is of a conversation in this tab. */
+export function kept() {
   const found = {};
   try {
     const { session, messages, options, draft } = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
     if (typeof session === "string") found.session = session;
     if (typeof options === "object") found.options = { ...options };
     if (typeof draft === "string") found.draft = draft;
-    if (Array.isArray(messages)) found.messages = messages.filter(is);
+    if (Array.isArray(messages)) found.messages = messages.filter(isMessage);
   } catch {
     // What can't be read is no conversation.
   }
@@ -35,3 +43,52 @@ export function keep(chat) {
   }
   return false;
 }
+
+/** What a list shows of `chat`; `former`: its head so far. */
+export function headOf(chat, owner, former) {
+  const asked = chat.messages.filter((message) => message.role === "user");
+  const title = former?.named ? former.title : tame(asked[0]?.content ?? "", TITLE) || "Images";
+  return { id: chat.session, owner, title, named: Boolean(former?.named), at: Date.now(), turns: asked.length };
+}
+
+// ------------------------------------------------------------------- files
+
+/** A file's text of `all`: {title, at, chat}. */
+export const written = (all) => JSON.stringify({
+  format: FORMAT,
+  conversations: all.map(({ title, at, chat }) => ({ title, at, messages: chat.messages, options: chat.options })),
+}, null, 1);
+
+/** The conversations of a file's text, each with a session of its own. Raises Error in a reader's words. */
+export function taken(text) {
+  let file;
+  try {
+    file = JSON.parse(text);
+  } catch {
+    throw new Error("This file is no JSON.");
+  }
+  if (file?.format !== FORMAT || !Array.isArray(file.conversations)) throw new Error("This file holds no conversations of omlxd.");
+  if (file.conversations.length > MOST) throw new Error(`This file holds more than ${MOST} conversations.`);
+  return file.conversations.map((each) => {
+    const messages = (Array.isArray(each?.messages) ? each.messages : []).filter(isMessage).map(message);
+    const options = Object.fromEntries(Object.entries(each?.options ?? {}).filter(([, value]) => typeof value === "string"));
+    const title = typeof each?.title === "string" ? tame(each.title, TITLE) : "";
+    const at = Number.isFinite(each?.at) ? Math.min(each.at, Date.now()) : Date.now();
+    return { title, at, chat: { ...fresh(), messages, options } };
+  }).filter(({ chat }) => chat.messages.length);
+}
+
+/** Of a stranger's message what the page shows and sends, of the right kinds. */
+function message({ role, content, reasoning, model, images, calls, name, id, cut, stopped }) {
+  const made = { role, content };
+  if (role === "assistant") Object.assign(made, { reasoning: text(reasoning), calls: array(calls).map((call) => ({ id: text(call?.id), name: text(call?.name), text: text(call?.text) })) });
+  if (typeof model === "string") made.model = model;
+  if (role === "tool") Object.assign(made, { name: text(name), id: text(id) });
+  if (role === "user" && Array.isArray(images)) made.images = images.filter((url) => typeof url === "string" && url.startsWith("data:image/"));
+  if (cut === true) made.cut = true;
+  if (stopped === true) made.stopped = true;
+  return made;
+}
+
+const text = (value) => (typeof value === "string" ? value : "");
+const array = (value) => (Array.isArray(value) ? value : []);

@@ -12,9 +12,18 @@ try {
 }
 
 export const hasKey = () => key !== "";
+export const keyNow = () => key;
+
+let changed = () => {};
+
+/** `act` is called after each change of the key. */
+export function onKey(act) {
+  changed = act;
+}
 
 export function useKey(text) {
   key = text.trim();
+  changed();
   try {
     if (key) sessionStorage.setItem(KEY, key);
     else sessionStorage.removeItem(KEY);

@@ -7,7 +7,7 @@ export function body(model, all, { system, temperature, max_tokens, thinking, to
   const made = { model, messages, stream: true, stream_options: { include_usage: true } };
   if (temperature) made.temperature = Number(temperature);
   if (max_tokens) made.max_tokens = Number(max_tokens);
-  if (max_tokens && !(Number.isInteger(made.max_tokens) && made.max_tokens > 0)) throw new Error("Most tokens of the options: write a whole number above 0.");
+  if (max_tokens && !(Number.isInteger(made.max_tokens) && made.max_tokens > 0)) throw new Error("Longest answer of the options: write a whole number above 0.");
   if (thinking) made.chat_template_kwargs = { enable_thinking: thinking === "on" };
   if (tools?.trim()) {
     try {

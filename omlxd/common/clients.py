@@ -1,0 +1,78 @@
+"""Which program a request or a prompt is of, and what of it its user wrote."""
+
+from __future__ import annotations
+
+import re
+
+_PROMPTS = [
+    (name, re.compile(pattern))
+    for name, pattern in (
+        ("Claude Code", r"Claude Code|Claude Agent SDK|x-anthropic-billing-header"),
+        ("Codex", r"\bCodex\b"),
+        ("opencode", r"\bopencode\b"),
+        ("Qwen Code", r"\bQwen Code\b"),
+        ("Gemini CLI", r"\bGemini CLI\b|interactive CLI agent"),
+        ("Copilot", r"\bGitHub Copilot\b"),
+        ("Cline", r"You are (?:Cline|Roo)\b"),
+        ("Continue", r"<important_rules>\s+You are in (?:agent|chat|plan) mode"),
+        ("Crush", r"You are Crush\b"),
+        ("goose", r"agent called goose\b"),
+        ("aider", r"SEARCH/REPLACE block"),
+        ("Cursor", r"operat\w+ in Cursor\b"),
+    )
+]
+"""Programs, and how the system prompt of each is told."""
+
+_AGENTS = {
+    "claude-cli": "Claude Code",
+    "claude-code": "Claude Code",
+    "codex": "Codex",
+    "opencode": "opencode",
+    "geminicli": "Gemini CLI",
+    "qwencode": "Qwen Code",
+    "cline": "Cline",
+    "continue": "Continue",
+    "zed": "Zed",
+    "crush": "Crush",
+    "goose": "goose",
+    "litellm": "LiteLLM",
+    "openai/python": "OpenAI SDK",
+    "openai/js": "OpenAI SDK",
+    "asyncopenai": "OpenAI SDK",
+    "anthropic/": "Anthropic SDK",
+    "ollama": "Ollama client",
+    "mozilla": "Browser",
+    "python-urllib": "Python",
+    "python-httpx": "Python",
+    "curl": "curl",
+}
+"""How a User-Agent begins, and whose it is."""
+
+PAGE_SESSION = "page-"
+"""How the session of a conversation on the daemon's own page begins."""
+MOST_CLIENT = 40
+
+_NOTES = re.compile(
+    r"<(system-reminder|environment_context|user_instructions|INSTRUCTIONS|environment_details|context|env)\b[^>]*>"
+    r".*?(?:</\1>|\Z)",
+    re.DOTALL,
+)
+
+
+def client_of_prompt(text: str) -> str:
+    """The program whose system prompt `text` begins; "": none that is known."""
+    return next((name for name, pattern in _PROMPTS if pattern.search(text)), "")
+
+
+def client_of_request(user_agent: str, session: str = "") -> str:
+    """The program that sent a request, as its users call it; "" where it does not say."""
+    if session.startswith(PAGE_SESSION):
+        return "This page"
+    agent = user_agent.strip().lower()
+    known = next((name for start, name in _AGENTS.items() if agent.startswith(start)), "")
+    return known or re.split(r"[/ (]", user_agent.strip(), maxsplit=1)[0][:MOST_CLIENT]
+
+
+def own_words(text: str) -> str:
+    """`text` of a user without the notes that clients write into it."""
+    return _NOTES.sub("", text).strip() if "<" in text else text.strip()
