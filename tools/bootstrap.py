@@ -333,7 +333,7 @@ def run_with_bar(command, environ, bar):
 def pip(environ, *arguments):
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     if "--editable" in arguments:
-        failed = run_with_bar([*command, "--progress-bar", "off", *arguments], environ, Bar())
+        failed = run_with_bar([*command, *arguments, "--progress-bar", "off"], environ, Bar())
     else:
         failed = subprocess.call([*command, "--quiet", *arguments], env=environ)
     if failed:
