@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..common.files import read_small
 from ..errors import AdapterError, ModelError
+from .json_files import BrokenJSON, read_json
 from .resolve import read_tensors
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
@@ -35,14 +35,14 @@ def check_adapter(folder: Path) -> str:
     """
     config_file, weights = (folder / name for name in ADAPTER_FILES)
     try:
-        config = msgspec.json.decode(read_small(config_file), type=_Config)
+        config = read_json(config_file, _Config)
         tensors = read_tensors(weights)
     except ModelError as error:
         raise _broken(error.message) from error
     except OSError as error:
         file, why = error.filename or folder, error.strerror or error
         raise _broken(f"{file} can't be read: {why}") from error
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except BrokenJSON as error:
         raise _broken(f"{config_file} is no adapter_config.json of mlx-lm's ({error})") from error
     if not tensors:
         raise _broken(f"{weights} holds no tensors")

@@ -47,18 +47,23 @@ def part_folder(folder: Path) -> Generator[Path]:
 
     Its lock says that somebody fills it. What killed processes left goes first.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(folder.parent):
         _remove_leftovers(folder.parent)
         part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PART, dir=folder.parent))
         fd = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_EX)
     try:
-        part.chmod(0o755)
         yield part
     finally:
         shutil.rmtree(part, ignore_errors=True)
         os.close(fd)
+
+
+def make_private(part: Path) -> None:
+    """Give what was put into `part` to its owner alone. Raises OSError."""
+    for path in (part, *part.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def remove_leftovers(models: Path) -> None:

@@ -19,6 +19,7 @@ from ..config import Settings, closest
 from ..errors import AdapterError, ModelError
 from .adapters import ADAPTER_FILES, check_adapter
 from .footprint import ModelKind, kind_of, read_config
+from .json_files import BrokenJSON, read_json
 from .resolve import (
     DEFAULT_ID,
     DEMO_ID,
@@ -252,8 +253,8 @@ def describe(folder: Path) -> Description:
 
 def _origin(folder: Path) -> str:
     try:
-        made = msgspec.json.decode(read_small(folder / IMPORTED), type=_Import)
-    except (OSError, msgspec.MsgspecError):
+        made = read_json(folder / IMPORTED, _Import)
+    except (OSError, BrokenJSON):
         return ""
     facts = [fact for fact in (made.organization, made.license) if fact]
     return made.file + (f" ({', '.join(facts)})" if facts else "")
@@ -268,9 +269,9 @@ def _template(folder: Path) -> str | None:
         jinja = folder / "chat_template.jinja"
         if jinja.exists():
             return read_small(jinja).decode(errors="replace")
-        config = msgspec.json.decode(read_small(folder / "tokenizer_config.json"), type=_Templates)
+        config = read_json(folder / "tokenizer_config.json", _Templates)
         return str(config.chat_template)
-    except (OSError, msgspec.MsgspecError, RecursionError):
+    except (OSError, BrokenJSON):
         return None
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..common.files import read_small
 from ..errors import ModelError
-from .builder import part_folder, run_builder
+from .builder import make_private, part_folder, run_builder
+from .json_files import BrokenJSON, read_json
 
 VERSION = 1
 MARKER = "omlxd_demo.json"
@@ -106,8 +106,8 @@ class Marker(msgspec.Struct):
 def is_demo(folder: Path) -> bool:
     """Whether `folder` holds a demo model of this version."""
     try:
-        marker = msgspec.json.decode(read_small(folder / MARKER), type=Marker)
-    except (OSError, msgspec.DecodeError):
+        marker = read_json(folder / MARKER, Marker)
+    except (OSError, BrokenJSON):
         return False
     return marker.version == VERSION
 
@@ -125,6 +125,7 @@ def build_demo(folder: Path | str) -> Path:
     try:
         with part_folder(folder) as new:
             _write(new)
+            make_private(new)
             _put_in_place(new, folder)
     except OSError as error:
         raise ModelError(f"can't build the demo model at {folder}: {error.strerror}") from error

@@ -19,6 +19,7 @@ import msgspec
 from ..common.files import read_small
 from ..common.units import CPU_PREFILL_CHUNK, DRAFT_CONTEXT, PREFILL_CHUNK, available_ram
 from ..errors import ModelError
+from .json_files import BrokenJSON, read_json
 from .resolve import Tensor, WeightIndex, parse_config, read_tensors
 
 PROCESS_BYTES = 200 * 10**6
@@ -209,9 +210,9 @@ def kind_of(folder: Path, config: dict[str, Any]) -> ModelKind:
 def _holds_tower(folder: Path) -> bool:
     """Whether a weight is named as one of a vision tower."""
     try:
-        index = msgspec.json.decode(read_small(folder / "model.safetensors.index.json"), type=WeightIndex)
+        index = read_json(folder / "model.safetensors.index.json", WeightIndex)
         names = iter(index.weight_map)
-    except (OSError, msgspec.MsgspecError, RecursionError):
+    except (OSError, BrokenJSON):
         names = (name for file in weight_files(folder) for name in _header(file))
     return any("vision" in name or "visual" in name for name in names)
 

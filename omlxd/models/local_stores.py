@@ -23,6 +23,7 @@ import msgspec
 from ..common.files import read_small
 from ..errors import ModelError
 from .catalog import describe
+from .json_files import BrokenJSON, read_json
 from .resolve import check_folder
 
 Store = Literal["ollama", "lmstudio", "llama.cpp"]
@@ -195,10 +196,10 @@ def _in_ollama(root: Path) -> Iterator[LocalModel]:
             name=_printable(f"{'/'.join(names)}:{tag}"), store="ollama", format="gguf", path=""
         )
         try:
-            layers = msgspec.json.decode(read_small(path, MANIFEST_BYTES), type=_Manifest).layers
+            layers = read_json(path, _Manifest, MANIFEST_BYTES).layers
         except OSError as error:
             model.trouble = f"its manifest can't be read: {error.strerror or error}"
-        except (msgspec.MsgspecError, RecursionError):
+        except BrokenJSON:
             model.trouble = "its manifest is damaged"
         else:
             _take_layers(model, root / "blobs", layers)

@@ -9,11 +9,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..common.files import write_atomic
 from ..config import Settings
 from ..errors import ModelError
 from .catalog import looks_like_model
+from .json_files import read_json
 from .resolve import DEFAULT_ID, DEMO_ID, default_folder, fetch_default_model
 
 AGREED = "OMLXD_FETCH_MODEL"
@@ -53,7 +55,7 @@ def _add_sampling(folder: Path) -> None:
     """Give the default model in `folder` its `SAMPLING`, unless its owner wrote something else."""
     file = folder / "generation_config.json"
     with contextlib.suppress(OSError, ValueError):
-        config = json.loads(file.read_text())
+        config = read_json(file, dict[str, Any])
         given = {name: config.pop(name) for name in EARLIER if name in config}
         if given in ({}, EARLIER):
             write_atomic(file, json.dumps(config | SAMPLING, indent=2).encode())

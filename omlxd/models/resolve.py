@@ -20,6 +20,7 @@ import msgspec
 
 from ..common.files import SMALL, check_small, read_small, safetensors_header
 from ..errors import ModelError
+from .json_files import BrokenJSON, decode_json, read_json
 
 DEFAULT_ID = "SmolLM2-135M-Instruct"
 """The default model, once it was fetched (models/smollm.py)."""
@@ -185,6 +186,7 @@ def check_folder(folder: Path) -> None:
     try:
         _check_files(folder)
         _check_config(folder)
+        _check_json(folder)
         for path in _weight_files(folder):
             _check_weights(path)
     except OSError as error:
@@ -200,6 +202,26 @@ def _check_files(folder: Path) -> None:
             continue
         most = _MAX_TOKENIZER if path.name.startswith(_LARGE) else SMALL
         check_small(path.stat(), path, sys.maxsize if path.suffix not in _READ_WHOLE else most)
+
+
+_JSON = (
+    *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "preprocessor_config.json", "processor_config.json"),
+)
+"""What the loaders read beside config.json, which they may do without."""
+
+
+def _check_json(folder: Path) -> None:
+    """Raise ModelError for what ends a loader with no word of its file; malformed JSON does not."""
+    for path in (folder / name for name in _JSON):
+        if not path.is_file():
+            continue
+        try:
+            json.loads(read_small(path).decode())
+        except json.JSONDecodeError:
+            continue
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{path} can't be read as JSON: {error}.") from error
 
 
 def parse_config(data: bytes) -> Any:
@@ -235,16 +257,29 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder} has no weights: there is no *.safetensors file in it.")
         return result
     try:
-        names = sorted(set(msgspec.json.decode(read_small(index), type=WeightIndex).weight_map.values()))
-    except (msgspec.DecodeError, RecursionError) as error:
+        names = sorted(set(read_json(index, WeightIndex).weight_map.values()))
+    except BrokenJSON as error:
         raise ModelError(f"{index} is no index of weights ({error}).") from error
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(folder / name)]
+    there = sorted(folder.glob("model*.safetensors"))  # mlx-lm loads these, whatever the index says.
+    if missing and _are_whole([path.name for path in there if path.name not in names]):
+        return there
     if missing:
         raise ModelError(
             f"{folder} is half-written: {len(missing)} of {len(names)} weight files are missing, "
-            f"the first is {missing[0]}. Finish the copy or the download."
+            f"the first is {missing[0]} (of {index.name}). Finish the copy or the download."
         )
     return [folder / name for name in names]
+
+
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def _are_whole(names: list[str]) -> bool:
+    """Whether there are weight files, and none is a shard whose others are missing."""
+    shards = [match for match in map(_SHARD.fullmatch, names) if match]
+    sets = {(match[1], match[3]) for match in shards}
+    return bool(names) and len(shards) == sum(int(number) for _, number in sets)
 
 
 def _check_weights(path: Path) -> None:
@@ -275,8 +310,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     with file.open("rb") as opened:
         header = safetensors_header(opened, size) or b""
     try:
-        entries = msgspec.json.decode(header, type=dict[str, Tensor | None])
-    except (msgspec.MsgspecError, RecursionError) as error:
+        entries: dict[str, Tensor | None] = decode_json(header, dict[str, Tensor | None])
+    except BrokenJSON as error:
         raise ModelError(f"{file} is truncated or no safetensors file ({size} bytes)") from error
     tensors = {name: tensor for name, tensor in entries.items() if tensor is not None}
     promised = 8 + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)

@@ -20,6 +20,7 @@ from ..common.files import read_small
 from ..common.units import PREFILL_CHUNK
 from ..errors import ConfigError
 from .footprint import Footprint
+from .json_files import BrokenJSON, read_json
 
 VALID_PART = 10
 """Without `valid.jsonl`, one example in so many is for validation."""
@@ -121,8 +122,8 @@ def lora_of(adapter: Path) -> tuple[int, dict[str, Any]]:
     """Layers (0: all) and `lora_parameters` of mlx-lm's LoRA adapter in that folder. Raises ConfigError."""
     file = adapter / "adapter_config.json"
     try:
-        config = msgspec.json.decode(read_small(file), type=_AdapterConfig)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        config = read_json(file, _AdapterConfig)
+    except (OSError, BrokenJSON) as error:
         raise ConfigError(f"--resume: {file}: {error}.") from None
     if config.fine_tune_type != "lora" or not isinstance(config.lora_parameters.get("rank"), int):
         raise ConfigError(f"--resume: {adapter} is no LoRA adapter of mlx-lm's.")

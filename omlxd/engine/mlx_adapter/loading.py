@@ -341,7 +341,7 @@ def _processors_template(path: Path) -> dict[str, Any]:
         if (path / "chat_template.jinja").exists():
             return {}
         template = json.loads(read_small(path / "chat_template.json"))["chat_template"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return {"chat_template": template} if isinstance(template, str) else {}
 

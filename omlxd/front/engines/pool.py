@@ -70,6 +70,7 @@ class EnginePool:
         self._engines: dict[str, ModelEngine] = {}
         self._channels = itertools.count(1)
         self._looking: asyncio.Task[None] | None = None
+        self._unreadable: set[str] = set()
         self._change = asyncio.Event()
         self._making_room = asyncio.Lock()
         self._keepers: list[asyncio.Task[None]] = []
@@ -101,7 +102,16 @@ class EnginePool:
         await asyncio.to_thread(self.catalog.look)
         self.models()
         if unmeasured := self._unmeasured():
-            await asyncio.to_thread(lambda: [engine.measure() for engine in unmeasured])
+            await asyncio.to_thread(lambda: [self._measure(engine) for engine in unmeasured])
+
+    def _measure(self, engine: ModelEngine) -> None:
+        """What is wrong with one model's folder is no other model's trouble."""
+        try:
+            engine.measure()
+        except Exception as error:
+            if engine.model_id not in self._unreadable:
+                self._unreadable.add(engine.model_id)
+                log.error("%s: its folder can't be looked at", engine.model_id, exc_info=error)
 
     def _looked(self, look: asyncio.Task[None]) -> None:
         self._looking = None

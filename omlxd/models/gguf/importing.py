@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 
 from ...errors import ModelError
-from ..builder import end_with_parent, part_folder, run_builder
+from ..builder import end_with_parent, make_private, part_folder, run_builder
+from ..json_files import BrokenJSON, read_json
 from ..local_stores import Check
 from ..resolve import IMPORTED
 from . import weights
@@ -81,6 +82,7 @@ def import_gguf(
             if _made_from(folder) != source:  # Another import may have been faster.
                 if folder.exists():
                     shutil.rmtree(folder)
+                make_private(part)
                 part.rename(folder)
     except OSError as error:
         raise ModelError(f"{folder} can't be written: {error.strerror or error}.") from error
@@ -135,8 +137,8 @@ def _identity(header: Header) -> list[list[Any]]:
 
 def _made_from(folder: Path) -> Any:
     try:
-        return json.loads((folder / IMPORTED).read_text())
-    except (OSError, ValueError):
+        return read_json(folder / IMPORTED, Any)
+    except (OSError, BrokenJSON):
         return None
 
 
