@@ -80,6 +80,30 @@ async def test_models_and_cache_of_a_real_daemon(tmp_path: Path):
             await page.wait_for_selector(".pull [role=alert] >> text=is no hub id")
 
 
+async def test_a_model_is_named_and_deleted_and_the_address_is_there_to_copy(tmp_path: Path):
+    with Daemon(tmp_path) as daemon:
+        async with browser() as chromium, tab(chromium, daemon.url) as one:
+            await one.context.grant_permissions(["clipboard-read", "clipboard-write"])
+            page = await one.open("connect")
+            await page.click("[aria-label='Copy OpenAI']")
+            assert await page.evaluate("navigator.clipboard.readText()") == f"{daemon.url}/v1"
+            launched = await page.inner_text(".connect-row:has-text('Claude Code') code")
+            assert launched == f"omlxd launch claude --url {daemon.url}"
+            await page.click("nav >> text=Models")
+            await page.wait_for_selector(".offered li")
+            await page.click("summary:has-text('Settings')")
+            await page.fill("[aria-label^='Another name']", "mine")
+            await page.click("text=Add this name")
+            await page.wait_for_selector("text=also called mine")
+            one.expected = ("400",)
+            await page.click("[aria-label^='Delete ']")
+            await page.click("text=Keep it")
+            assert await page.locator(".cards >> text=omlxd-demo").count() >= 1
+            await page.click("[aria-label^='Delete ']")
+            await page.click("text=Yes, delete")
+            await page.wait_for_selector(".state:text('unloaded'), .problem:visible")
+
+
 async def pin(page: Any) -> None:
     await page.click(".sessions details >> nth=0 >> button:has-text('Pin')")
     await page.wait_for_selector(".pins li")

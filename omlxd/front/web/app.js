@@ -5,8 +5,9 @@ import * as chat from "./chat.js";
 import * as status from "./status.js";
 import * as cache from "./cache.js";
 import * as models from "./models.js";
+import * as connect from "./connect.js";
 
-const VIEWS = { chat, status, cache, models };
+const VIEWS = { chat, status, cache, models, connect };
 const started = new Set();
 const find = (id) => document.getElementById(id);
 let current = "";

@@ -1,43 +1,57 @@
-// The models of this machine: what is loaded, and orders to load, unload, pin and pull.
+// The models of this machine: what is loaded, found and fits; orders to load, unload, pin, name, delete and get.
 
+import { copy } from "./copy.js";
 import { button, bytes, h, number, put, redraw, s, say, seconds } from "./dom.js";
 import { events, json, send } from "./net.js";
 
 const LOOK_MS = 5000;
+/** Models that are known to do well, with about the bytes that they need when loaded. */
+const OFFERED = [
+  ["mlx-community/Qwen3-0.6B-4bit", 0.9e9, "small and quick, for trying out"],
+  ["mlx-community/Qwen3-4B-Instruct-2507-4bit", 3.5e9, "good answers on a small machine"],
+  ["mlx-community/Qwen3-8B-4bit", 6e9, "thinks, takes tools"],
+  ["mlx-community/gpt-oss-20b-MXFP4-Q8", 14e9, "thinks, takes tools, good at code"],
+  ["mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit", 20e9, "for coding agents"],
+];
 
 let els = {};
 let timer = 0;
 let pulling = null;
 let looks = 0;
+let opened = new Set(); // Whose settings are shown.
 let lost = false; // What is shown says that the daemon did not answer.
 
 export function start(section) {
   els.problem = h("p", { class: "problem", role: "alert", hidden: true });
   els.list = h("ul", { class: "cards" });
   els.name = h("input", { id: "pull-name", placeholder: "mlx-community/Qwen3-8B-4bit", spellcheck: "false", autocomplete: "off", required: true });
-  els.pull = h("button", { type: "submit", class: "main" }, "Pull");
+  els.pull = h("button", { type: "submit", class: "main" }, "Get");
+  els.offered = h("ul", { class: "offered" });
+  els.found = h("div", {}, h("p", { class: "hint" }, "Looking…"));
   els.progress = h("div", { class: "progress", role: "status" });
   const form = h("form", { class: "pull", novalidate: true },
-    h("label", { for: "pull-name" }, "A hub id"), h("div", { class: "row" }, els.name, els.pull), els.progress);
+    h("label", { for: "pull-name" }, "Its name on the hub"), h("div", { class: "row" }, els.name, els.pull), els.progress);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (pulling) pulling.abort();
     else if (els.name.value.trim()) pull(els.name.value.trim());
     else {
-      put(els.progress, problem("Write the hub id of a model first."));
+      put(els.progress, problem("Write the name of a model first, as ORG/NAME."));
       els.name.focus();
     }
   });
   section.append(
     h("h2", { class: "unseen" }, "Models"), els.problem, els.list,
-    h("h2", {}, "Pull a model"),
-    h("p", { class: "hint" }, "The daemon downloads it from the Hugging Face hub. A download that was stopped goes on where it was."), form);
+    h("h2", {}, "Get a model"),
+    h("p", { class: "hint" }, "The daemon downloads it from the Hugging Face hub. A download that was stopped goes on where it was."), form,
+    els.offered, h("h2", {}, "Found in other programs"), els.found);
 }
 
 export function show() {
   clearInterval(timer);
   timer = setInterval(() => { if (!document.hidden) look(); }, LOOK_MS);
   look();
+  find();
 }
 
 export function hide() {
@@ -63,7 +77,32 @@ async function look() {
   }
 }
 
+/** What other programs have here, and which of the offered models fit. */
+async function find() {
+  try {
+    const { models, room_bytes: room } = await json("/omlxd/models/found");
+    put(els.offered, ...OFFERED.map(([name, needs, why]) => h("li", {},
+      h("b", { class: "name" }, name), h("span", { class: "hint" }, ` ${why}; needs about ${bytes(needs)}: `),
+      needs <= room ? button("Get", () => { els.name.value = name; return pulling ? null : pull(name); }, { class: "quiet", "aria-label": `Get ${name}` }) : h("span", { class: "state failed" }, `too large for ${bytes(room)}`))));
+    put(els.found, models.length
+      ? h("ul", { class: "cards" }, ...models.map((model) => h("li", {},
+        h("b", { class: "name" }, model.name),
+        h("p", { class: "hint" }, [STORES[model.store] ?? model.store, model.type, model.disk_bytes && `${bytes(model.disk_bytes)} on disk`, fits(model, room)].filter(Boolean).join(" · ")),
+        model.trouble ? h("p", { class: "problem mild" }, model.trouble) : null,
+        model.command ? h("div", { class: "copyable" }, h("code", {}, model.command), copy("Copy", () => model.command, `Copy the command that imports ${model.name}`)) : null)))
+      : h("p", { class: "hint" }, "Ollama, LM Studio and llama.cpp have none here."));
+  } catch (error) {
+    put(els.found, h("p", { class: "hint" }, error.message));
+  }
+}
+
+const STORES = { ollama: "Ollama", lmstudio: "LM Studio", "llama.cpp": "llama.cpp" };
+const fits = (model, room) => model.disk_bytes && (1.15 * model.disk_bytes <= room ? "fits" : `too large for ${bytes(room)}`);
+
 function draw(models) {
+  if (els.list.querySelector(".settings:focus-within, [open] .settings input:not(:placeholder-shown)")) return; // Somebody writes.
+  const open = new Set([...els.list.querySelectorAll("details[open]")].map((each) => each.dataset.id));
+  opened = open;
   redraw(els.list, () => put(els.list, ...models.map(card)));
   if (!models.length) put(els.list, h("li", { class: "empty" }, "No model is on this machine yet."));
 }
@@ -95,9 +134,50 @@ function card(model) {
       model.default ? h("span", { class: "state" }, "default") : null, model.pinned ? h("span", { class: "state" }, "pinned") : null),
     h("p", { class: "hint" }, facts.join(" · ")),
     model.trouble ? h("p", { class: "problem" }, model.trouble) : null,
+    model.never ? h("p", { class: "problem" }, model.never) : null,
     h("p", { class: "row" },
       leaving ? act("Keep", "/omlxd/models/load", { model: model.id }, "kept") : loaded ? act("Unload", "/omlxd/models/unload", { model: model.id }, "unloaded") : act("Load", "/omlxd/models/load", { model: model.id }, "loaded"),
-      act(model.pinned ? "Unpin" : "Pin", "/omlxd/models/pin", { model: model.id, pinned: !model.pinned }, model.pinned ? "unpinned" : "pinned")));
+      act(model.pinned ? "Unpin" : "Pin", "/omlxd/models/pin", { model: model.id, pinned: !model.pinned }, model.pinned ? "unpinned" : "pinned"),
+      removal(model)),
+    settings(model));
+}
+
+/** Asks once more before the files go. */
+function removal(model) {
+  const box = h("span", { class: "row" });
+  const first = button("Delete", () => {
+    const yes = button(`Yes, delete ${model.disk_bytes ? bytes(model.disk_bytes) : "it"}`, async () => {
+      const { folder } = await json("/omlxd/models/remove", { body: { model: model.id } });
+      say(`${model.id} is deleted: ${folder}`);
+      await look();
+    }, { class: "danger", failed: (error) => { failed(error); box.replaceChildren(first); } });
+    box.replaceChildren(yes, button("Keep it", () => { box.replaceChildren(first); first.focus(); }));
+    yes.focus();
+  }, { class: "quiet", "aria-label": `Delete ${model.id}` });
+  box.append(first);
+  return box;
+}
+
+/** Another name, how long it stays; and where all else is set. */
+function settings(model) {
+  const name = h("input", { type: "text", placeholder: "as gpt-4o", "aria-label": `Another name for ${model.id}`, spellcheck: "false" });
+  const stay = h("input", { type: "text", placeholder: "30m, 2h, -1: for good", "aria-label": `How long ${model.id} stays loaded` });
+  const order = (path, body, done) => async () => {
+    els.problem.hidden = true;
+    await json(path, { body: body() });
+    name.value = stay.value = "";
+    document.activeElement.blur();
+    say(done);
+    await look();
+  };
+  const lines = `[models."${model.id}"]\ntemperature = 0.7\ncontext-limit = ${model.context_length ?? 32768}\nmax-tokens = 4096\n`;
+  return h("details", { class: "settings", "data-id": model.id, open: opened.has(model.id) }, h("summary", {}, "Settings"),
+    h("div", { class: "row" }, name, button("Add this name", order("/omlxd/models/alias", () => ({ alias: name.value.trim(), model: model.id }), "named"), { failed })),
+    ...model.aliases.map((alias) => h("p", { class: "row" }, h("span", {}, `also called ${alias}`), button("Take it away", order("/omlxd/models/alias", () => ({ alias, model: null }), "taken away"), { class: "quiet", failed }))),
+    h("div", { class: "row" }, stay, button("Load and let it stay", order("/omlxd/models/load", () => ({ model: model.id, keep_alive: stay.value.trim() }), "loaded"), { failed })),
+    h("p", { class: "hint" }, "Temperature, context and more stand in ~/.omlxd/omlxd.toml; the daemon takes them up when the file is saved and it gets SIGHUP, or restarts:"),
+    h("div", { class: "copyable" }, h("pre", {}, h("code", {}, lines)), copy("Copy", () => lines, `Copy settings of ${model.id}`)),
+    model.folder ? h("p", { class: "hint" }, `Its files: ${model.folder}`) : null);
 }
 
 const problem = (sentence) => h("p", { class: "problem", role: "alert" }, sentence);
@@ -128,6 +208,6 @@ async function pull(model) {
     put(els.progress, error.name === "AbortError" ? h("p", { class: "hint" }, "Stopped. What is here is kept.") : problem(error.message));
   } finally {
     pulling = null;
-    els.pull.textContent = "Pull";
+    els.pull.textContent = "Get";
   }
 }
