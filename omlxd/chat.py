@@ -493,6 +493,7 @@ ErrorCode = Literal[
     "authentication",  # 401
     "not_found",  # 404
     "request_too_large",  # 413: bytes, not tokens
+    "model_unusable",  # 400: its files or settings; asking again changes nothing
     "overloaded",  # 503 (529 for Anthropic): retry after a while
     "unavailable",  # 503: the engine died or is reloading; retry
     "internal",  # 500: a bug of ours

@@ -11,11 +11,16 @@ LEAST_CONTEXT, LONGER_CONTEXT = 5000, 40_960
 LONGER = f"`omlxd serve --model mlx-community/Qwen3-8B-4bit` serves a model that takes {LONGER_CONTEXT}."
 
 
+MOST_CHARS = 4000
+"""Of an error's message. A template, a library or a file may say megabytes, which every log and client would
+carry."""
+
+
 class OmlxdError(Exception):
     """An error that a client or an owner can act on.
 
     code         what kind it is (see `chat.ErrorCode`)
-    message      one sentence that says what to do
+    message      one sentence that says what to do; of a longer one `MOST_CHARS`
     param        the request field at fault, if one is
     retry_after  seconds after which the same request may go through, at most 60
     """
@@ -32,6 +37,8 @@ class OmlxdError(Exception):
         param: str | None = None,
         retry_after: int | None = None,
     ):
+        if len(message) > MOST_CHARS:
+            message = message[: MOST_CHARS - 2] + " …"
         super().__init__(message)
         self.message = message
         self.code = code or type(self).code
@@ -129,7 +136,7 @@ class AdapterError(InvalidRequest):
 
 
 class ModelError(OmlxdError):
-    """A model folder can't be loaded."""
+    """A model can't be loaded, and can't be until its owner has changed something."""
 
-    code = "unavailable"
+    code = "model_unusable"
     loggable = True

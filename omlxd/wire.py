@@ -313,12 +313,16 @@ class Loaded(Struct, frozen=True, tag="loaded"):
 
 
 class LoadFailed(Struct, frozen=True, tag="load_failed"):
-    """`channel`: as of `Loaded`. `adapter`: for its files, or `now`: for lack of memory."""
+    """`channel`: as of `Loaded`. `adapter`: for its files, or `now`: for lack of memory.
+
+    lasting  the model's files or settings are why: loaded again as they are it fails again
+    """
 
     message: str
     channel: int = 0
     adapter: bool = False
     now: bool = False
+    lasting: bool = False
 
 
 class AdapterDropped(Struct, frozen=True, tag="adapter_dropped"):

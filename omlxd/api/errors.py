@@ -30,6 +30,7 @@ _TABLE: dict[ErrorCode, tuple[int, str, str, str | None]] = {
     "authentication": (401, "authentication_error", "invalid_request_error", "invalid_api_key"),
     "not_found": (404, "not_found_error", "invalid_request_error", None),
     "request_too_large": (413, "request_too_large", "invalid_request_error", "request_too_large"),
+    "model_unusable": (400, "invalid_request_error", "invalid_request_error", "model_unusable"),
     "overloaded": (503, "overloaded_error", "server_error", "overloaded"),
     "unavailable": (503, "overloaded_error", "server_error", "unavailable"),
     "internal": (500, "api_error", "server_error", "internal_error"),
@@ -89,6 +90,7 @@ _GEMINI: dict[ErrorCode, str] = {
     "authentication": "UNAUTHENTICATED",
     "not_found": "NOT_FOUND",
     "request_too_large": "INVALID_ARGUMENT",
+    "model_unusable": "FAILED_PRECONDITION",
     "overloaded": "UNAVAILABLE",
     "unavailable": "UNAVAILABLE",
     "internal": "INTERNAL",
@@ -209,6 +211,8 @@ def http_error(
     headers = [("content-type", "application/json")]
     if (wait := _wait_of(error)) is not None:
         headers.append(("retry-after", str(wait)))
+    elif error.code == "model_unusable":
+        headers.append(("x-should-retry", "false"))
     if error.code == "authentication":
         headers.append(("www-authenticate", "Bearer"))
     usual = 529 if protocol == "anthropic" and error.code == "overloaded" else _TABLE[error.code][0]

@@ -118,17 +118,20 @@ class ChildProcesses:
     def call(self, arguments: tuple[Any, ...], result: type[T], seconds: float) -> T:
         """Return `answer(*arguments)` of the script as `result`. Raises ChildLost after `seconds`."""
         frame = msgspec.msgpack.encode(arguments)
-        lost = 0
+        lost, until = 0, time.monotonic() + seconds
         while True:
             with self._lock:
                 kept = self._idle.pop() if self._idle else None
             child = kept or _Child(self._arguments, self._memory_bytes)
             try:
-                value = msgspec.msgpack.decode(child.ask(frame, seconds), type=result)
+                value = msgspec.msgpack.decode(
+                    child.ask(frame, max(0.0, until - time.monotonic())), type=result
+                )
             except (OSError, EOFError, msgspec.DecodeError):
                 child.kill()
                 lost += kept is None
-                if lost < MOST_LOST:  # A kept one may have ended while nobody looked.
+                # A kept one may have ended while nobody looked. All tries together have `seconds`.
+                if lost < MOST_LOST and time.monotonic() < until - seconds / 2:
                     continue
                 raise ChildLost(f"its process was ended; it may take {self._bounds}") from None
             except BaseException:

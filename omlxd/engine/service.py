@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -252,7 +253,8 @@ class EngineService:
             if not isinstance(error, OmlxdError):  # Its sentence says it all.
                 log.warning("what the load raised, whose end the front tells", exc_info=True)
             # The front reads this before it sees the process end.
-            self._send(wire.LoadFailed(message=_reason(error), adapter=isinstance(error, AdapterError)))
+            adapter, lasting = isinstance(error, AdapterError), _is_lasting(error)
+            self._send(wire.LoadFailed(_reason(error), adapter=adapter, lasting=lasting))
             os._exit(3)
         # What was loaded lives as long as the process: 79,000 objects that a full collection would
         # visit for 45 ms, in the middle of somebody's answer. Most are frozen since they were imported.
@@ -416,3 +418,12 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OmlxdError):
         return error.message
     return f"{type(error).__name__}: {error}"
+
+
+def _is_lasting(error: BaseException) -> bool:
+    """Whether a load that raised `error` would raise it again: not for want of memory or a failing disk."""
+    if isinstance(error, OSError):
+        return isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError)
+    if isinstance(error, OmlxdError):
+        return error.code == "model_unusable" or isinstance(error, InvalidRequest)
+    return not isinstance(error, MemoryError) and not re.search(r"alloc|memory", str(error), re.IGNORECASE)

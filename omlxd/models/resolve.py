@@ -160,7 +160,8 @@ async def _run_builder(module: str, *arguments: str, note: Callable[[int, int], 
             await process.wait()
     if process.returncode:
         raise ModelError(
-            last or f"{module} failed with status {process.returncode}; its reason is in the log."
+            last or f"{module} failed with status {process.returncode}; its reason is in the log.",
+            code="unavailable" if module == "omlxd.models.smollm" else None,  # It downloads.
         )
     folder = Path(last)
     await asyncio.to_thread(check_folder, folder)

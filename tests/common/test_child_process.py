@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from omlxd.common import child_process
 from omlxd.common.child_process import ChildLost, ChildProcesses
 
 SCRIPT = """
@@ -40,4 +41,25 @@ def test_a_child_that_is_ended_is_told_with_what_it_may_take(tmp_path: Path):
     children = ChildProcesses(tmp_path / "script.py", 1 << 30, 10)
     with pytest.raises(ChildLost, match="it may take 1024 MiB and 10 s of processor time"):
         children.call((), str, 10.0)
+    children.close()
+
+
+def test_all_tries_of_a_call_have_its_time_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A page that takes a child's memory after most of its time took a second child, and as long again."""
+    now, given = [100.0], []
+
+    def ask(child: object, frame: bytes, seconds: float) -> bytes:
+        given.append(seconds)
+        now[0] += 12.0
+        raise EOFError
+
+    (tmp_path / "script.py").write_text("def answer(): ...\n")
+    children = ChildProcesses(tmp_path / "script.py", 1 << 30, 10)
+    monkeypatch.setattr(child_process._Child, "ask", ask)
+    monkeypatch.setattr(child_process.time, "monotonic", lambda: now[0])
+    for seconds, tries in ((20.0, [20.0]), (60.0, [60.0, 48.0])):
+        given.clear()
+        with pytest.raises(ChildLost):
+            children.call((), str, seconds)
+        assert given == tries
     children.close()

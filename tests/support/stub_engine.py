@@ -142,7 +142,8 @@ class Stub:
         time.sleep(args.load_s)
         self.wait_for(args.load_gate)
         if args.load_fails:
-            self.send(wire.LoadFailed(message=args.load_fails, adapter=bool(message.adapter)))
+            lasting = args.load_fails.startswith("lasting")
+            self.send(wire.LoadFailed(args.load_fails, adapter=bool(message.adapter), lasting=lasting))
             sys.exit(1)
         if args.crash_on_load:
             print("Traceback: the stub was told to crash", file=sys.stderr, flush=True)

@@ -197,7 +197,10 @@ class ModelStore:
             self._facts["vision"] = mlx_adapter.VLM_VERSION
         self._tokenizer = tokenizer_fingerprint(path)
         if file_identities(path, self._load.adapter) != files:
-            raise ModelError(f"{path}: a file has changed while the model was being loaded; load it again")
+            raise ModelError(
+                f"{path}: a file has changed while the model was being loaded; load it again",
+                code="unavailable",
+            )
         return namespace_of(self._facts)
 
     def _describe(self, cold: ColdTier | None) -> None:

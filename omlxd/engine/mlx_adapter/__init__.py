@@ -23,7 +23,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 
 from . import lean_imports  # Before whatever imports transformers.
 from .addressed_rows import Tail, let_go
-from .arrays import blank_arrays, give_memory_back, limits, rows_at, set_limits, trim_heap
+from .arrays import blank_arrays, give_memory_back, limits, rows_at, set_limits
 from .attention import reads_own_rows
 from .batch_kv import EvenBatchKVCache, round_up
 from .cache_kinds import (

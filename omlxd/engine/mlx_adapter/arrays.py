@@ -15,7 +15,6 @@ were tried beside such reads, 4 s each: none hung.)
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import logging
@@ -140,12 +139,3 @@ def give_memory_back() -> None:
     """Free what MLX keeps for arrays to come. Waits for what the CPU computes. Any thread."""
     if _clear is not None:
         _clear()
-
-
-def trim_heap() -> None:
-    """Have the C library give freed memory back: glibc keeps what lies between blocks in use. Any thread.
-
-    Behind 511 MB of processed pixels that were freed the process took 739 MB, and 113 after this.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # No other C library has it.
-        ctypes.CDLL(None).malloc_trim(0)

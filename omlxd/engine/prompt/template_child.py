@@ -18,6 +18,8 @@ from jinja2.nodes import CallBlock
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEXT_CHARS = 64 << 20
+ERROR_CHARS = 1000
+"""Of what a template says as it fails: it may say all that it was given."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -101,4 +103,4 @@ def answer(template: str, variables: dict[str, Any]) -> tuple[str, str]:
     except RecursionError:
         return "", "it calls itself without end"
     except Exception as error:
-        return "", str(error) or type(error).__name__
+        return "", (str(error) or type(error).__name__)[:ERROR_CHARS]

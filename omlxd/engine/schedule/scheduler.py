@@ -16,6 +16,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from ...common.heap import trim_heap
 from ...errors import OmlxdError, Unavailable
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge
@@ -150,7 +151,7 @@ class Scheduler:
         dropped = self.images is not None and self.images.give_memory_back()
         mlx_adapter.give_memory_back()
         if dropped or everything:
-            mlx_adapter.trim_heap()
+            trim_heap()
 
     def _stop(self) -> None:
         self._stopping = True

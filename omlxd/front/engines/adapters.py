@@ -55,7 +55,7 @@ def unusable(engine: ModelEngine, reason: str) -> AdapterError:
     """The error of an adapter that can't be used for `reason`: one of the settings is no request's fault."""
     if engine.settings.adapter is None:
         return AdapterError(reason, param="model")
-    return AdapterError(f"adapter of {engine.model_id}: {reason}", code="unavailable")
+    return AdapterError(f"adapter of {engine.model_id}: {reason}", code="model_unusable")
 
 
 async def join(engine: ModelEngine, host: ModelEngine) -> tuple[Link, Load]:

@@ -226,8 +226,9 @@ class MemoryGuard:
         """Raises `why_never` as InvalidRequest where another model may fit, else as NotNow."""
         if why := self.why_never(engine):
             others = (other for other in self._pool.models() if other is not engine)
-            refused = NotNow if all(map(self.why_never, others)) else InvalidRequest
-            raise refused(why, param="model")
+            if all(map(self.why_never, others)):
+                raise NotNow(why, param="model", code="model_unusable")
+            raise InvalidRequest(why, param="model")
 
     def why_never(self, engine: ModelEngine) -> str:
         """Why the model can never fit on the device; "": it may, or no engine has named the device yet."""

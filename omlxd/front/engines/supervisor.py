@@ -66,7 +66,7 @@ class _Life:
     """One engine process.
 
     heard    messages about requests; `steps`: of its last Alive
-    failed   why its load failed, in words; `refused`: why the guard refused it
+    failed   why its load failed, in words, `lasting`: for good; `refused`: why the guard refused it
     stalled  it was ended because it made no progress
     """
 
@@ -77,6 +77,7 @@ class _Life:
     heard: int = 0
     steps: int = -1
     failed: str = ""
+    lasting: bool = False
     refused: OmlxdError | None = None
     stalled: bool = False
 
@@ -122,6 +123,7 @@ class Supervisor:
         self._state: State = "unloaded"
         self._wanted = asyncio.Event()
         self._reason = ""
+        self._lasting = False
         self._log_level = ""
         self._closing = False
         self._lives: asyncio.Task[None] | None = None
@@ -156,8 +158,10 @@ class Supervisor:
         return self.link is not None or (self._spawning is not None and not self._spawning.done())
 
     def check_hold(self) -> None:
-        """Raises Unavailable while the model is refused because its loads failed."""
+        """Raise Unavailable, or ModelError, while the model is refused because its loads failed."""
         if self.state == "failed" and (left := self.restarts.hold_left_s) > 0:
+            if self._lasting:
+                raise ModelError(self.trouble, param="model")
             raise Unavailable(self.trouble, retry_after=min(60, math.ceil(left)))
 
     def end_hold(self) -> None:
@@ -250,13 +254,14 @@ class Supervisor:
             if self.state == "failed":
                 self.state = "restarting"
             refused: OmlxdError | None = None
+            lasting = False
             try:
                 reason = await self._one_life()
                 self.deaths += not (self._closing or self.state == "unloading")
             except (NotNow, InvalidRequest) as error:
                 refused, reason = error, error.message
             except OmlxdError as error:
-                reason = error.message
+                reason, lasting = error.message, error.code == "model_unusable"
             except OSError as error:
                 reason = f"its engine can't be started: {error}"
             except Exception as error:
@@ -271,7 +276,7 @@ class Supervisor:
             if refused is not None:
                 self._not_now(refused)
             else:
-                self._died(reason)
+                self._died(reason, lasting)
 
     def _not_now(self, error: OmlxdError) -> None:
         """The load was refused: for lack of memory, or for an adapter's files, which may be mended."""
@@ -290,8 +295,8 @@ class Supervisor:
         self.state = "loading" if self._wanted.is_set() else "unloaded"
         self._settle_gone()
 
-    def _died(self, reason: str) -> None:
-        """The process ended, or never started, for `reason`."""
+    def _died(self, reason: str, lasting: bool = False) -> None:
+        """The process ended, or never started, for `reason`; `lasting`: the next one would, too."""
         was_ready, restarts = self.state == "ready", self.restarts
         restarts.ended_at, restarts.ends_in_a_row = time.monotonic(), restarts.ends_in_a_row + 1
         if was_ready:
@@ -299,10 +304,13 @@ class Supervisor:
         else:
             self._reason = f"{self.model_id} can't be loaded: {reason}"
             restarts.failed_loads += 1
+        self._lasting = lasting and not was_ready
         self.state = "restarting" if was_ready else "failed"
         log.error("%s", self.trouble)
         retry_after = max(1, min(60, math.ceil(max(restarts.hold_left_s, restarts.backoff_s))))
         failed = Failed(code="unavailable", message=self.trouble, retry_after=retry_after)
+        if self._lasting:
+            failed = ModelError(self.trouble, param="model").as_event()
         self._owner.on_lost(failed, was_ready)
 
     async def _one_life(self) -> str:
@@ -342,8 +350,10 @@ class Supervisor:
             return f"it made no progress for {patience_s:.0f} s or more"
         if self.state == "ready":
             return life.failed or ended
-        if life.failed:
+        if life.failed and life.lasting:
             raise ModelError(life.failed)
+        if life.failed:
+            raise Unavailable(life.failed)
         return f"{ended}{_quoted(link.last_words)}"
 
     async def _start_process(self) -> wire.Load:
@@ -378,6 +388,7 @@ class Supervisor:
                 life.refused = kind(message.message)
             else:
                 life.failed = message.message or "the engine gave no reason"
+                life.lasting = message.lasting
             life.link.terminate()  # It exits by itself; this is for one that hangs on the way out.
         elif life.account is not None:
             life.account.handle(message)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from ... import __version__
 from ...cli.owner_api import ColdStatus, DaemonStatus, Forget, Forgotten, ModelStatus, Readiness, TidyMemory
+from ...common.heap import give_memory_back
 from ...errors import InvalidRequest
 from ...kv.files.paths import is_stored_path
 from ...kv.ledger.ledger import LedgerStats
@@ -77,9 +78,11 @@ class Admin:
         return Forgotten(*await self._engines.cold.forget_files(asked.paths, asked.remove))
 
     async def tidy_memory(self, asked: TidyMemory) -> DaemonStatus:
-        """Have engines do so, and say what they hold then; loads none. Raises OmlxdError."""
+        """Have engines and this process do so, and say what they hold. Loads none. Raises OmlxdError."""
         engines = [await self._engines.find_engine(asked.model)] if asked.model else self._engines.models()
         await asyncio.gather(*(engine.stats(asked.trim, asked.reset_peak) for engine in engines))
+        if asked.trim:
+            await asyncio.to_thread(give_memory_back)
         return await self.daemon_status()
 
     async def health(self) -> Health:

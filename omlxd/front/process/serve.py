@@ -25,6 +25,7 @@ import socket
 import sys
 from collections.abc import Callable
 
+from ...common.heap import keep_heap_small
 from ...config import Settings
 from ...config.address import forget_address, record_address
 from ...config.keys import keys_path
@@ -59,6 +60,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
 
     read  the settings as flags, variables and file say now, for SIGHUP
     """
+    keep_heap_small()
     reloads = _hangup_means_reload()
     logs = Logs(settings)
     if not reloads and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -130,6 +132,7 @@ async def _serve(
 ) -> int:
     # Imported here, after the socket listens: this is most of the start.
     from ...kv.ledger.ledger import LedgerBusy
+    from .heap import keep_heap_trimmed
     from .reload import Reloader
     from .start_page import print_address, print_start_page
 
@@ -191,6 +194,7 @@ async def _serve(
     asyncio.get_running_loop().call_later(CACHE_INDEX_AFTER_S, app.state.cache_index.begin)
     notify.ready(f"listening on {urls}")
     notify.watch()
+    heap = asyncio.create_task(keep_heap_trimmed(), name="heap")
     stopped = asyncio.create_task(stop.wait())
     first, _ = await asyncio.wait({server, stopped, page}, return_when=asyncio.FIRST_COMPLETED)
     trouble = "" if page not in first or page.exception() else page.result()
@@ -201,6 +205,7 @@ async def _serve(
     notify.stopping()
     notify.unwatch()
     page.cancel()
+    heap.cancel()
     await pool.close()
     await asyncio.wait({server}, timeout=END_S)
     if not server.done():

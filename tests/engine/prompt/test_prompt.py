@@ -444,6 +444,14 @@ def test_what_a_template_says_of_a_conversation_is_not_logged(folder, caplog):
     assert "refused a conversation" in caplog.text and "my secret" not in caplog.text
 
 
+def test_what_a_template_says_as_it_fails_is_bounded(folder):
+    """Real ones quote the message, a call's arguments, or all that they were given."""
+    template = "{{ raise_exception('no: ' ~ messages[0].content) }}"
+    with pytest.raises(InvalidRequest) as refused:
+        pipeline(folder, template).render(Conversation((say("user", "x" * (4 << 20)),)))
+    assert len(refused.value.message) < 2000 and "no: xxx" in refused.value.message
+
+
 def test_switches_that_keep_thinking_are_set(folder):
     template = (
         "{%- if preserve_thinking %}KEPT{% endif %}{% if clear_thinking is defined %}{{ clear_thinking }}"

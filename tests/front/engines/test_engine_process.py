@@ -26,7 +26,7 @@ from engine_processes import (
 
 from omlxd import wire
 from omlxd.chat import Event, Failed, Finished, Progress, RawPrompt, TextDelta
-from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
+from omlxd.errors import InvalidRequest, ModelError, OmlxdError, Overloaded, Unavailable
 from omlxd.front.engines.client import EngineProcess
 from omlxd.front.engines.cold_ledger import ColdLedger
 from omlxd.front.engines.link import SOCKET_BYTES, EngineLink
@@ -170,6 +170,25 @@ async def test_a_failed_load_is_told_and_after_three_the_state_is_failed():
         made.supervisor.restarts.hold_s = 0.0  # Its time is over.
         assert isinstance((await collect(made, "x"))[0], Failed)
         assert made.state == "failed" and made.supervisor.deaths == 0
+
+
+async def test_a_lasting_fault_is_never_told_as_one_to_ask_again_after():
+    async with engine("--load-fails", "lasting: no such architecture", hold_s=50) as made:
+        for _ in range(3):
+            (failed,) = await collect(made, "x")
+            assert failed.code == "model_unusable" and failed.retry_after is None
+            assert "no such architecture" in failed.message
+        with pytest.raises(ModelError, match="no such architecture") as held:
+            made.generate(ask("x"))
+        assert held.value.code == "model_unusable" and held.value.retry_after is None
+        made.supervisor.end_hold()
+        assert (await collect(made, "x"))[0].code == "model_unusable"
+
+    async def broken() -> wire.Load:
+        raise ModelError("tokenizer.json is missing")
+
+    async with engine(prepare=broken) as made:
+        assert (await collect(made, "x"))[-1].code == "model_unusable"
 
 
 async def test_the_last_words_of_a_crash_on_load_reach_the_client():

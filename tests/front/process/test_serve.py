@@ -333,7 +333,8 @@ def test_a_broken_folder_is_told_to_clients(start, tmp_path: Path):
     daemon = start()
     ask = {"model": "other", "prompt": "x"}
     other = httpx.post(daemon.url + "/v1/completions", json=ask, timeout=60, trust_env=False)
-    assert other.status_code == 503 and "tokenizer.json" in other.text
+    assert other.status_code == 400 and "tokenizer.json" in other.text
+    assert other.headers["x-should-retry"] == "false" and "retry-after" not in other.headers
     assert not left.exists()
     assert daemon.complete("x").status_code == 200
     assert daemon.stop() == 0
