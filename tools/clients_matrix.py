@@ -122,7 +122,8 @@ def play(name: str, home: Path, scratch: Path, url: str) -> Row:
     streamed: list[bool] = []
 
     def note(path: str, body: bytes) -> tuple[str, bytes]:
-        streamed.append(b'"stream":true' in body.replace(b" ", b""))
+        asked = b'"stream":true' in body.replace(b" ", b"")
+        streamed.append(asked or ":streamGenerateContent" in path)
         return path, body
 
     try:

@@ -51,14 +51,12 @@ class Start:
 
     folder  (variable, file, text): the agent reads its provider from a file of the folder that the variable
             names; written first with `--save`
-    names_file  the variable names the file itself
     """
 
     variables: dict[str, str]
     dropped: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     folder: tuple[str, str, str] | None = None
-    names_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +207,8 @@ def _gemini(target: Target) -> Start:
     clouds = ("GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_GENAI_USE_GCA", "CLOUD_SHELL")
     # With a base URL it takes itself for behind a gateway, and refuses, unless a file says how it signs in.
     settings = json.dumps({"security": {"auth": {"selectedType": "gemini-api-key"}}}) + "\n"
-    folder = ("GEMINI_CLI_SYSTEM_SETTINGS_PATH", "settings.json", settings)
-    return Start({**variables, "GEMINI_MODEL": target.model}, clouds, folder=folder, names_file=True)
+    folder = ("GEMINI_CLI_HOME", ".gemini/settings.json", settings)
+    return Start({**variables, "GEMINI_MODEL": target.model}, clouds, folder=folder)
 
 
 def _copilot(target: Target) -> Start:
@@ -381,10 +379,9 @@ def _with_folder(agent: Agent, start: Start, save: bool) -> Start:
         )
     # One that --save wrote is of this command: it is kept up to date with the daemon and its model.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / name).parent.mkdir(mode=0o700, exist_ok=True)
     write_atomic(folder / name, text.encode())
-    return replace(
-        start, variables={**start.variables, variable: str(folder / name if start.names_file else folder)}
-    )
+    return replace(start, variables={**start.variables, variable: str(folder)})
 
 
 def too_small(agent: Agent, target: Target) -> str:

@@ -206,7 +206,7 @@ def test_gemini_reads_how_it_signs_in_from_a_file(launch, daemon):
     assert "--save writes" in refused(launch("gemini"))
     _, env = given(launch("gemini", "--save"))
     assert (env["GOOGLE_GEMINI_BASE_URL"], env["GEMINI_MODEL"]) == (daemon.url, "org/tiny")
-    file = Path(env["GEMINI_CLI_SYSTEM_SETTINGS_PATH"])
+    file = Path(env["GEMINI_CLI_HOME"]) / ".gemini" / "settings.json"
     assert json.loads(file.read_text())["security"]["auth"]["selectedType"] == "gemini-api-key"
 
 
