@@ -69,7 +69,17 @@ def main() -> int:
     parser.add_argument("--bound", type=float, default=3600.0)
     parser.add_argument("--server", nargs=2, action="append", metavar=("NAME", "COMMAND"))
     options = parser.parse_args()
-    names = ("run", "answered", "wall s", "TTFT p50 s", "TTFT p90 s", "later s", "gap p99 s", "prompt")
+    names = (
+        "run",
+        "answered",
+        "wall s",
+        "TTFT p50 s",
+        "TTFT p90 s",
+        "later s",
+        "gap p99 s",
+        "largest gap s",
+        "prompt",
+    )
     runs = [grown(options.model, number, agents) for number, agents in enumerate(options.grow)]
     runs += [recorded(path) for path in options.trace]
     print(f"| server | {' | '.join(names)} |\n|" + "---|" * (1 + len(names)))
@@ -168,6 +178,7 @@ def cells(answers: Answers, options: argparse.Namespace, turns: list[Turn], cut:
         *(f"{_part(firsts, part, 10):.3f}" for part in (5, 9)),
         f"{_part([stream.ttft for stream in answers.later if stream.times], 1, 2):.3f}",
         f"{_part(gaps, 99, 100):.3f}",
+        f"{max(gaps, default=0.0):.3f}",
         str(sum(stream.prompt for stream in answers.streams) or "-"),
     ]
 
