@@ -289,7 +289,7 @@ class Bar:
         if self._stream.isatty():
             filled = round(WIDTH * self.part)
             bar = "#" * filled + "." * (WIDTH - filled)
-            text = f"bootstrap: [{bar}] {int(100 * self.part):3d} % {words}"
+            text = f"bootstrap: [{bar}] {int(100 * self.part):3d} % {words or 'preparing'}"
             self._stream.write("\r" + text[: shutil.get_terminal_size().columns - 1] + "\033[K")
         elif words and words.split()[0] != self._shown:
             self._shown = words.split()[0]
