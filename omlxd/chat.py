@@ -317,6 +317,7 @@ class Usage(Struct, frozen=True):
 
     cached_hot/_cold   of the prompt, restored from RAM / from SSD; the rest was computed
     recomputed         of that rest, what lay on SSD: computing it was faster, or a file was damaged
+    left_over          of that rest, what was not computed, as the request's time ran out before
     completion_tokens  generated, the end-of-turn token among them, as vLLM counts
     reasoning_tokens   of these, inside the thinking block
     ttft_s             seconds from `GenerateRequest.asked` to the first token
@@ -350,11 +351,17 @@ class Usage(Struct, frozen=True):
     predicted: int = 0
     predicted_accepted: int = 0
     recomputed: int = 0
+    left_over: int = 0
     not_enforced: tuple[str, ...] = ()
 
     @property
     def cached_tokens(self) -> int:
         return self.cached_hot + self.cached_cold
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of the prompt."""
+        return self.prompt_tokens - self.cached_tokens - self.left_over
 
     @property
     def tokens_per_s(self) -> float:

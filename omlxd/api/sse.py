@@ -85,7 +85,7 @@ class UsageExtension(Struct, frozen=True):
 
 
 def usage_extension(usage: Usage) -> UsageExtension:
-    computed = usage.prompt_tokens - usage.cached_tokens
+    computed = usage.computed_tokens
     left_out = {"computed", "not_enforced"}
     if not usage.model_drafted:
         left_out |= {"model_drafted", "model_accepted"}

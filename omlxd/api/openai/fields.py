@@ -292,7 +292,7 @@ class Timings(msgspec.Struct):
 
 def timings_of(usage: chat.Usage) -> Timings | UnsetType:
     """UNSET where nothing was timed."""
-    computed, answered = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
+    computed, answered = usage.computed_tokens, usage.completion_tokens
     prefill_s, decode_s = usage.prefill_s, usage.decode_s
     if not prefill_s or not decode_s:
         return UNSET

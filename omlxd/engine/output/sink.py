@@ -271,6 +271,8 @@ def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
     now = now or time.monotonic()
     ttft_s = sequence.first_token_s or now - sequence.asked
     prefill_s = sequence.prefill_s + (now - sequence.pass_since if sequence.pass_since else 0.0)
+    reached = max(sequence.kv_length, sequence.restored_hot + sequence.restored_cold)
+    cut = sequence.timed_out and not sequence.first_token_s
     return chat.Usage(
         prompt_tokens=sequence.prompt_length,
         cached_hot=sequence.restored_hot,
@@ -289,5 +291,6 @@ def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
         predicted=sequence.predicted,
         predicted_accepted=sequence.predicted_accepted,
         recomputed=sequence.recomputed,
+        left_over=max(0, sequence.prompt_length - reached) if cut else 0,
         not_enforced=constraint.left_out if (constraint := sequence.sampler.constraint) else (),
     )

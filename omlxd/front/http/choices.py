@@ -160,7 +160,15 @@ async def _choices(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_OF_PROMPTS = ("prompt_tokens", "cached_hot", "cached_cold", "recomputed", "restore_s", "prefill_s")
+_OF_PROMPTS = (
+    "prompt_tokens",
+    "cached_hot",
+    "cached_cold",
+    "recomputed",
+    "left_over",
+    "restore_s",
+    "prefill_s",
+)
 _OF_CHOICES = (
     *("completion_tokens", "reasoning_tokens"),
     *("drafted", "accepted", "model_drafted", "model_accepted", "predicted", "predicted_accepted"),

@@ -51,7 +51,7 @@ class LastHour:
             first=int(ttft_s is not None),
             ttft_sum=ttft_s or 0.0,
             ttft_max=ttft_s or 0.0,
-            prompt=usage.prompt_tokens,
+            prompt=usage.prompt_tokens - usage.left_over,
             cached_hot=usage.cached_hot,
             cached_cold=usage.cached_cold,
             completion=usage.completion_tokens,

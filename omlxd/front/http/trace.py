@@ -189,7 +189,7 @@ class RequestTrace:
         usage, problem = self.usage or self.usage_so_far(), self.problem
         known = self.prompt_tokens, self.restored, self.computed
         if self.usage:
-            known = usage.prompt_tokens, usage.cached_tokens, usage.prompt_tokens - usage.cached_tokens
+            known = usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens
         prompt_tokens, cached_tokens = (None if tokens < 0 else tokens for tokens in known[:2])
         is_known = self.usage is not None or not self.handed_on
         line = Request(

@@ -11,6 +11,7 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.api.body import ParsedRequest, with_timeout
 from omlxd.chat import Conversation, GenerateRequest
+from omlxd.engine.output.sink import usage_of
 from omlxd.engine.schedule.queue import Watchdog
 from omlxd.errors import InvalidRequest
 
@@ -31,6 +32,7 @@ def test_a_decoding_request_ends(model):
         output.sequence.deadline = time.monotonic()
         got = output.tokens()
         assert output.reason == "length" and got
+        assert usage_of(output.sequence).computed_tokens == 100
         rig.settle()
         assert rig.scheduler.watchdog.expired == 1
         assert rig.scheduler.active_sequences == 0
@@ -54,6 +56,8 @@ def test_a_prefill_is_interrupted_between_two_chunks_and_keeps_its_blocks(model)
         rig.settle()
         done = chunks[-1]
         assert 0 < done < 8_000
+        usage = usage_of(output.sequence)
+        assert (usage.prompt_tokens, usage.computed_tokens, usage.left_over) == (8_000, done, 8_000 - done)
         again = rig.run(tokens(8_000)[: done + 10], n=2)
         assert again.hot >= (done // BLOCK) * BLOCK - BLOCK
 
@@ -65,6 +69,7 @@ def test_a_waiting_request_ends(model):
         second = rig.start(tokens(60, seed=3), n=5)
         second.sequence.deadline = 0.0
         assert second.tokens() == [] and second.reason == "length"
+        assert usage_of(second.sequence).computed_tokens == 0
         assert not first.reason
         first.sequence.deadline = 0.0
         assert first.tokens()
