@@ -57,11 +57,11 @@ def take(playwright, url: str, seconds: float) -> None:
     browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
     options = {"max_tokens": "60", "temperature": "0", "system": SYSTEM}
     script = f"sessionStorage.setItem('omlxd.chat', JSON.stringify({json.dumps({'options': options})}))"
+    # Before the page's own code: what is set in an open page, it overwrites as it is left.
     chat = browser.new_page(viewport={"width": 1000, "height": 620}, color_scheme="light")
     chat.set_default_timeout(300_000)
+    chat.add_init_script(script)
     chat.goto(url)
-    chat.evaluate(script)
-    chat.reload()
     chat.wait_for_selector("#chat-model option", state="attached")
     for number, question in enumerate(QUESTIONS):
         if number == len(QUESTIONS) - 1:
