@@ -299,6 +299,26 @@ def stable_json(value: Any) -> str:
 # --------------------------------------------------------------------------- fields
 
 
+MAX_NAME_CHARS = 256
+_TOOL_NAME = re.compile(r"[\w./-](?:[\w.:/-]*[\w./-])?")
+
+
+def checked_name(name: str, param: str) -> str:
+    """Return `name` if the output's reader knows it again in every format of calls. Raises InvalidRequest.
+
+    OpenAI and Anthropic allow letters, digits, `_` and `-`, and 64 or 128 of them.
+    """
+    if len(name) > MAX_NAME_CHARS:
+        raise bad_field(param, f"longer than {MAX_NAME_CHARS} characters")
+    if not _TOOL_NAME.fullmatch(name):
+        raise bad_field(
+            param,
+            f"{name[:80]!r} is no name of a tool: letters, digits, _, -, . and / are, and : within; "
+            "a description may say the rest",
+        )
+    return name
+
+
 def stops(value: str | list[str] | None, param: str) -> tuple[str, ...]:
     """Stop strings, checked for number and length."""
     texts = (value,) if isinstance(value, str) else tuple(value or ())

@@ -14,7 +14,7 @@ import msgspec
 
 from ...chat import Tool
 from ...errors import bad_field
-from ..body import free_json, stable_json
+from ..body import checked_name, free_json, stable_json
 from .blocks import ByDefinition, ByName, ToolAddition, ToolChange, ToolParam, ToolRemoval
 
 _ENGINE_ID = re.compile(r"call_([0-9a-f]{24})")
@@ -246,6 +246,8 @@ def _tool(fields: ToolParam, param: str) -> Tool | None:
     if fields.function is not None:
         fields, param = fields.function, f"{param}.function"
     strict = bool(fields.strict)
+    if fields.name:
+        checked_name(fields.name, f"{param}.name")
     schema = fields.parameters if fields.input_schema is None else fields.input_schema
     if schema is None and (nested or fields.type == "function"):
         schema = {}  # OpenAI's function of no parameters.

@@ -14,7 +14,17 @@ import msgspec
 from ... import chat
 from ...errors import bad_field
 from ..answer_format import MAX_CHOICES, only
-from ..body import MAX_TOKENS, ParsedRequest, free_json, not_contacted, nucleus, refuse, session_header, stops
+from ..body import (
+    MAX_TOKENS,
+    ParsedRequest,
+    checked_name,
+    free_json,
+    not_contacted,
+    nucleus,
+    refuse,
+    session_header,
+    stops,
+)
 from ..conversation import conversation
 from . import body as bodies
 from .body import (
@@ -191,6 +201,7 @@ def _tools(tools: Sequence[ToolBody]) -> tuple[chat.Tool, ...]:
 def _tool(declared: FunctionDeclaration, param: str) -> chat.Tool:
     if not declared.name:
         raise bad_field(f"{param}.name", "a function needs a name")
+    checked_name(declared.name, f"{param}.name")
     if declared.parameters_json_schema is not None:
         schema = free_json(declared.parameters_json_schema, f"{param}.parametersJsonSchema")
     else:

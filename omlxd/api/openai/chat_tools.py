@@ -15,7 +15,7 @@ import msgspec
 
 from ...chat import Struct, Tool
 from ...errors import bad_field
-from ..body import free_json
+from ..body import checked_name, free_json
 from .tool_choice import custom_tool, tool_choice
 
 _Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -100,7 +100,7 @@ def chat_tools(
     if functions:
         if tools:
             raise bad_field("functions", "send them among the tools, or send no tools")
-        listed = tuple(_function(one, f"functions.{index}") for index, one in enumerate(functions))
+        listed = tuple(_tool(one, f"functions.{index}") for index, one in enumerate(functions))
         called = _obsolete_choice(function_call, {tool.name for tool in listed})
         return ChatTools(listed, called, (), CallShape(obsolete=True))
     read = [one.read(f"tools.{index}") for index, one in enumerate(tools or [])]
@@ -115,6 +115,7 @@ def chat_tools(
 
 
 def _tool(tool: Function | _Custom, param: str) -> Tool:
+    checked_name(tool.name, f"{param}.name")
     if isinstance(tool, Function):
         return _function(tool, param)
     where = f"{param}.format"

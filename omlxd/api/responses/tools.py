@@ -19,10 +19,8 @@ import msgspec
 
 from ...chat import Struct, Tool
 from ...errors import bad_field
-from ..body import convert, free_json, image_url, not_contacted
+from ..body import checked_name, convert, free_json, image_url, not_contacted
 from ..openai.tool_choice import ToolGiven, custom_tool
-
-MAX_NAME_CHARS = 256
 
 
 class ToolName(Struct, frozen=True):
@@ -91,8 +89,7 @@ class ResponseTools:
             raise bad_field(param, f"{str(error).replace('`', '')}") from None
         if not tool.name:
             raise bad_field(f"{param}.name", "this field is required")
-        if len(tool.name) > MAX_NAME_CHARS:
-            raise bad_field(f"{param}.name", f"longer than {MAX_NAME_CHARS} characters")
+        checked_name(tool.name, f"{param}.name")
         if tool.type == "namespace":
             for index, inner in enumerate(tool.tools or []):
                 self._add(inner, tool.name, f"{param}.tools.{index}", searched)

@@ -335,7 +335,7 @@ def format_name(tokenizer: Any) -> str:
 def unreadable(call_format: CallFormat, name: str, tool: bool) -> bool:
     """Whether the format can't hold `name`, of a tool or else of a parameter."""
     if isinstance(call_format, ValueCalls) and call_format.python:
-        return re.fullmatch(r"[A-Za-z_][\w.-]*" if tool else r"[^\W\d]\w*", name) is None
+        return re.fullmatch(r"[\w./-](?:[\w.:/-]*[\w./-])?" if tool else r"[^\W\d]\w*", name) is None
     if isinstance(call_format, TagCalls):
         return re.search(r"[<>\"&\n]|^\s|\s$|^$", name) is not None
     return False

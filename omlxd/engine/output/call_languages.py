@@ -59,10 +59,14 @@ _PYTHONIC_WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 _KEY = "key_of_a_call_"
 _PYTHONIC = re.compile(
     rf"\"\"\".*?\"\"\"|'''.*?'''|(?P<string>{_STRING}|'(?:[^'\\]|\\.)*')"
-    r"|(?<![\w.:/-])(?P<name>\w[\w.:/-]*+)(?<!:)\s*+\("
+    r"|(?<![\w.:/-])(?P<name>[\w./-][\w.:/-]*+)(?<!:)\s*+\("
     r"|(?<!\w)(?P<key>[^\W\d]\w*+)(?=\s*+=)",
     re.DOTALL,
 )
+
+
+_PAIR = re.compile(r"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+"""One letter as JSON escapes it."""
 
 
 def pythonic_calls(
@@ -75,7 +79,8 @@ def pythonic_calls(
         """What Python allows: models leave newlines in strings, and names may be its keywords."""
         match match.lastgroup:
             case "string":
-                return match[0].replace("\n", "\\n")
+                paired = _PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), match[0])
+                return paired.replace("\n", "\\n")
             case "name":
                 names.append(match["name"])
                 return f"call_{len(names)}("

@@ -22,7 +22,7 @@ import re
 
 from ..constrain.harmony_grammar import CONTROLS
 from .splitter import Sink, Splitter, State, Tags
-from .tool_calls import NAME, json_text
+from .tool_calls import MAX_NAME, NAME, json_text
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ = CONTROLS
 _NAMED = '{"name": '
@@ -111,8 +111,9 @@ class HarmonySplitter:
         self._position += len(text)
         self._add(text)
         header = (self._role + self._channel).lstrip()
+        most = _MAX_HEADER + MAX_NAME * ("to=" in header)
         words = self._opening and not self._channel and not "to=".startswith(header[:3])
-        if words or "\n" in header or len(header) > _MAX_HEADER:
+        if words or "\n" in header or len(header) > most:
             self._spill()
 
     def _spill(self) -> None:

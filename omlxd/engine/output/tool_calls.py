@@ -20,7 +20,9 @@ from ..constrain.json_schema import Unenforceable, branches
 from ..prompt.messages import openai_tools
 from .call_languages import gemma_calls, pythonic_calls
 
-NAME = re.compile(r"[\w.:/-]{1,128}")
+MAX_NAME = 520
+"""Letters: the doors let in 256, and as many of a namespace."""
+NAME = re.compile(rf"[\w.:/-]{{1,{MAX_NAME}}}")
 
 _Call = tuple[str, dict[str, Any]]
 """Name and arguments."""

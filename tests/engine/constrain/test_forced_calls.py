@@ -307,8 +307,8 @@ def test_a_loose_schema_that_cant_be_enforced_still_gives_a_call(tokenizer, name
 
 def test_a_name_that_the_format_cant_hold(tokenizer):
     compiler = compiler_of(spelled(tokenizer, "pythonic"))
-    odd, fine = Tool("a:b", "", closed({})), Tool("ab", "", closed({}))
-    with pytest.raises(InvalidRequest, match="can't hold the name 'a:b'"):
+    odd, fine = Tool("a b", "", closed({})), Tool("ab", "", closed({}))
+    with pytest.raises(InvalidRequest, match="can't hold the name 'a b'"):
         compiler.compile(chat(tools=(odd,), tool_choice="required"), thinking=False)
     assert compiled(compiler, tools=(odd, fine), tool_choice="required")
 
