@@ -332,7 +332,7 @@ def run_with_bar(command, environ, bar):
 
 def pip(environ, *arguments):
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    if "--editable" in arguments:
+    if arguments[0] == "install":
         failed = run_with_bar([*command, *arguments, "--progress-bar", "off"], environ, Bar())
     else:
         failed = subprocess.call([*command, "--quiet", *arguments], env=environ)
