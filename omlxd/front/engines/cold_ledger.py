@@ -56,6 +56,9 @@ PATIENCE_S = 2.0
 """How long a folder may be another's: a daemon that was killed may still be dying when the next one
 starts, and `omlxd cache clear` holds the folder while it removes files."""
 RETRY_S = 0.05
+ANSWER_S, CLOSE_S = 4.0, 2.0
+"""How long the folder's file system may take to be locked and tried out, each, and to be let go. A mount
+whose server is gone, or a FIFO, never answers: the thread that asked it stays behind."""
 
 
 LOOK_S = 10.0
@@ -111,9 +114,9 @@ class ColdLedger:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                await self._call(self._ledger.lock)
+                await self._try(self._ledger.lock)
                 self._ledger.on_return = partial(self._load_pins, self._ledger)
-                await self._call(self._ledger.on_return)
+                await self._try(self._ledger.on_return)
                 return None
             except LedgerBusy as error:
                 if time.monotonic() > deadline or self._closing:
@@ -143,7 +146,7 @@ class ColdLedger:
         try:
             if error is not None:
                 raise error
-            await self._call(self._try_out, self._ledger)
+            await self._try(self._try_out, self._ledger)
         except LedgerBusy as busy:
             reason = (
                 f"another omlxd is using it (process {busy.pid})" if busy.pid else "another omlxd is using it"
@@ -392,7 +395,8 @@ class ColdLedger:
         if self._looking is not None:
             self._looking.cancel()
         if self._ledger is not None:
-            await self._call(self._ledger.close)
+            with contextlib.suppress(TimeoutError):
+                await self._try(self._ledger.close, seconds=CLOSE_S)
         self._thread.shutdown(wait=False)
 
     async def _ask(self, function: Callable[..., T], *args: object) -> T:
@@ -400,6 +404,16 @@ class ColdLedger:
         self.hurry()
         self.check()
         return await self._call(function, self._ledger, *args)
+
+    async def _try(self, function: Callable[..., T], *args: object, seconds: float | None = None) -> T:
+        """As `_call`. Raises TimeoutError after `seconds`, and leaves the thread to what hangs."""
+        asked = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        asked.add_done_callback(lambda done: done.cancelled() or done.exception())  # It may end unheard.
+        if not (await asyncio.wait({asked}, timeout=seconds or ANSWER_S))[0]:
+            self._thread.shutdown(wait=False)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="cold-ledger")
+            raise TimeoutError(errno.ETIMEDOUT, "its file system does not answer")
+        return asked.result()
 
     async def _call(self, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

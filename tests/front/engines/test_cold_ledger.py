@@ -246,3 +246,29 @@ async def test_a_look_for_what_nobody_uses_that_fails_is_not_the_last(
         while len(looks) < 3:
             await asyncio.sleep(0.01)
     await cold.close()
+
+
+@pytest.mark.parametrize("hangs", ["lock", "probe", "later"])
+async def test_a_folder_that_never_answers_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: str
+):
+    """A dead mount: no model waits for it, nor does the end."""
+    monkeypatch.setattr(cold_ledger, "ANSWER_S", 0.2 if hangs != "later" else 60.0)
+    monkeypatch.setattr(cold_ledger, "CLOSE_S", 0.2)
+    answers = threading.Event()
+    cold = ColdLedger(tmp_path / "cache", 1 << 20)
+    if hangs == "lock":
+        monkeypatch.setattr(Ledger, "lock", lambda self: answers.wait(60))
+    elif hangs == "probe":
+        monkeypatch.setattr(ColdLedger, "_probe", lambda self: answers.wait(60))
+    try:
+        assert isinstance(await cold.claim(), OSError) == (hangs == "lock")
+        assert bool(await cold.open()) == (hangs == "later")
+        if hangs == "later":
+            pending = cold.submit(lambda ledger: int(answers.wait(60)))
+        else:
+            assert cold.folder == "" and await cold.submit(lambda ledger: 1) == 0
+        await cold.close()
+        assert not answers.is_set() and (hangs != "later" or not pending.done())
+    finally:
+        answers.set()
