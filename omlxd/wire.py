@@ -130,7 +130,8 @@ class Load(Struct, frozen=True, tag="load"):
     share_prefix  running requests hold what they share once: auto: on a CPU; on; off
     adapter  folder of a LoRA adapter of the model; "": none; `channel`: that of its requests
     draft_path  folder of a draft model, which guesses tokens; "": none
-    kv_reserve  tokens of an answer that its cache has room for at once; a longer one is copied as it grows
+    kv_reserve  tokens of an answer that its KV has room for at once; None: as memory allows. A longer one is
+                copied as it grows
     weights_mmap  whether weights are views of their files (engine/mlx_adapter/mapped.py)
     """
 
@@ -148,7 +149,7 @@ class Load(Struct, frozen=True, tag="load"):
     adapter: str = ""
     channel: int = 0
     draft_path: str = ""
-    kv_reserve: int = KV_RESERVE
+    kv_reserve: int | None = None
     weights_mmap: str = "off"
 
 

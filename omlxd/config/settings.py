@@ -21,6 +21,7 @@ CpuWeights = Literal["auto", "as-stored"]
 WeightsMmap = Literal["auto", "on", "off"]
 Hoist = Literal["auto", "always", "never"]
 """What becomes of system messages before the first assistant's turn."""
+Reserve = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SharePrefix = Literal["auto", "on", "off"]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 Images = Annotated[int, Meta(ge=1, le=100_000)]
@@ -89,7 +90,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     starts_in_thinking: bool | None = None
     adapter: Path | None = None
     draft_model: Annotated[str, Meta(pattern=r"\S")] | None = None
-    kv_reserve: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    kv_reserve: Reserve | None = None
 
 
 SAMPLING = (
@@ -156,6 +157,8 @@ _HELP = {
     "share_prefix": "auto: running requests that begin alike hold the KV of that once, on a CPU and on CUDA "
     "where decode steps are fused or compiled; on: on any GPU, where steps may be slow; off: each holds its "
     "own",
+    "kv_reserve": "tokens of an answer that its KV has room for at once; auto: as many as max_tokens allows, "
+    "up to a part of the free memory; a longer one is copied as it grows",
     "hoist_system": "put system messages that stand before the first answer at the head of the prompt: "
     "always, never, or auto",
     "no_healing": "render earlier answers as the client sends them, not as they were generated",
@@ -244,6 +247,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ]
     speculation: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
     share_prefix: Annotated[SharePrefix, _option("WHAT=auto")]
+    kv_reserve: Annotated[Reserve | None, _option("N=auto", none="auto")]
     hoist_system: Annotated[Hoist, _option("WHEN=auto")]
     no_healing: Annotated[bool, _option("")]
     # As many as Anthropic takes with a million tokens. Pictures are read one by one (engine/vision/media.py),

@@ -150,7 +150,7 @@ class Sequence:
     eos: frozenset[int]
     sampler: SamplerRow
     sink: Any = None
-    reserve: int = KV_RESERVE
+    reserve: int | None = KV_RESERVE
     labels: Seq[Seq[int]] = ()
     prediction: Seq[int] = ()
     keys_file: str = ""
@@ -220,7 +220,7 @@ class Sequence:
     @property
     def capacity(self) -> int:
         """Tokens to allocate its cache for: the prompt and some room, not all that it may ever need."""
-        return self.prompt_length + min(self.max_new, self.reserve)
+        return self.prompt_length + min(self.max_new, KV_RESERVE if self.reserve is None else self.reserve)
 
     @property
     def remaining_prefill(self) -> int:

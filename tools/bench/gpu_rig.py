@@ -76,7 +76,6 @@ class Bench:
         for start in range(0, len(tokens), chunk):
             self.model(mx.array([tokens[start : start + chunk]]), cache=cache)
             mx.eval(mlx_adapter.state_arrays(cache))
-        mlx_adapter.after_prefill(cache, len(tokens))
         return cache
 
     def payloads(self, cache: mlx_adapter.Cache, length: int, block: int) -> list[MLXPayload]:

@@ -48,7 +48,6 @@ class Batch:
         for start in range(0, length, 2048):
             self.loaded.model(tokens[:, start : start + 2048], cache=cache)
             mx.eval(mlx_adapter.state_arrays(cache))
-        mlx_adapter.after_prefill(cache, length)
         return cache
 
     def join(self, cache: mlx_adapter.Cache) -> None:

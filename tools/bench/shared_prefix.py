@@ -95,7 +95,6 @@ def prompts(loaded: LoadedModel, tokens: int, own: int, rows: int) -> list[Cache
         cache = mlx_adapter.copied(first)
         loaded.model(mx.random.randint(5, 200, (1, own), key=mx.random.key(seed)), cache=cache)
         mx.eval(mlx_adapter.state_arrays(cache))
-        mlx_adapter.after_prefill(cache, length)
         made.append(cache)
     return made
 

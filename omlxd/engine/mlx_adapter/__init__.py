@@ -2,7 +2,7 @@
 
 What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_adapter.py:
 - `KVCache` keeps `keys` and `values` of shape (1, heads, capacity, dim) and `offset`; it grows by
-  `step` tokens, an attribute that an instance may override;
+  `step` tokens, an attribute that only growing reads (`GrowingStep` of batch_kv.py is put in its place);
 - a cache class that can be batched has `merge`; its batch class has `extend`, `filter`, `_idx`;
 - a batch cache is padded on the left, so row r of length n lies in columns `_idx - n` to `_idx`;
 - state that exists only at a position is a `RotatingKVCache`'s last `max_size` tokens in temporal
@@ -23,13 +23,12 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 
 from . import lean_imports  # Before whatever imports transformers.
 from .addressed_rows import Tail, let_go
-from .arrays import blank_arrays, give_memory_back, limits, rows_at, set_limits
+from .arrays import blank_arrays, give_memory_back, give_outgrown_back, limits, rows_at, set_limits
 from .attention import reads_own_rows
 from .batch_kv import EvenBatchKVCache, round_up
 from .cache_kinds import (
     Cache,
     StateLayout,
-    after_prefill,
     append_tokens,
     can_take_back,
     copied,

@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
 from ...kv.layout import Group, KVLayout
 from . import attention
 from .addressed_rows import AddressedKVCache, Tail
-from .batch_kv import EvenBatchKVCache, WindowBatchKVCache, next_step, round_up
+from .batch_kv import EvenBatchKVCache, WindowBatchKVCache, round_up
 from .cuda_driver import give_spare_back
 from .device import SAFETENSORS_DTYPE
 from .latent_rows import AddressedLatentsKVCache, LatentRowsKVCache
@@ -352,7 +352,6 @@ def filled_cache(
             leaf.segments, leaf.base, leaf.offset = list(segments), base, base
         if arrays:
             _restore(name, leaf, kind, arrays, length)
-    after_prefill(cache, length)
     return cache
 
 
@@ -360,12 +359,6 @@ def open_tails(cache: Cache) -> None:
     """Make arrays for the next tokens of one sequence, where all that it has are in segments."""
     for leaf in segmented_layers(cache):
         leaf.open_tail()
-
-
-def after_prefill(cache: Cache, length: int) -> None:
-    """Grow geometrically from here on, not by the size of the first allocation."""
-    for _, leaf, _ in _of_kind(cache, per_token=True):
-        leaf.step = next_step(length - _base(leaf))
 
 
 def _base(leaf: Any) -> int:

@@ -29,7 +29,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
 from . import attention, attention_packed, prompt_shapes
-from .batch_kv import EvenBatchKVCache, put_tokens
+from .batch_kv import EvenBatchKVCache, GrowingStep, put_tokens, round_up
 from .device import backend
 
 PARTS = ("weight", "scales", "biases")
@@ -68,6 +68,7 @@ class PackedKV:
     how: Quantisation
     keys: Any
     values: Any
+    step: Any
     _given_out: tuple[Any, Any] = None, None  # Weak references: one that holds would have arrays copied.
 
     def _read(self, length: int, tokens: int) -> tuple[Any, Any]:
@@ -113,14 +114,12 @@ class PackedKV:
             for given, array in zip(self._given_out, arrays, strict=True)
         )
 
-    def _write(
-        self, keys: mx.array, values: mx.array, start: int, step: int, ends: Sequence[int] | None = None
-    ) -> None:
+    def _write(self, keys: mx.array, values: mx.array, start: int, ends: Sequence[int] | None = None) -> None:
         """Pack K and V into columns from `start` on, behind all; or row r's from `ends[r]` on."""
         packed = self.how.pack(keys), self.how.pack(values)
         stop = start + keys.shape[2]
         if self.keys is None or stop > self.keys[0].shape[2]:
-            room = -(-keys.shape[2] // step) * step
+            room = round_up(keys.shape[2], self.step)
             old = (self.keys, self.values) if self.keys is not None else (None, None)
             self.keys, self.values = (
                 [_grown(part, like, start, room) for part, like in zip(parts or [None] * 3, new, strict=True)]
@@ -147,7 +146,7 @@ def _grown(part: mx.array | None, like: mx.array, length: int, room: int) -> mx.
 class QuantisedKVCache(PackedKV):
     """Of one sequence, as `KVCache`."""
 
-    step = 256
+    step = GrowingStep()
 
     def __init__(self, how: Quantisation):
         self.how = how
@@ -156,7 +155,7 @@ class QuantisedKVCache(PackedKV):
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        self._write(keys, values, self.offset, self.step)
+        self._write(keys, values, self.offset)
         self.offset += keys.shape[2]
         return self._read(self.offset, keys.shape[2])
 
@@ -217,7 +216,7 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
         more = keys.shape[2]
         if self.keys is None or self._idx + more > self.keys[0].shape[2]:
             self._set_step(more)
-        self._write(keys, values, self._idx, self.step, self._ends)
+        self._write(keys, values, self._idx, self._ends)
         self._set_ends([end + more for end in self.ends])
         self.offset = self.offset + more
         return self._read(self._idx, more)

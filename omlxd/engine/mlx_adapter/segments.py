@@ -301,7 +301,7 @@ class SegmentedQuantisedKVCache(Segmented, QuantisedKVCache):
         super().__init__(layer, how)
 
     def _put(self, keys: mx.array, values: mx.array) -> None:
-        self._write(keys, values, self.offset, self.step)
+        self._write(keys, values, self.offset)
         self.offset += keys.shape[2]
         self.__dict__.pop("bits", None)  # By which mlx-lm's attention tells packed KV.
 

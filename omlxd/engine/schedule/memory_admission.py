@@ -21,7 +21,7 @@ from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ...kv.block import Block
 from ...kv.store import KVStore
 from ...models.footprint import Tower
-from ...wire import Budget, Wants
+from ...wire import KV_RESERVE, Budget, Wants
 from .. import mlx_adapter
 from ..kvio.hot_budget import memory
 from ..mlx_adapter import Adapter, LoadedModel
@@ -42,6 +42,9 @@ is fused: a prompt that is much longer is tried, and measured, rather than refus
 refused 103,431 tokens, which it computes in 8 s, for what chunks of 4,000 had taken."""
 LOOK_S = 0.2
 """Between two looks at what the tiers have of a prompt that waits."""
+ANSWERS_SHARE, ANSWER_SHARE = 1 / 4, 1 / 8
+"""Of free memory, what answers may have room in before they are that long, beside `KV_RESERVE` tokens each;
+of what is left of that, what one gets. The first one's 32nd of 16 GB is 4,000 tokens of an 8B shape."""
 RESERVE_FRACTION, CUDA_RESERVE_FRACTION = 0.02, 0.08
 """Of the memory, left free; on CUDA also for copies of a layer, and room, as rows join a batch."""
 
@@ -127,6 +130,7 @@ class MemoryAdmission:
                 need, beside = through - shared, through - shared - nbytes_of(hot)
         if need <= room and not soon:
             self._clear_the_way(beside, running, [sequence, *waiting])
+            self._widen(sequence, need, running)
             self.note_end_of_wait(sequence, "got memory")
             return True
         never = need > self._most(total)
@@ -135,6 +139,20 @@ class MemoryAdmission:
             return False
         self._asked = None
         raise self._refusal(sequence, need, self._most(total) if never else room, never)
+
+    def _widen(self, sequence: Sequence, need: int, running: list[Sequence]) -> None:
+        """Where the setting is auto, have `sequence` allocate what its answer may need, as memory allows.
+
+        Growing copies all KV, and needs both arrays at once. It takes nothing from the hot tier, and nobody
+        waits for it: who finds no memory gets `KV_RESERVE` tokens.
+        """
+        layout = self._loaded.layout
+        if sequence.reserve is not None or layout is None or not (per_token := layout.nbytes(1)):
+            return
+        unused = per_token * sum(max(0, each.capacity - each.kv_length) for each in running)
+        free = self._room(running)[1] - self._hot.nbytes - need
+        share = ANSWER_SHARE * (ANSWERS_SHARE * (free + unused) - unused)
+        sequence.reserve = KV_RESERVE + max(0, int(share / per_token))
 
     def need(self, sequence: Sequence) -> int:
         """Bytes that a sequence will add: its KV, as it is allocated, and a chunk's work or an image's."""

@@ -275,7 +275,6 @@ class PromptPasses:
         if sequence.write_kv is not None:
             sequence.write_kv(sequence.cache)
         drawn = sample_one(sequence.sampler, logits)
-        mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
         if self._scheduler.accept(sequence, [drawn]):
             # The token is out; now there is time to store the last blocks.
             self._scheduler.offer(sequence)

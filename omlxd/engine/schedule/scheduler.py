@@ -322,6 +322,7 @@ class Scheduler:
                     ended.append(sequence)
             batch.end_turn()
             self.leave(batch, ended)
+            mlx_adapter.give_outgrown_back()
             for sequence in batch.rows:
                 self.offer(sequence, batch)
 

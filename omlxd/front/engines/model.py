@@ -406,7 +406,7 @@ def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir
         max_concurrent=own.max_concurrent_requests or settings.max_concurrent_requests,
         log_level=settings.log_level,
         seed=settings.seed,
-        kv_reserve=wire.KV_RESERVE if own.kv_reserve is None else own.kv_reserve,
+        kv_reserve=settings.kv_reserve if own.kv_reserve is None else own.kv_reserve,
         adapter=str(engine.adapter or ""),
         channel=engine.process.channel,
         weights_mmap=own.weights_mmap or settings.weights_mmap,

@@ -223,7 +223,6 @@ def test_rows_share_segments(family: str, tmp_path, monkeypatch: pytest.MonkeyPa
         for start in range(0, length, 16):
             loaded.segments.cut(cache, names, 16, length, length + 30, last=False)
             loaded.model(mx.array([tokens[start : start + 16]]), cache=cache)
-        mlx_adapter.after_prefill(cache, length)
         loaded.segments.cut(cache, names, 16, length, length + 30, last=True)
         return cache
 

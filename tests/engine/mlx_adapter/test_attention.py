@@ -34,7 +34,6 @@ def decode(
         cache = mlx_adapter.new_cache(loaded.model, 64)
         tokens = mx.random.randint(5, 200, (1, length), key=mx.random.key(seed))
         mx.eval(loaded.model(tokens, cache=cache))
-        mlx_adapter.after_prefill(cache, length)
         caches.append(cache)
     batch = caches[0]
     if len(caches) > 1:

@@ -27,7 +27,6 @@ def batch_of(
         cache = mlx_adapter.new_cache(loaded.model, capacity)
         tokens = mx.random.randint(5, 200, (1, length), key=mx.random.key(seed))
         mx.eval(loaded.model(tokens, cache=cache))
-        mlx_adapter.after_prefill(cache, length)
         caches.append(cache)
     if len(caches) == 1:
         return caches[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,9 +21,12 @@ from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.payload import DirectBuffers, copy_blocks, join_blocks, read_payload
-from omlxd.engine.mlx_adapter import batch_kv, cache_kinds
+from omlxd.engine.mlx_adapter import arrays, batch_kv, cache_kinds
+from omlxd.engine.mlx_adapter.quantised import Quantisation, QuantisedKVCache
+from omlxd.engine.mlx_adapter.segments import SegmentedKVCache
 from omlxd.errors import ModelError
 from omlxd.kv.layout import Group, KVLayout
+from tools.bench.kv_growth import capacities
 
 
 def test_the_pin():
@@ -53,15 +57,41 @@ def test_mla_has_a_group_for_each_width(folders):
     assert {g.heads for g in layout.groups} == {1}
 
 
-def test_kv_cache_grows_by_its_instances_step_and_first_allocates_it_whole():
+def test_kv_cache_first_allocates_its_step_whole():
     cache = KVCache()
     cache.step = 1024
     part = mx.ones((1, 2, 10, 4))
     cache.update_and_fetch(part, part)
     assert cache.keys.shape == (1, 2, 1024, 4) and cache.offset == 10
-    cache.step = 256
     cache.update_and_fetch(mx.ones((1, 2, 1020, 4)), mx.ones((1, 2, 1020, 4)))
     assert cache.offset == 1030 and cache.keys.shape[2] >= 1030
+
+
+@pytest.mark.parametrize("make", [KVCache, partial(QuantisedKVCache, Quantisation(8, 32)), SegmentedKVCache])
+def test_growth_copies_a_row_a_few_times_whatever_its_prompt_was(make):
+    """The README's figure; a constant step copied 139,776 tokens, in 28 times."""
+    assert capacities(make(), 300, 8192, 1024) == [1536, 2304, 3584, 5376, 8192, 12288]
+    for before, answer, reserve in ((1, 30_000, 0), (20, 2000, 10), (300, 8192, 8192), (9000, 50_000, 1024)):
+        outgrown = capacities(make(), before, answer, reserve)[:-1]
+        assert sum(outgrown) <= 5 * (before + answer), "geometric: each token is copied a few times"
+        assert not outgrown or reserve < answer
+
+
+def test_what_kv_outgrew_is_freed_two_steps_later(monkeypatch):
+    freed: list[int] = []
+    monkeypatch.setattr(arrays, "give_memory_back", lambda: freed.append(1))
+    mlx_adapter.give_outgrown_back()
+    monkeypatch.setattr(arrays, "_steps_to_copy", 0)
+    cache, one = KVCache(), mx.ones((1, 1, 1, 32))
+    cache.update_and_fetch(*[mx.ones((1, 1, 256, 32))] * 2)
+    mlx_adapter.give_outgrown_back()
+    cache.update_and_fetch(one, one)  # It grows.
+    mlx_adapter.give_outgrown_back()
+    cache.update_and_fetch(one, one)
+    assert freed == []
+    for _ in range(3):
+        mlx_adapter.give_outgrown_back()
+    assert freed == [1]
 
 
 def test_rows_of_a_batch_lie_at_its_right_edge():

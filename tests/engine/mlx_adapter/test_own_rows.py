@@ -59,7 +59,6 @@ def load(name: str, root: Path, changes: Mapping[str, Any] | None = None) -> mlx
 def prefilled(loaded: mlx_adapter.LoadedModel, length: int, seed: int) -> mlx_adapter.Cache:
     cache = mlx_adapter.new_cache(loaded.model, 128)
     mx.eval(loaded.model(mx.random.randint(5, 200, (1, length), key=mx.random.key(seed)), cache=cache))
-    mlx_adapter.after_prefill(cache, length)
     return cache
 
 

@@ -58,7 +58,6 @@ def row(loaded: mlx_adapter.LoadedModel, seed: int, length: int) -> mlx_adapter.
     mx.eval(loaded.model(mx.array([tokens[:boundary]]), cache=cache))
     loaded.segments.cut(cache, names, BLOCK, length, length + 2, last=True)
     mx.eval(loaded.model(mx.array([tokens[boundary:]]), cache=cache))
-    mlx_adapter.after_prefill(cache, length)
     return cache
 
 

@@ -21,7 +21,7 @@ from rig import BLOCK, Rig
 from omlxd.chat import Failed, Finished, Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import arrays
-from omlxd.engine.schedule.memory_admission import MemoryAdmission
+from omlxd.engine.schedule.memory_admission import RESERVE_FRACTION, MemoryAdmission
 from omlxd.engine.schedule.queue import PATIENCE
 from omlxd.engine.schedule.sampling import RowSampling, SamplingDefaults
 from omlxd.engine.sequence import SamplerRow, Sequence
@@ -597,3 +597,32 @@ def test_a_models_reserve_is_room_at_once_and_is_counted(rig: Rig):
     assert capacities == [300, 300 + KV_RESERVE, 300 + 4096, 300 + 5000]
     admission = MemoryAdmission(rig.loaded, 1000, lambda wants: None)
     assert admission.need(none) < admission.need(usual) < admission.need(wide)
+
+
+def test_an_answers_room_is_what_it_may_need_up_to_a_share_of_free_memory(rig: Rig):
+    """`kv-reserve` auto: one request gets a 32nd of what is free, all a quarter; none waits for it."""
+    sampler = SamplerRow(RowSampling.of(Sampling(), SamplingDefaults()))
+    tokens, total = list(range(1, 301)), 64 << 30
+    free = 1 << 26
+    admission = MemoryAdmission(
+        rig.loaded, 1000, lambda wants: None, measure=lambda: (total, free + int(total * RESERVE_FRACTION))
+    )
+    assert rig.loaded.layout is not None
+    per_token = rig.loaded.layout.nbytes(1)
+
+    def admitted(max_new: int, running: list[Sequence], reserve: int | None = None) -> Sequence:
+        sequence = Sequence(1, tokens, 300, bytes(32), [], max_new, frozenset(), sampler, reserve=reserve)
+        assert admission.has_room_for(sequence, running)
+        return sequence
+
+    assert admitted(50, []).capacity == 350, "no more than the answer may be long"
+    assert admitted(10**6, [], 77).capacity == 377, "a number is what the user wants"
+    running: list[Sequence] = []
+    for _ in range(40):
+        running.append(admitted(10**6, running))
+    rooms = [sequence.capacity - 300 - KV_RESERVE for sequence in running]
+    assert rooms[0] * per_token == pytest.approx(free / 32, rel=0.02)
+    assert rooms == sorted(rooms, reverse=True) and sum(rooms) * per_token <= free / 4
+    none = Sequence(1, tokens, 300, bytes(32), [], 10**6, frozenset(), sampler, reserve=None)
+    free = admission.need(none) + 1
+    assert admission.has_room_for(none, []) and none.capacity == 300 + KV_RESERVE, "it fits, and just so"
