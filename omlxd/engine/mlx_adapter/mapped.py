@@ -12,6 +12,7 @@ Neighbouring tensors are taken together, as a window of whole pages:
 | CUDA       | none: a GPU reads its own memory                                                          |
 
 A mapping lives as long as the last array made of it: DLPack's deleter holds it, or it is the array's memory.
+MLX may keep that for arrays to come, up to its cache's limit; once a view has gone, what it keeps is freed.
 It is private: what is written to an array reaches no file. The other way, what somebody writes into the file
 is seen, and one who cuts it ends the engine by SIGBUS; `changed` tells of the first, the front of the second.
 Files that are replaced by others, as downloads are, do no harm: the mapping is of the old one.
@@ -27,6 +28,8 @@ import math
 import mmap
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +40,7 @@ import numpy as np
 
 from ...common.files import safetensors_header
 from ...errors import ModelError
-from .arrays import blank_arrays
+from .arrays import blank_arrays, give_memory_back
 from .device import backend
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ LEAST_WINDOW = 33 << 20
 """Bytes. glibc gives an array of more than 32 MiB pages of its own, and takes them away with it."""
 MOST_WINDOW = 1 << 30
 """Bytes: a window has fewer than 2^31 elements."""
+UNMAP_AFTER_S = 0.2
+"""Between the end of a view and that of its mapping."""
 _PAGE = mmap.PAGESIZE
 _DTYPES = {
     "F64": mx.float64,
@@ -136,9 +141,32 @@ class MappedWeights:
                 part = array[begin - window.first : end - window.first]
                 views[name] = part.view(_DTYPES[dtype]).reshape(shape)
             mx.eval([views[name] for name, *_ in window.tensors])
+            for name, *_ in window.tensors:
+                weakref.finalize(views[name], _UNMAPPER.view_gone).atexit = False
             self.nbytes += window.nbytes
         return views
 
+
+class _Unmapper:
+    """Frees what MLX keeps, soon after views have gone: one's memory goes to MLX behind its finalizer."""
+
+    def __init__(self) -> None:
+        self._is_due = False
+
+    def view_gone(self) -> None:
+        """Any thread; a model's hundreds of views go together."""
+        if not self._is_due:
+            self._is_due = True
+            timer = threading.Timer(UNMAP_AFTER_S, self._unmap)
+            timer.daemon = True
+            timer.start()
+
+    def _unmap(self) -> None:
+        self._is_due = False
+        give_memory_back()
+
+
+_UNMAPPER = _Unmapper()
 
 _Tensor = tuple[str, str, tuple[int, ...], int, int]
 """(name, dtype, shape, first byte in the file, behind its last)."""
