@@ -302,11 +302,14 @@ def checked(tails: Kernel, sinks: bool = False) -> SegmentKernel | None:
         return None
     try:
         kernel = SegmentKernel(tails, sinks)
-        cases = [(*case, new) for new in {1, min(5, tails.most_new)} for case in _CASES]
         far = kernel_store.remembered(
             "attention over segments",
             (tails.width, tails.group, tails.dtype, tails.span, sinks),
-            lambda: max(_difference(kernel, tails, *case, sinks) for case in cases),
+            lambda: max(
+                _difference(kernel, tails, tokens, rows, new, sinks)
+                for new in {1, min(5, tails.most_new)}
+                for tokens, rows in _CASES
+            ),
             lambda far: far < CLOSE,
         )
     except Exception as error:
@@ -375,7 +378,7 @@ def _difference(
 
     def attend(which: list[int]) -> mx.array:
         own = [rows[row] for row in which]
-        asked, *given = (rows_at(array, which) for array in (queries, keys, values))
+        asked, given = rows_at(queries, which), (rows_at(keys, which), rows_at(values, which))
         places = [0] * len(which), [ends[row] for row in which]
         if not any(own):
             return tails(asked, *given, places, scale, sinks=its)
