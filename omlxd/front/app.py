@@ -161,8 +161,7 @@ def _gemini_routes(prompted: _Prompted) -> list[Operation]:
     counting = dataclasses.replace(GEMINI, body=CountTokensBody, parse=parse_count)
     return [
         route
-        for version in ("v1beta", "v1")
-        for model in [f"/{version}/models/{{model:path}}"]
+        for model in ("/v1beta/models/{model:path}", "/v1/models/{model:path}")
         for route in (
             prompted.answered(f"{model}:generateContent", GEMINI, "Gemini: one answer"),
             prompted.answered(f"{model}:streamGenerateContent", GEMINI_STREAM, "Gemini: a streamed answer"),

@@ -24,8 +24,8 @@ WHAT = f"{DEFAULT_ID} (93 MB, by Hugging Face, Apache License 2.0)"
 COMMAND = f"omlxd models pull {DEFAULT_ID}"
 SAMPLING = {"do_sample": False, "repetition_penalty": 1.05}
 """Greedy. The card's temperature of 0.2 gave another capital of France in three of five runs. Of 15 simple
-questions, greedy and with a penalty of 1, 1.05 and 1.1: 3, 2 and 1 answers had no end within 256 tokens, and
-with 1.1 two and two were no longer four."""
+questions, greedy and with a penalty of 1 and 1.05: 3 and 2 answers had no end within 256 tokens. With 1.1 two
+and two were no longer four."""
 EARLIER = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
 """What earlier versions wrote into its folder."""
 

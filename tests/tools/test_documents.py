@@ -77,6 +77,24 @@ OTHERS_FLAGS = {
         ),
         "tools/bench's",
     ),
+    **dict.fromkeys(
+        (
+            "--backend",
+            "--concurrency",
+            "--constraint",
+            "--data",
+            "--endpoint-type",
+            "--extra-inputs",
+            "--output-tokens-mean",
+            "--profile",
+            "--request-count",
+            "--streaming",
+            "--synthetic-input-tokens-mean",
+            "--tokenizer",
+            "--use-server-token-count",
+        ),
+        "aiperf's or guidellm's",
+    ),
 }
 
 

@@ -70,12 +70,12 @@ def _embedding(self: Any, x: mx.array) -> mx.array:
 
 
 def _quantised_embedding(self: Any, x: mx.array) -> mx.array:
-    parts = [self["weight"], self["scales"], self.get("biases")]
-    if not all(part is None or _takes(part, x) for part in parts):
+    parts = [part for part in (self["weight"], self["scales"], self.get("biases")) if part is not None]
+    if not all(_takes(part, x) for part in parts):
         return _own[1](self, x)
-    weight, scales, biases = (None if part is None else rows_of(part, x) for part in parts)
+    weight, scales, *biases = [rows_of(part, x) for part in parts]
     how = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
-    return mx.dequantize(weight, scales, biases, **how)
+    return mx.dequantize(weight, scales, biases[0] if biases else None, **how)
 
 
 def install() -> None:
