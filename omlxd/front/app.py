@@ -51,6 +51,7 @@ from .http.generation import (
     GenerationResponse,
     InputTokens,
     Parse,
+    lmstudio_dialect,
     messages_dialect,
     responses_dialect,
 )
@@ -123,6 +124,7 @@ def create_app(
             *_gemini_routes(prompted),
             asked("/api/chat", OLLAMA_CHAT, "Ollama: chat"),
             asked("/api/generate", OLLAMA_GENERATE, "Ollama: answer a prompt"),
+            asked("/api/v1/chat", lmstudio_dialect(ResponseStore()), "LM Studio: chat"),
             events.route(),  # Before models by their names.
             *Discovery(engines).routes(),
             *Embeddings(engines).routes(),

@@ -11,6 +11,7 @@ DOORS = [
     "/v1/responses/compact",
     "/api/chat",
     "/api/generate",
+    "/api/v1/chat",
     "/api/show",
     "/api/pull",
     "/models/load",
@@ -42,7 +43,7 @@ def body(path: str, **more):
     }
     prompts |= {
         key: {"input": "hi"}
-        for key in ["/v1/responses", "/v1/responses/compact", "/v1/embeddings", "/api/embed"]
+        for key in ["/v1/responses", "/v1/responses/compact", "/api/v1/chat", "/v1/embeddings", "/api/embed"]
     }
     prompts |= {key: {"query": "q", "documents": ["d"]} for key in ["/v1/rerank", "/v2/rerank", "/rerank"]}
     prompts["/api/embeddings"] = {"prompt": "hi"}

@@ -207,6 +207,29 @@ VALID["/v1/responses"] = st.fixed_dictionaries(
     },
 )
 
+VALID["/api/v1/chat"] = st.fixed_dictionaries(
+    {
+        "model": st.just("tiny"),
+        "input": text.filter(bool)
+        | st.lists(
+            block("message", content=text.filter(bool))
+            | block("image", data_url=st.just("data:image/png;base64,AAAA")),
+            min_size=1,
+            max_size=2,
+        ),
+    },
+    optional={
+        "stream": st.booleans(),
+        "system_prompt": text,
+        "temperature": st.floats(0, 2),
+        "top_k": st.integers(1, 64),
+        "max_output_tokens": st.integers(1, 9),
+        "reasoning": st.sampled_from(["off", "on", "low"]),
+        "store": st.booleans(),
+        "context_length": st.integers(1000, 9000),
+    },
+)
+
 gemini_call = st.fixed_dictionaries({"name": st.just("read"), "args": schema})
 gemini_part = st.fixed_dictionaries({"text": text}, optional={"thoughtSignature": text}) | st.just(
     {"inlineData": {"mimeType": "image/png", "data": "AAAA"}}

@@ -70,11 +70,11 @@ def content_parts(content: str | list[Content] | None, role: str, param: str) ->
     """The parts of a message of `role`. `param`: the field that `content` is. Raises InvalidRequest."""
     if isinstance(content, str):
         return [chat.TextPart(content)] if content else []
-    parts = (_part(entry, role, f"{param}.{index}") for index, entry in enumerate(content or []))
+    parts = (content_part(entry, role, f"{param}.{index}") for index, entry in enumerate(content or []))
     return [part for part in parts if part is not None]
 
 
-def _part(entry: Content, role: str, param: str) -> chat.Part | None:
+def content_part(entry: Content, role: str, param: str) -> chat.Part | None:
     """None: the model reads nothing of it."""
     kind = entry.type or ""
     if kind in IMAGES or entry.image_url is not None:

@@ -80,6 +80,12 @@ class Hello(msgspec.Struct):
     message: str = "hello"
 
 
+class LMStudioGreeting(msgspec.Struct):
+    """LM Studio's SDK asks for it first, and goes on to a WebSocket, which tells it what is served."""
+
+    lmstudio: bool = True
+
+
 class Discovery:
     def __init__(self, engines: EnginePool):
         self._engines = engines
@@ -116,6 +122,7 @@ class Discovery:
             post("/api/show", self._show, "Ollama: one model"),
             _refusing("DELETE", "/api/delete", kept),
             *(_refusing("POST", f"/api/{verb}", refused) for verb in ("copy", "push", "create")),
+            get("/lmstudio-greeting", self._greeting, "LM Studio: whether there is somebody"),
             post("/api/v1/models/load", self._lmstudio_load, "LM Studio: load a model"),
             post("/api/v1/models/unload", self._lmstudio_unload, "LM Studio: unload"),
         ]
@@ -188,6 +195,9 @@ class Discovery:
 
     async def _hello(self) -> Hello:
         return Hello()
+
+    async def _greeting(self) -> LMStudioGreeting:
+        return LMStudioGreeting()
 
     async def _show(self, asked: OllamaModelBody) -> cards.OllamaShow:
         return cards.ollama_show((await self._engines.find_engine(asked.named())).card)

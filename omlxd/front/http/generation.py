@@ -27,6 +27,8 @@ from ...api.body import ParsedRequest
 from ...api.gemini import request as gemini
 from ...api.gemini.answer import GeminiCollector, GeminiStream, GenerateContentAnswer
 from ...api.gemini.body import GenerateContentBody
+from ...api.lmstudio import request as lmstudio
+from ...api.lmstudio.answer import ChatAnswer, LMStudioCollector, LMStudioStream
 from ...api.ollama import request as ollama
 from ...api.ollama.answer import Answer as OllamaAnswer
 from ...api.ollama.answer import OllamaCollector, OllamaStream
@@ -126,6 +128,17 @@ def responses_dialect(
         lambda parsed, request_id: made(OpenAIResponsesStream, parsed),
         lambda parsed: made(OpenAIResponsesCollector, parsed),
         stream_type,
+    )
+
+
+def lmstudio_dialect(store: ResponseStore) -> Dialect[lmstudio.ChatRequest]:
+    """Answers go into `store` unless their request says `"store": false`."""
+    return Dialect(
+        lmstudio.ChatBody,
+        ChatAnswer,
+        lambda body, headers: lmstudio.parse(body, headers, store.messages),
+        lambda parsed, request_id: LMStudioStream(new_response_id(), parsed, store.keep),
+        lambda parsed: LMStudioCollector(new_response_id(), parsed, store.keep),
     )
 
 

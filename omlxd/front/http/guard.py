@@ -24,7 +24,7 @@ from .trace import trace_of
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
 """What containers call the machine they run on. No page of the web can have such a name."""
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/api/hello"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/api/hello", "/lmstudio-greeting"})
 """Answered without a key, and so is the page's code (`PAGE_FILES`)."""
 PAGE_FILES = "/web/"
 OWNER_PATHS = ("/omlxd/", "/models/", "/api/")

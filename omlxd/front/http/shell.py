@@ -25,6 +25,7 @@ from ...errors import OmlxdError, Overloaded, RequestTooLarge
 from .settings import HttpSettings
 from .slow_reader import TooSlow
 from .trace import METHOD_CHARS, RequestTrace, begin
+from .websockets import refuse_websocket
 
 _ABSENT = {
     "/v1/audio": "audio is neither transcribed, translated nor spoken here: no model of sound is served",
@@ -50,9 +51,9 @@ def advice(path: str, served: Collection[str]) -> str:
             )
     return (
         "there is no such path; this server speaks OpenAI's API (/v1/chat/completions, /v1/completions, "
-        "/v1/responses), Anthropic's (/v1/messages), Ollama's (/api/chat) and Gemini's "
-        "(/v1beta/models/MODEL:generateContent), of LM Studio "
-        "(/api/v1/models) and llama.cpp (/models, /props) what lists, loads and unloads models; GET "
+        "/v1/responses), Anthropic's (/v1/messages), Ollama's (/api/chat), Gemini's "
+        "(/v1beta/models/MODEL:generateContent) and LM Studio's (/api/v1/chat), and of llama.cpp (/models, "
+        "/props) what lists, loads and unloads models; GET "
         "/v1/models lists its models, and GET /openapi.json describes every path"
     )
 
@@ -96,6 +97,9 @@ class Shell:
         self._bodies = _Budget(settings.bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await refuse_websocket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

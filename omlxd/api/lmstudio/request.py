@@ -1,0 +1,128 @@
+"""LM Studio's `POST /api/v1/chat`: a body into a `GenerateRequest`.
+
+A body holds one turn of the user's; `previous_response_id` names the answer that it follows. No servers of
+tools are asked, so `integrations` are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Union
+
+import msgspec
+
+from ... import chat
+from ...errors import NotFound, bad_field
+from ..body import MAX_INT64, MAX_TOKENS, ParsedRequest, decode, image_url, nucleus, refuse, session_header
+from ..conversation import conversation
+from ..openai.content import Content, content_part
+
+History = Callable[[str], "tuple[chat.Message, ...] | None"]
+"""Response id → the conversation that it ended, a system prompt included; None: not known (any more)."""
+
+
+class InputItem(Content):
+    """LM Studio's own hold `content` or `data_url`; parts of the other protocols are read too."""
+
+    data_url: str | None = None
+
+
+class ChatBody(msgspec.Struct):
+    input: Union[str, list[InputItem]]
+    model: str | None = None
+    system_prompt: str | None = None
+    integrations: list[Any] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    repeat_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
+    reasoning: Literal["off", "low", "medium", "high", "on"] | None = None
+    context_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+
+
+class ChatRequest(ParsedRequest, frozen=True, kw_only=True):
+    """A parsed body. `messages`: the conversation, for the next turn; `store`: whether it is kept."""
+
+    messages: tuple[chat.Message, ...]
+    store: bool = True
+
+
+_decoder = msgspec.json.Decoder(ChatBody)
+
+
+def parse(
+    body: bytes, headers: Mapping[str, str] | None = None, history: History = lambda _: None
+) -> ChatRequest:
+    """Read a body of /api/v1/chat. Raises InvalidRequest, and NotFound for `previous_response_id`."""
+    request = decode(_decoder, body)
+    refuse(
+        {
+            "integrations": (
+                request.integrations,
+                "plugins and MCP servers are not asked here: call them yourself, and give their tools as "
+                "functions to /v1/responses or /v1/chat/completions",
+            )
+        }
+    )
+    parts = _parts(request.input)
+    if not parts:
+        raise bad_field("input", "a text or an image is required")
+    messages = (*_before(request, history), chat.Message("user", parts))
+    thinking = None if request.reasoning is None else request.reasoning != "off"
+    effort = request.reasoning if request.reasoning in ("low", "medium", "high") else ""
+    limit = request.max_output_tokens
+    sampling = chat.Sampling(
+        temperature=request.temperature,
+        **nucleus(request.top_p, request.top_k),
+        min_p=request.min_p,
+        repetition_penalty=request.repeat_penalty,
+        max_tokens=None if limit is None else min(limit, MAX_TOKENS),
+    )
+    return ChatRequest(
+        model=request.model or "",
+        stream=bool(request.stream),
+        generate=chat.GenerateRequest(
+            prompt=conversation(messages, (), thinking=thinking, effort=effort),
+            sampling=sampling,
+            session=session_header(headers or {}, "x-session-affinity", "x-session-id"),
+            context_limit=min(request.context_length or 0, MAX_TOKENS),
+        ),
+        messages=messages,
+        store=request.store is not False,
+    )
+
+
+def _parts(given: str | list[InputItem]) -> tuple[chat.Part, ...]:
+    items = [InputItem(type="text", text=given)] if isinstance(given, str) else given
+    parts = (_part(item, f"input.{index}") for index, item in enumerate(items))
+    return tuple(part for part in parts if part is not None)
+
+
+def _part(item: InputItem, param: str) -> chat.Part | None:
+    if item.data_url is not None:
+        return image_url(item.data_url, f"{param}.data_url")
+    if item.type in ("message", "text") and item.text is None:
+        if not isinstance(item.content, str):
+            raise bad_field(f"{param}.content", "a text is required")
+        item = InputItem(type="text", text=item.content)
+    return content_part(item, "user", param)
+
+
+def _before(request: ChatBody, history: History) -> tuple[chat.Message, ...]:
+    """The turns before this one; a system prompt of its own takes the earlier one's place."""
+    said, id = request.system_prompt, request.previous_response_id
+    system = (chat.Message("system", (chat.TextPart(said),)),) if said else ()
+    if id is None:
+        return system
+    if (earlier := history(id)) is None:
+        raise NotFound(
+            f"previous_response_id: there is no response {id[:100]!r} here (any more); begin a new chat "
+            "without it",
+            param="previous_response_id",
+        )
+    return (*system, *(message for message in earlier if not system or message.role != "system"))
