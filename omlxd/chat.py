@@ -218,6 +218,7 @@ class GenerateRequest(Struct, frozen=True):
     """What the front asks of an engine.
 
     parent_agent  the agent that started this one; "" is the session's own. Its `session` is `name/agent`
+    client      whose it is, for fairness: the name of its key, else its address; "": nobody's
     session     the client's conversation, for affinity and diagnostics; never part of a key
     cache_salt  keeps this request's KV apart from everybody else's: part of the chain hash
     timeout_s   seconds from receipt, below the engine's own; 0: the engine's own
@@ -241,6 +242,7 @@ class GenerateRequest(Struct, frozen=True):
 
     prompt: Union[Conversation, RawPrompt]
     sampling: Sampling = Sampling()
+    client: str = ""
     session: str = ""
     parent_agent: str = ""
     cache_salt: str = ""
@@ -267,6 +269,7 @@ class EmbedRequest(Struct, frozen=True):
     texts, tokens  one of both: texts, or their token ids
     dimensions     numbers of a vector that are kept; 0: all
     truncate       a text that is too long is cut; else it is an error
+    client         as GenerateRequest's
     """
 
     texts: tuple[str, ...] = ()
@@ -274,6 +277,7 @@ class EmbedRequest(Struct, frozen=True):
     query: str | None = None
     dimensions: int = 0
     truncate: bool = False
+    client: str = ""
 
 
 class Vectors(Struct, frozen=True):

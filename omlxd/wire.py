@@ -175,11 +175,12 @@ class Cancel(Struct, frozen=True, tag="cancel"):
 
 
 class Count(Struct, frozen=True, tag="count"):
-    """Count the prompt tokens of `prompt`, rendered just as `Generate` would for `session`."""
+    """Count the prompt tokens of `prompt`, rendered just as `Generate` would for `session` of `client`."""
 
     id: int
     prompt: Union[Conversation, RawPrompt]
     session: str = ""
+    client: str = ""
 
 
 class GetStats(Struct, frozen=True, tag="get_stats"):

@@ -270,6 +270,7 @@ class EngineHost:
             eos=eos,
             sampler=self._sampler(request, tokens, constraint, eos),
             sink=sink,
+            client=request.client,
             session=request.session,
             name=request.name,
             again=request.again,

@@ -117,7 +117,7 @@ class Sequence:
     divergence     blocks after which a checkpoint is to be made, since the match missed one there; 0: none
     before_images  blocks after which one is to be made, since images begin there
     last_checkpoint  (blocks, payload) of the deepest state copied so far
-    session        the client's conversation, for fairness alone
+    client, session  whose it is, and which conversation of theirs: for fairness alone
     compute_to     token that its next passes end at or before, since a reader has what follows; 0: none does
     recomputed     tokens of its cached prefix that were computed, as that was faster, or a file was damaged
     pins           names of blocks to pin while it runs; `pinned`: those that are (engine/kvio/bridge.py)
@@ -162,6 +162,7 @@ class Sequence:
     images: PromptImages | None = None
     adapter: Adapter | None = None
     extra_keys: Mapping[int, Seq[ExtraKey]] = field(default_factory=dict)
+    client: str = ""
     session: str = ""
     name: str = ""
     again: bool = False

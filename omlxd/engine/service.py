@@ -65,18 +65,18 @@ ORPHAN_EXIT_S = 5.0
 
 
 class Lane:
-    """`threads` threads. Work of one `client` is done in order; who has asked for much waits for others."""
+    """`threads` threads. Clients take turns, and so do a client's sessions: work of one is done in order."""
 
     def __init__(self, name: str, threads: int):
-        self._waiting: OrderedDict[Hashable, deque[Callable[[], None]]] = OrderedDict()
+        self._waiting: OrderedDict[str, OrderedDict[Hashable, deque[Callable[[], None]]]] = OrderedDict()
         self._changed = threading.Condition()
         self._open = True
         for number in range(threads):
             threading.Thread(target=self._work, name=f"{name}_{number}", daemon=True).start()
 
-    def put_work(self, client: Hashable, work: Callable[[], None]) -> None:
+    def put_work(self, client: str, session: Hashable, work: Callable[[], None]) -> None:
         with self._changed:
-            self._waiting.setdefault(client, deque()).append(work)
+            self._waiting.setdefault(client, OrderedDict()).setdefault(session, deque()).append(work)
             self._changed.notify()
 
     def close(self) -> None:
@@ -98,10 +98,13 @@ class Lane:
             self._changed.wait_for(lambda: self._waiting or not self._open)
             if not self._open:
                 return None
-            client, works = self._waiting.popitem(last=False)
+            client, sessions = self._waiting.popitem(last=False)
+            session, works = sessions.popitem(last=False)
             work = works.popleft()
             if works:
-                self._waiting[client] = works  # Behind all others.
+                sessions[session] = works  # Behind all others.
+            if sessions:
+                self._waiting[client] = sessions
             return work
 
 
@@ -202,18 +205,19 @@ class EngineService:
                     self._sequences[message.id] = None
                 request = message.request
                 lane = self._lane(request.prompt)
-                lane.put_work(request.session, lambda: self._try(message, self._generate))
+                lane.put_work(request.client, request.session, lambda: self._try(message, self._generate))
             case wire.Cancel():
                 self._cancel(message.id)
             case wire.Count():
                 lane = self._lane(message.prompt)
-                lane.put_work(message.session, lambda: self._try(message, self._count))
+                lane.put_work(message.client, message.session, lambda: self._try(message, self._count))
             case wire.Embed():
                 with self._lock:
                     self._sequences[message.id] = None
-                self._large_lane.put_work(message.id, lambda: self._try(message, self._embed))
+                client = message.request.client
+                self._large_lane.put_work(client, message.id, lambda: self._try(message, self._embed))
             case wire.GetStats():
-                self._stats_lane.put_work("", lambda: self._stats(message))
+                self._stats_lane.put_work("", "", lambda: self._stats(message))
             case wire.Explain():
                 # May take seconds: no request waits behind it.
                 self._start("explain", self._try, message, self._explain)

@@ -66,7 +66,7 @@ from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
 from .http.streams import SSE, as_json
 from .http.thread_store import ThreadStore
-from .http.trace import RequestTrace, trace_of
+from .http.trace import RequestTrace, client_of, trace_of
 from .owner.cache_index import TreePiece
 from .owner.cache_tree import CacheTree
 from .owner.carry import Carrying
@@ -232,7 +232,8 @@ class _Prompted:
             trace = trace_of(request.scope)
             trace.model = parsed.model
             engine = await self._find_engine(parsed, trace)
-            tokens = await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
+            asked = parsed.generate
+            tokens = await engine.count_tokens(asked.prompt, asked.session, asked.client)
             return as_json(answer(tokens))
 
         return Operation("POST", path, count, summary, body=dialect.body, answer=told or answer)
@@ -287,7 +288,10 @@ class _Prompted:
             pieces.clear()
             parsed = parse(body, request.headers)
             named = request.path_params.get("model", parsed.model)
-            return msgspec.structs.replace(parsed, model=named, keep_alive=keep_alive_of(body))
+            whose = msgspec.structs.replace(parsed.generate, client=client_of(request.scope))
+            return msgspec.structs.replace(
+                parsed, model=named, generate=whose, keep_alive=keep_alive_of(body)
+            )
 
         if size < LARGE_BODY:
             return size, read()

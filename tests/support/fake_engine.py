@@ -111,6 +111,7 @@ class FakeEngine:
         self.tokens = tokens
         self.requests: list[GenerateRequest] = []
         self.names: list[str] = []
+        self.clients: list[str] = []
         self.embedded: list[EmbedRequest] = []
         self.kind = "chat"
         self.counted: list[Conversation | RawPrompt] = []
@@ -155,8 +156,9 @@ class FakeEngine:
         (frame,) = wire.FrameDecoder(wire.ToEngine).feed(wire.encode(wire.Generate(1, request)))
         assert frame.request == request
         self.names.append(request.name)
+        self.clients.append(request.client)
         # All else is the same, streamed or not.
-        self.requests.append(replace(request, collected=False, name="", asked=0.0))
+        self.requests.append(replace(request, collected=False, name="", client="", asked=0.0))
         ended = False
         try:
             if count := len(request.labels):
@@ -177,7 +179,9 @@ class FakeEngine:
             else:
                 self.closed.set()
 
-    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
+    async def count_tokens(
+        self, prompt: Conversation | RawPrompt, session: str = "", client: str = ""
+    ) -> int:
         (frame,) = wire.FrameDecoder(wire.ToEngine).feed(wire.encode(wire.Count(1, prompt)))
         assert frame.prompt == prompt
         self.counted.append(prompt)

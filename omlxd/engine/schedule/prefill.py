@@ -84,8 +84,8 @@ class PrefillBudget:
         self.rate = 0.0
 
     def pick_sequence(self, sequences: Seq[Sequence]) -> Sequence:
-        """The one that has begun, else the first come; a much shorter one goes before either."""
-        sequence = min(sequences, key=lambda sequence: (not sequence.begun, sequence.arrival))
+        """The one that has begun, else the first that got its slot; a much shorter one goes before either."""
+        sequence = min(sequences, key=lambda sequence: (not sequence.begun, sequence.admitted))
         shortest = min(sequences, key=self._to_compute)
         left, less = self._to_compute(sequence), self._to_compute(shortest)
         if less * OVERTAKE <= left and sequence.overtaken + less <= PATIENCE * left:

@@ -1,11 +1,12 @@
 """What waits for the engine thread: calls of other threads, and sequences without a slot; and the watchdog,
 which ends requests whose time is up.
 
-The queue is in order of arrival, but no client takes all slots from the others. The next sequence is of
-the client that holds the fewest slots; among equals, the first to arrive. A client is a session with all
-its sub-agents; requests that name no session are one client together. A sequence that was overtaken
-`PATIENCE` times goes next, whoever holds what. Until then the shortest prompt may go before one that
-waits for memory.
+The queue is in order of arrival, but no client takes all slots from the others, however many sessions it
+names. The next sequence is of the client that holds the fewest slots, and of its session that does; among
+equals, the first to arrive. A client is a key, or an address where keys say nothing; a session has all its
+sub-agents, and requests that name none are one session together. Of a client or a session that saw
+`PATIENCE` turns go to others it is the next, whoever holds what. The shortest prompt may go before one that
+waits for memory, until that was overtaken as often.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..sequence import Sequence
 
@@ -54,11 +55,33 @@ class Inbox:
                 log.exception("a posted call failed")
 
 
+class Turns:
+    """Says whose turn it is among groups that wait: by default of the one that holds the fewest slots; of one
+    that saw `PATIENCE` turns go to others, whoever holds what. With n groups none waits for more than
+    PATIENCE + n turns."""
+
+    def __init__(self) -> None:
+        self._passed: dict[str, int] = {}
+
+    def next_group(self, waiting: Iterable[str], held: Mapping[str, int]) -> str:
+        """One of `waiting`, in order of arrival; the first among equals."""
+        self._passed = {group: self._passed.get(group, 0) for group in waiting}
+        longest = max(self._passed, key=self._passed.__getitem__)  # `max` and `min` take the first of equals.
+        if self._passed[longest] >= PATIENCE:
+            return longest
+        return min(self._passed, key=lambda group: held.get(group, 0))
+
+    def take_turn(self, taken: str) -> None:
+        self._passed = {group: count + 1 for group, count in self._passed.items() if group != taken}
+
+
 class RequestQueue:
     """Iterates in order of arrival. Hundreds at most wait (the front's bound): scans are cheap."""
 
     def __init__(self) -> None:
         self._overtaken: dict[Sequence, int] = {}
+        self._clients = Turns()
+        self._sessions: dict[str, Turns] = {}
 
     def __len__(self) -> int:
         return len(self._overtaken)
@@ -79,15 +102,24 @@ class RequestQueue:
         running  sequences that hold slots
         stuck    the one that would be next, but waits for memory
         """
-        late = next((sequence for sequence, count in self._overtaken.items() if count >= PATIENCE), None)
-        if late is not None:
-            return late if late is not stuck else None
-        # `min` takes the first of equals.
         if stuck is not None:
+            if self._overtaken[stuck] >= PATIENCE:
+                return None
             shorter = (sequence for sequence in self if sequence is not stuck)
             return min(shorter, key=lambda sequence: sequence.prompt_length, default=None)
-        held = Counter(client_of(sequence) for sequence in running)
-        return min(self, key=lambda sequence: held[client_of(sequence)], default=None)
+        if not self._overtaken:
+            return None
+        running = [*running]
+        client = self._clients.next_group(
+            (sequence.client for sequence in self), Counter(sequence.client for sequence in running)
+        )
+        waiting = [sequence for sequence in self if sequence.client == client]
+        self._sessions = {one.client: self._sessions.get(one.client) or Turns() for one in self}
+        session = self._sessions[client].next_group(
+            (session_of(sequence) for sequence in waiting),
+            Counter(session_of(sequence) for sequence in running if sequence.client == client),
+        )
+        return next(sequence for sequence in waiting if session_of(sequence) == session)
 
     def take_request(self, sequence: Sequence) -> None:
         """Remove `sequence`; it has overtaken all that came before it."""
@@ -95,11 +127,14 @@ class RequestQueue:
             if waiting is sequence:
                 break
             self._overtaken[waiting] += 1
+        self._clients.take_turn(sequence.client)
+        if sessions := self._sessions.get(sequence.client):
+            sessions.take_turn(session_of(sequence))
         self.remove_request(sequence)
 
 
-def client_of(sequence: Sequence) -> str:
-    """Sub-agents' sessions are `session/agent`: one client with their parent."""
+def session_of(sequence: Sequence) -> str:
+    """Sub-agents' sessions are `session/agent`: one with their parent."""
     return sequence.session.partition("/")[0]
 
 

@@ -85,14 +85,16 @@ class EngineProcess:
 
     def generate(self, request: GenerateRequest) -> EngineStream:
         """Send `request`; raises Overloaded, Unavailable or InvalidRequest before any event."""
-        self._admit()
+        self._admit(request.client)
         stream = EngineStream(self._requests.new_id(), self.cancel_request)
-        self._submit(stream.id, wire.Generate(id=stream.id, request=request), stream)
+        self._submit(stream.id, wire.Generate(id=stream.id, request=request), stream, request.client)
         return stream
 
-    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
+    async def count_tokens(
+        self, prompt: Conversation | RawPrompt, session: str = "", client: str = ""
+    ) -> int:
         """Tokens of `prompt` as `generate` would render it. Raises OmlxdError."""
-        return await self._ask(lambda id: wire.Count(id=id, prompt=prompt, session=session))
+        return await self._ask(lambda id: wire.Count(id, prompt, session, client), client)
 
     async def explain(self, request: GenerateRequest, reached: int = -1, files: bool = False) -> Explanation:
         """As `wire.Explain`. Raises OmlxdError."""
@@ -100,12 +102,12 @@ class EngineProcess:
 
     async def embed(self, request: EmbedRequest) -> Vectors:
         """Vectors or scores of texts. Raises OmlxdError."""
-        return await self._ask(lambda id: wire.Embed(id=id, request=request))
+        return await self._ask(lambda id: wire.Embed(id=id, request=request), request.client)
 
-    async def _ask(self, message: Callable[[int], Any]) -> Any:
-        self._admit()
+    async def _ask(self, message: Callable[[int], Any], client: str = "") -> Any:
+        self._admit(client)
         id, answer = self._requests.new_id(), asyncio.get_running_loop().create_future()
-        self._submit(id, message(id), answer)
+        self._submit(id, message(id), answer, client)
         try:
             return await answer
         finally:
@@ -200,14 +202,14 @@ class EngineProcess:
 
     # ----------------------------------------------------------------- its requests
 
-    def _admit(self) -> None:
+    def _admit(self, client: str = "") -> None:
         if self._closing:
             raise _shutting_down()
         self.supervisor.check_hold()
-        self._requests.check_room()
+        self._requests.check_room(client)
 
-    def _submit(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> None:
-        request = self._requests.add_request(id, message, answer)
+    def _submit(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any], client: str) -> None:
+        request = self._requests.add_request(id, message, answer, client)
         self.used_at = time.monotonic()
         if self.state != "ready":
             self.supervisor.start()

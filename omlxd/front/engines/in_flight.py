@@ -60,6 +60,8 @@ class EngineStream(AsyncGenerator[Event, None]):
 
 WAITING_PER_SLOT = 4
 WAITING_FLOOR = 64
+OWN_FLOOR = 4
+"""Requests that a client may have though others fill the queue; so it holds twice as many at most."""
 OVERLOAD_RETRY_S = 5
 MOST_SENDS = 2
 """A request that was with two engines when they died may have ended both."""
@@ -73,6 +75,7 @@ class Request:
     life       the engine process that it was sent to; 0: it waits
     sends      how often it was sent
     collected  no client reads before the answer's end
+    client     as GenerateRequest's
     begun      this life has begun to answer
     """
 
@@ -80,6 +83,7 @@ class Request:
     frame: bytes | None
     answer: EngineStream | asyncio.Future[Any]
     collected: bool
+    client: str = ""
     begun: bool = False
     life: int = 0
     sends: int = 0
@@ -108,19 +112,23 @@ class InFlight:
         """For a request or a question."""
         return next(self._ids)
 
-    def check_room(self) -> None:
-        """Raises Overloaded if no more may wait."""
-        if len(self.requests) >= self._limit:
+    def check_room(self, client: str = "") -> None:
+        """Raises Overloaded if no more may wait, or no more of `client`."""
+        held = sum(request.client == client for request in self.requests.values())
+        most = self._limit * 2 if client and held < OWN_FLOOR else self._limit
+        if len(self.requests) >= most:
             raise Overloaded(
                 f"{len(self.requests)} requests are running or waiting already; retry in a moment.",
                 retry_after=OVERLOAD_RETRY_S,
             )
 
-    def add_request(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> Request:
+    def add_request(
+        self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any], client: str = ""
+    ) -> Request:
         """Take a request in. Raises InvalidRequest for a message that no frame can hold."""
         try:
             collected = isinstance(message, wire.Generate) and message.request.collected
-            request = Request(id, wire.encode(message), answer, collected)
+            request = Request(id, wire.encode(message), answer, collected, client)
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             # JSON can say what a frame can't: integers of any size, lone surrogates, deep nesting.
             raise InvalidRequest(f"The request holds a value that can't be processed: {error}.") from error

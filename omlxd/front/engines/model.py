@@ -298,7 +298,9 @@ class ModelEngine:
             self.info.token_bytes.check(request.prompt, most)
         return self.process.generate(request)
 
-    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
+    async def count_tokens(
+        self, prompt: Conversation | RawPrompt, session: str = "", client: str = ""
+    ) -> int:
         self._check()
         if self.info is not None:
             most = self.info.context_length - 1
@@ -306,7 +308,8 @@ class ModelEngine:
                 self.info.token_bytes.check(prompt, COUNTED_CONTEXTS * most)
             except PromptTooLong as error:
                 raise PromptTooLong(error.tokens, most, least=True) from None
-        return await self.process.count_tokens(prompt_with_settings(prompt, self.settings), session)
+        prompt = prompt_with_settings(prompt, self.settings)
+        return await self.process.count_tokens(prompt, session, client)
 
     async def explain(self, request: GenerateRequest, reached: int = -1, files: bool = False) -> Explanation:
         """As `wire.Explain`. Raises OmlxdError."""

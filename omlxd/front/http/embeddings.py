@@ -11,6 +11,7 @@ import os
 import time
 from array import array
 
+import msgspec
 from starlette.requests import Request
 
 from ...api import embeddings as api
@@ -33,7 +34,7 @@ from ..engines.names import PLACEHOLDERS
 from ..engines.pool import EnginePool
 from .choices import scores_of
 from .routes import Operation, post
-from .trace import trace_of
+from .trace import client_of, trace_of
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """What makes a document fit, where the request does not say: Qwen3-Reranker's own default."""
@@ -86,7 +87,7 @@ class Embeddings:
             vectors = await self._vectors(request, engine, EmbedRequest(body.texts, query=body.query))
             scores, tokens = array("f", vectors.values).tolist(), vectors.tokens
         else:
-            scores, tokens = await _judged(engine, body)
+            scores, tokens = await _judged(engine, body, client_of(request.scope))
             trace_of(request.scope).usage = Usage(prompt_tokens=tokens)
         return api.rerank_answer("rerank-" + os.urandom(12).hex(), engine.model_id, body, scores, tokens)
 
@@ -115,7 +116,7 @@ class Embeddings:
 
     async def _vectors(self, request: Request, engine: ModelEngine, asked: EmbedRequest) -> Vectors:
         trace_of(request.scope).model = engine.model_id
-        vectors = await engine.embed(asked)
+        vectors = await engine.embed(msgspec.structs.replace(asked, client=client_of(request.scope)))
         trace_of(request.scope).usage = Usage(prompt_tokens=vectors.tokens)
         return vectors
 
@@ -125,12 +126,12 @@ def _does(engine: ModelEngine, kind: str) -> bool:
     return engine.card.kind == kind or judges
 
 
-async def _judged(engine: ModelEngine, body: api.RerankBody) -> tuple[list[float], int]:
+async def _judged(engine: ModelEngine, body: api.RerankBody, client: str) -> tuple[list[float], int]:
     """Of each document the share of yes; and tokens of all prompts. The first one leaves the query cached."""
     prompts = [_prompt(body, text) for text in body.texts]
-    shares, tokens = await _shares(engine, prompts[:1])
+    shares, tokens = await _shares(engine, prompts[:1], client)
     if len(prompts) > 1:
-        others, more = await _shares(engine, prompts[1:])
+        others, more = await _shares(engine, prompts[1:], client)
         return [*shares, *others], tokens + more
     return shares, tokens
 
@@ -141,11 +142,11 @@ def _prompt(body: api.RerankBody, text: str) -> Conversation:
     return Conversation(turns, thinking=False)
 
 
-async def _shares(engine: ModelEngine, prompts: list[Conversation]) -> tuple[list[float], int]:
+async def _shares(engine: ModelEngine, prompts: list[Conversation], client: str) -> tuple[list[float], int]:
     parsed = ParsedRequest(
         engine.model_id,
         stream=False,
-        generate=GenerateRequest(prompts[0], sampling=Sampling(temperature=0.0, logprobs=0)),
+        generate=GenerateRequest(prompts[0], sampling=Sampling(temperature=0.0, logprobs=0), client=client),
         more_prompts=tuple(prompts[1:]),
         labels=(("yes", "no"),) * len(prompts),
     )

@@ -24,6 +24,7 @@ from ...chat import (
 )
 from ...common.units import human
 from ...errors import OmlxdError
+from .settings import OWN
 
 log = logging.getLogger("omlxd.access")
 
@@ -248,3 +249,12 @@ def begin(scope: Any) -> RequestTrace:
 
 def trace_of(scope: Any) -> RequestTrace:
     return scope[_SCOPE_KEY]
+
+
+def client_of(scope: Any) -> str:
+    """Whose request it is, for fairness: the name of its key, else its address.
+
+    The key of `--api-key` may be everybody's, so it says nothing. "": over a Unix socket.
+    """
+    key, address = trace_of(scope).key, scope.get("client")
+    return key if key not in ("", OWN) else str(address[0]) if address else ""

@@ -178,16 +178,31 @@ def test_a_lane_serves_clients_by_turns():
     lane = Lane("test", 1)
     order: list[str] = []
     go, over = threading.Event(), threading.Event()
-    lane.put_work("a", lambda: go.wait(60) and None)
+    lane.put_work("a", "", lambda: go.wait(60) and None)
     for number in range(3):
-        lane.put_work("a", lambda number=number: order.append(f"a{number}"))
-    lane.put_work("b", lambda: order.append("b0"))
-    lane.put_work("c", lambda: order.append("c0"))
-    lane.put_work("a", over.set)
+        lane.put_work("a", "", lambda number=number: order.append(f"a{number}"))
+    lane.put_work("b", "", lambda: order.append("b0"))
+    lane.put_work("c", "", lambda: order.append("c0"))
+    lane.put_work("a", "", over.set)
     go.set()
     assert over.wait(60)
     assert order.index("b0") <= 1 and order.index("c0") <= 2
     assert [work for work in order if work[0] == "a"] == ["a0", "a1", "a2"]
+    lane.close()
+
+
+def test_a_client_of_many_sessions_has_one_turn_in_two():
+    lane, go, over = Lane("test", 1), threading.Event(), threading.Event()
+    order: list[str] = []
+    lane.put_work("crowd", "", lambda: go.wait(60) and None)
+    for number in range(20):
+        lane.put_work("crowd", f"s{number}", lambda: order.append("crowd"))
+    for _ in range(3):
+        lane.put_work("small", "only", lambda: order.append("small"))
+    lane.put_work("crowd", "s19", over.set)
+    go.set()
+    assert over.wait(60)
+    assert order[:6].count("small") == 3
     lane.close()
 
 
@@ -197,8 +212,8 @@ def test_work_that_fails_does_not_end_a_lane():
     def fail() -> None:
         raise BaseException("a panic")
 
-    lane.put_work("", fail)
-    lane.put_work("", over.set)
+    lane.put_work("", "", fail)
+    lane.put_work("", "", over.set)
     assert over.wait(60)
     lane.close()
 
@@ -209,7 +224,7 @@ def test_an_idle_lane_holds_no_work():
 
     lane, request = Lane("test", 1), Request()
     held = weakref.ref(request)
-    lane.put_work("", functools.partial(id, request))
+    lane.put_work("", "", functools.partial(id, request))
     del request
     wait_until(lambda: held() is None)
     lane.close()

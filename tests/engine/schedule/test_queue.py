@@ -1,5 +1,8 @@
 """Who gets the next slot."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from omlxd.chat import Sampling
 from omlxd.engine.schedule.queue import PATIENCE, RequestQueue
 from omlxd.engine.schedule.sampling import UNNAMED, RowSampling, SamplerRow
@@ -8,7 +11,7 @@ from omlxd.engine.sequence import Sequence
 GREEDY = RowSampling.of(Sampling(temperature=0.0), UNNAMED)
 
 
-def sequence(session: str = "") -> Sequence:
+def sequence(session: str = "", client: str = "") -> Sequence:
     return Sequence(
         id=0,
         tokens=[1],
@@ -18,6 +21,7 @@ def sequence(session: str = "") -> Sequence:
         max_new=1,
         eos=frozenset(),
         sampler=SamplerRow(GREEDY),
+        client=client,
         session=session,
     )
 
@@ -95,3 +99,59 @@ def test_the_shortest_goes_before_one_that_waits_for_memory_but_not_for_ever():
         line.remove_request(longer)
     line.add_request(sequence())
     assert line.next_request([]) is stuck and line.next_request([], stuck) is None
+
+
+SLOTS = 4
+
+
+@given(
+    crowd=st.integers(1, 40),
+    sessions=st.integers(1, 120),
+    requests=st.integers(1, 30),
+    others=st.integers(0, 20),
+    picks=st.randoms(use_true_random=False),
+)
+def test_nobody_waits_longer_for_the_sessions_that_others_name(crowd, sessions, requests, others, picks):
+    """A client of one request at a time, beside one of many sessions, and others of one request at a time:
+    what its turns wait for does not grow with the sessions."""
+    line, running = RequestQueue(), []
+    for n in range(crowd * 4):
+        line.add_request(sequence(f"s{n % sessions}", "crowd"))
+    small, waited = None, 0
+    for other in range(others):
+        line.add_request(sequence("", f"other-{other}"))
+    while requests:
+        if small is None:
+            small, waited = sequence("", "small"), 0
+            line.add_request(small)
+        if len(running) == SLOTS:
+            ended = running.pop(picks.randrange(SLOTS))
+            line.add_request(sequence(ended.session, ended.client)) if ended.client != "small" else None
+        following = take(line, running)
+        running.append(following)
+        if following is small:
+            assert waited <= PATIENCE + others + 2
+            small, requests = None, requests - 1
+        waited += 1
+
+
+@given(sessions=st.integers(2, 60), busy=st.integers(1, 60))
+def test_a_session_waits_for_the_number_of_sessions_not_for_their_requests(sessions, busy):
+    line = line_of(*(sequence("busy", "one") for _ in range(busy)))
+    for n in range(1, sessions):
+        line.add_request(sequence(f"s{n}", "one"))
+    took = [take(line, [sequence("s1", "one")] * SLOTS) for _ in range(busy + sessions - 1)]
+    late = max(took.index(one) for one in took if one.session != "busy")
+    assert late <= PATIENCE + 2 * sessions
+
+
+def test_a_client_of_100_sessions_has_as_many_turns_as_one_of_one():
+    held = []
+    line = line_of(*(sequence(f"s{n}", "crowd") for n in range(100)))
+    for _ in range(50):
+        line.add_request(sequence("only", "small"))
+    for _ in range(100):
+        held = held[-SLOTS + 1 :]
+        held.append(take(line, held))
+        if len(held) == SLOTS:
+            assert [one.client for one in held].count("small") == SLOTS // 2

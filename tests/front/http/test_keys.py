@@ -106,6 +106,38 @@ def test_another_address_is_served_with_a_key_in_the_file(tmp_path: Path):
         load_settings(flags, {})
 
 
+# --------------------------------------------------------------------------- fairness
+
+
+async def test_a_request_is_of_its_key_or_else_of_its_address(tmp_path: Path):
+    """Whatever sessions it names. `--api-key` may be everybody's."""
+    file = keys_path(tmp_path)
+    names = {"own": "own", "a": add_key(file, "a"), "b": add_key(file, "b")}
+    engine = FakeEngine()
+
+    async def ask(ring: KeyRing, key: str, address: str) -> str:
+        transport = httpx.ASGITransport(app_of(engine, keys=ring), client=(address, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
+            sent = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "session_id": address}
+            answer = await http.post(
+                "/v1/chat/completions", json=sent, headers={"authorization": f"Bearer {key}"}
+            )
+        assert answer.status_code == 200
+        return engine.clients[-1]
+
+    ring = KeyRing("own", file)
+    asked = [(key, f"10.0.0.{n}") for key in names for n in (1, 2)]
+    assert [await ask(ring, names[key], address) for key, address in asked] == [
+        "10.0.0.1",
+        "10.0.0.2",
+        "a",
+        "a",
+        "b",
+        "b",
+    ]
+    assert await ask(KeyRing(), "", "10.0.0.3") == "10.0.0.3"
+
+
 # --------------------------------------------------------------------------- the ring
 
 
