@@ -80,6 +80,13 @@ class _Text(msgspec.Struct):
     verbosity: Verbosity | None = None
 
 
+class _ContextEdit(msgspec.Struct):
+    """Leave to summarise a conversation of more than `compact_threshold` tokens. None is taken."""
+
+    type: Literal["compaction"]
+    compact_threshold: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
 class ResponsesBody(ChatFields, kw_only=True):
     input: Union[str, list[Item], None] = None
     instructions: str | None = None
@@ -96,7 +103,7 @@ class ResponsesBody(ChatFields, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    context_management: Any = None
+    context_management: Union[list[_ContextEdit], dict[str, Any], None] = None
     moderation: Any = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -216,11 +223,6 @@ def _refuse(request: ResponsesBody) -> None:
         {
             "background": (request.background, "this server answers while you wait"),
             "prompt": (request.prompt is not None, "prompt templates are not kept here; use input"),
-            # An object is Anthropic's field of this name, and changes nothing.
-            "context_management": (
-                isinstance(request.context_management, list) and request.context_management,
-                "nothing is compacted here; leave it out",
-            ),
             "moderation": (request.moderation, NO_MODERATION),
             "return_token_ids": (request.return_token_ids, "/v1/chat/completions returns token ids"),
             "n": ((request.n or 1) > 1, "a response is one answer; /v1/chat/completions gives several"),

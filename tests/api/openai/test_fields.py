@@ -41,14 +41,13 @@ HARMLESS_IN_RESPONSES = {
     "include": ["file_search_call.results", "web_search_call.action.sources"],
     "max_tool_calls": 1,
     "background": False,
-    "context_management": [],
+    "context_management": [{"type": "compaction", "compact_threshold": 1000}],
     "stream_options": {"include_obfuscation": False},
     "truncation": "auto",
 }
 
 REFUSED_IN_RESPONSES = {
     "background": True,
-    "context_management": [{"type": "compaction", "compact_threshold": 1000}],
     "conversation": {"id": "conv_1"},
     "moderation": {"model": "omni-moderation-latest"},
     "prompt": {"id": "pmpt_1"},

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from app_client import client
 from fake_engine import USAGE, FakeEngine, app_of
 
+from omlxd.api.responses.request import parse
 from omlxd.chat import Conversation, Finished, ReasoningDelta, TextDelta, TextPart
+from omlxd.errors import InvalidRequest
 
 SCRIPT = [ReasoningDelta("hm"), TextDelta("We read "), TextDelta("two files."), Finished("stop", USAGE)]
 TURNS = [{"role": "user", "content": "read"}, {"role": "assistant", "content": "done"}]
@@ -87,3 +90,30 @@ async def test_a_stored_summary_is_what_a_next_response_follows():
         await http.post("/v1/responses", json={"model": "tiny", "input": "go on", "previous_response_id": id})
     texts = [part.text for m in prompt_of(engine).messages for part in m.parts if isinstance(part, TextPart)]
     assert texts == ["Summary of the conversation so far:\n\nWe read two files.", "go on"]
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [None, [], {"edits": []}, [{"type": "compaction", "compact_threshold": 20.0}], [{"type": "compaction"}]],
+)
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/compact"])
+async def test_leave_to_compact_changes_no_prompt(path, edits):
+    engine = FakeEngine(SCRIPT)
+    await ask(path, engine, input=TURNS)
+    answer = await ask(path, engine, input=TURNS, context_management=edits)
+    assert answer["status"] == "completed"
+    plain, given = engine.requests
+    assert given.prompt == plain.prompt and given.context_limit == plain.context_limit
+
+
+@pytest.mark.parametrize(
+    ("param", "edit"),
+    [
+        ("context_management.0.type", {"type": "truncation"}),
+        ("context_management.0.compact_threshold", {"type": "compaction", "compact_threshold": 0}),
+    ],
+)
+def test_another_edit_is_refused(param, edit):
+    with pytest.raises(InvalidRequest) as error:
+        parse(json.dumps({"input": "hi", "context_management": [edit]}).encode())
+    assert error.value.param == param
