@@ -227,7 +227,7 @@ class GenerateRequest(Struct, frozen=True):
     labels      answers whose likelihood is asked for, and nothing is generated; (): the model's own
     prediction  text that the client predicts: the engine guesses tokens from it, too; "": none
     collected   the client reads nothing before the end, so after an engine's death the answer may begin anew,
-                with `Restarted`; for the front alone
+                with `Restarted`; so may one that the engine understood too late
     return_token_ids  `TokenIds` come with the answer
     keys_file, values  a safetensors file that the prompt's keys are written to, its values too; "": none
     query       position in the prompt whose attention is written there too; negative: from the end
@@ -484,7 +484,10 @@ class Scored(Struct, frozen=True, tag="scored"):
 
 
 class Restarted(Struct, frozen=True, tag="restarted"):
-    """The answer begins anew: its events so far do not count. Made in the front; no engine sends it."""
+    """The answer begins anew: its events so far do not count. Only a `collected` one does.
+
+    Made in the front where an engine died; an engine sends it where a thought turned out to be one too late.
+    """
 
 
 FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls"]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from .mlx_adapter import Adapter, Cache, PromptCacheFile
 from .model_load import load_model, load_speculation, model_info
 from .output.parser import OutputParser, prepare
 from .output.sink import OutputThread, RequestSink, usage_of
+from .output.unopened import GuessingParser, UnopenedThoughts
 from .prompt.pipeline import PromptPipeline, RenderedPrompt
 from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
 from .prompt.template import TOOLS_AS_TEXT
@@ -132,6 +134,7 @@ class EngineHost:
             starts_in_thinking=load.prompts.starts_in_thinking,
         )
         self.images = self.scheduler.images = self._make_images()
+        self._unopened = UnopenedThoughts(load.model_id)
         self._sessions = Sessions()
         self._traffic = TrafficCounters(load.cache.block_size)
         self._timeout_s = load.prompts.request_timeout_s or math.inf
@@ -228,19 +231,25 @@ class EngineHost:
         block = self._settings.block_size
         root = chain_root(served.namespace, request.cache_salt)
         extra_keys = images.extra_keys(block) if images is not None else {}
-        parser = OutputParser(
+        must_call = getattr(request.prompt, "must_call", False)
+        parser_of = partial(
+            OutputParser,
             self.loaded.tokenizer,
-            tools=getattr(request.prompt, "tools", ()) if rendered.tool_calls else (),
-            starts_in_thinking=rendered.starts_in_thinking,
+            getattr(request.prompt, "tools", ()) if rendered.tool_calls else (),
             stop=request.sampling.stop,
             reasoning=rendered.reasoning,
             one_call=getattr(request.prompt, "one_call", False),
-            must_call=getattr(request.prompt, "must_call", False),
+            must_call=must_call,
             min_tokens=request.sampling.min_tokens,
             shows_special=request.sampling.shows_special,
             shows_stop=request.sampling.shows_stop,
             held=request.format is not None,
         )
+        if rendered.begins_openly and not (request.format or must_call or labels):
+            thinks = getattr(request.prompt, "thinking", None) is not False
+            parser = GuessingParser(parser_of, self._unopened, thinks, request.collected)
+        else:
+            parser = parser_of(rendered.starts_in_thinking)
         ends = () if request.sampling.ignore_eos else self.loaded.tokenizer.eos_token_ids
         eos = frozenset((*ends, *stops))
 

@@ -70,6 +70,7 @@ class OutputParser:
             calls=facts.tags.calls if tools else (),
         )
         hidden = frozenset[int]()
+        self._think_end = tags.think_end
         self._hidden, self._dropped = (hidden, hidden) if shows_special else (facts.hidden, facts.dropped)
         self._stopless = min_tokens
         self._controls = facts.controls if reasoning else {}
@@ -94,6 +95,16 @@ class OutputParser:
     @property
     def dropped(self) -> bool:
         return self._sink.dropped
+
+    @property
+    def first_tag(self) -> str:
+        """The first tag that ended a thought, or began one or a call; "": none so far."""
+        return self._splitter.first_tag if isinstance(self._splitter, Splitter) else ""
+
+    @property
+    def closes_unopened(self) -> bool:
+        """Whether that is the end of a thought which no tag of the answer opened."""
+        return bool(self.first_tag) and self.first_tag == self._think_end
 
     @property
     def in_answer(self) -> bool:

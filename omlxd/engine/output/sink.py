@@ -20,6 +20,7 @@ from ...errors import OmlxdError
 from ..prompt.turn_memory import Answer
 from ..sequence import Drawn, LabelScores, Likelihood, Sequence
 from .parser import OutputParser
+from .unopened import GuessingParser
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,9 @@ class RequestSink:
              remembered
     """
 
-    def __init__(self, id: int, output: OutputThread, parser: OutputParser, end: Callable[[], None]):
+    def __init__(
+        self, id: int, output: OutputThread, parser: OutputParser | GuessingParser, end: Callable[[], None]
+    ):
         self._id = id
         self._output = output
         self._parser = parser
@@ -112,6 +115,9 @@ class RequestSink:
         self.stop: Callable[[], None] = _nothing
         self.is_silent = self.shows_stop = False
         self.prompt: tuple[int, ...] | None = None
+        self._ids: list[
+            chat.Event
+        ] = []  # the answer's, where they are wanted: they come again if it restarts
         self.learn: Callable[[Answer, int], None] | None = None
         self.usage: Callable[[], chat.Usage] = chat.Usage
         self.over: Callable[[], None] = _nothing
@@ -164,6 +170,8 @@ class RequestSink:
         if self._ended:
             return []
         for event in events:
+            if isinstance(event, chat.Restarted):
+                self._answer, self._cut = Answer(), False
             self._answer.add(event)
             self._cut = self._cut or isinstance(event, chat.ToolCallCut)
         return [(self._id, event) for event in events]
@@ -193,7 +201,8 @@ class RequestSink:
         self._taken += 1
         events: list[tuple[int, chat.Event]] = []
         if self.prompt is not None:
-            events = self._emit([chat.TokenIds(() if self.is_silent else (token,), self.prompt)])
+            self._ids.append(chat.TokenIds(() if self.is_silent else (token,), self.prompt))
+            events = self._emit(self._ids[-1:])
             self.prompt = ()
         if self.is_silent:
             return events
@@ -211,7 +220,10 @@ class RequestSink:
         if self.is_silent:
             reason, usage = "length", replace(usage, completion_tokens=0)
         in_answer = self._parser.in_answer
-        events = self._emit(self._parser.finish(reason))
+        last = self._parser.finish(reason)
+        if last and isinstance(last[0], chat.Restarted):
+            last[1:1] = self._ids
+        events = _joined(self._emit(last))
         stopped = self._parser.stopped
         # A broken call comes back as something else. What came beside its one call nobody was sent.
         complete = stopped is None and not self._cut and not self._parser.dropped

@@ -102,6 +102,8 @@ class Splitter:
         self.state = state
         self.position = 0
         """Letters of the text that have been dealt with."""
+        self.first_tag = ""
+        """The first that ended a thought, or began one or a call."""
         self._tags = tags
         self._sink = sink
         self._all_text = False  # nothing is markup any more
@@ -169,15 +171,16 @@ class Splitter:
     def _tag(self, tag: str) -> None:
         if self.state is State.REASONING:
             if tag == self._tags.think_end:
-                self._enter(State.ANSWER)
+                self._enter(State.ANSWER, tag)
             elif not self._bare:
                 self._show(tag)
         elif tag == self._tags.think_start:
-            self._enter(State.REASONING)
+            self._enter(State.REASONING, tag)
         elif tag == self._tags.think_end:
-            self._enter(State.ANSWER)
+            self._enter(State.ANSWER, tag)
         elif call := next((call for call in self._tags.calls if call.start == tag), None):
             self.state = State.CALL
+            self.first_tag = self.first_tag or tag
             self._call, self._call_tags = [], call
             self._sink.call_begins()
             if call.in_text:
@@ -186,8 +189,9 @@ class Splitter:
         elif not (self._after_call and self._bare):
             self._show(tag)
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: State, tag: str) -> None:
         self._sink.boundary()
+        self.first_tag = self.first_tag or tag
         self.state = state
         self._bare = True
         self._after_call = False

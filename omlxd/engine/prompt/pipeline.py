@@ -44,6 +44,7 @@ class RenderedPrompt:
     tokens              the model's token ids
     text                what they were made of, turns as the client sent them; "" when it gave ids
     starts_in_thinking  the answer begins inside a thinking block
+    begins_openly  it does not, as far as the template tells; the model may all the same
     reasoning           thinking tags in the answer are read (not so for a raw prompt)
     tool_calls          calls in the answer are looked for
     place               where the answer will stand; None: it is not remembered
@@ -60,6 +61,7 @@ class RenderedPrompt:
     tokens: list[int]
     text: str = ""
     starts_in_thinking: bool = False
+    begins_openly: bool = False
     reasoning: bool = False
     tool_calls: bool = False
     place: Place | None = None
@@ -140,10 +142,12 @@ class PromptPipeline:
         text = self.renderer.text(prompt)
         if refuse is not None:
             self.tokens.bound.token_bytes.check_texts([text.plain], refuse)
+        in_thought = self._begins_with_thought(prompt, text.plain)
         rendered = RenderedPrompt(
             tokens=self._encode(text, refuse),
             text=text.plain,
-            starts_in_thinking=self._begins_with_thought(prompt, text.plain),
+            starts_in_thinking=in_thought,
+            begins_openly=not (in_thought or prompt.continue_final or self._is_thought_over(text.plain)),
             reasoning=True,
             tool_calls=bool(prompt.tools) and prompt.tool_choice != "none",
             exposed=text.exposed,
@@ -162,6 +166,10 @@ class PromptPipeline:
         if start and text.rstrip().endswith(start):
             return True
         return self._starts_in_thinking and prompt.thinking is not False and not prompt.continue_final
+
+    def _is_thought_over(self, text: str) -> bool:
+        end = self._tokenizer.think_end
+        return not end or text.rstrip().endswith(end)
 
     def labels(self, rendered: RenderedPrompt, texts: Sequence[str], context: int) -> list[list[int]]:
         """The tokens of the answers `texts` that a client names. Raises InvalidRequest and PromptTooLong."""
