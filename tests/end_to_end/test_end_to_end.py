@@ -257,7 +257,10 @@ def test_an_answer_held_to_a_schema(gpt: openai.OpenAI, claude: anthropic.Anthro
     (call,) = message.content
     assert call.type == "tool_use" and set(call.input) == {"colour", "many"}
     with pytest.raises(openai.BadRequestError, match="uniqueItems"):
-        odd: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
+        odd: Any = {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"uniqueItems": True}, "strict": True},
+        }
         gpt.chat.completions.create(model="claude-x", messages=USER, response_format=odd)
 
 

@@ -167,7 +167,7 @@ async def test_a_daemon_whose_every_model_is_too_large_is_not_ready(tmp_path: Pa
         await made.look_for_models()
         refused = await http.post("/v1/completions", json=asked)
         error = refused.json()["error"]
-        assert refused.status_code == 503 and error["code"] == "unavailable" and error["param"] == "model"
+        assert refused.status_code == 400 and error["code"] == "model_unusable" and error["param"] == "model"
         assert "all models together may take 300 MB" in error["message"]
         ready = await http.get("/ready")
         assert ready.status_code == 503 and ready.json()["reasons"][0] == error["message"]
