@@ -107,6 +107,7 @@ class ModelEngine:
     by_name     the owner has it loaded until the owner unloads it, also when it was away meanwhile
     owner_s     seconds that the owner, who had it loaded, said; None: none, or somebody else had
     leaving     the owner said that it goes once its requests have ended, pinned or not
+    removing    its files are being deleted: nobody loads it again
     admitted    it may load, or is loaded: it counts against what may be loaded at once
     broken      its own files are why it can't be loaded
     cpu_weights `auto`, or `as-stored`: never made float32
@@ -130,6 +131,7 @@ class ModelEngine:
         self.by_name = False
         self.owner_s: float | None = None
         self.leaving = False
+        self.removing = False
         self.admitted = False
         self.broken = False
         self.keep_alive: float | None = None
@@ -330,7 +332,13 @@ class ModelEngine:
         """A request for it would be refused, since it is not loaded and none loads it."""
         return self.state == "unloaded" and not self._may_load()
 
+    def check_stays(self) -> None:
+        """Raises NotFound while its files are being deleted."""
+        if self.removing:
+            raise NotFound(f"{self.model_id} is being deleted.", param="model")
+
     def _check(self) -> None:
+        self.check_stays()
         if self.is_refused:
             raise NotFound(
                 f"{self.model_id} is not loaded, and this daemon loads no model because a request names it; "

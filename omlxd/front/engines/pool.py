@@ -224,15 +224,23 @@ class EnginePool:
         return self._guard.room()
 
     async def remove(self, engine: ModelEngine, folder: Path) -> None:
-        """Unload `engine` and delete its `folder`. Raises OmlxdError; InvalidRequest while it answers."""
-        busy = any(each.in_flight for each in (engine, *self._guests(engine)))
-        if busy or not await self.unload(engine.model_id):
-            raise InvalidRequest(
-                f"{engine.model_id} answers a request: delete it once that has ended.", param="model"
-            )
-        await asyncio.to_thread(remove_folder, folder)
-        log.info("%s is deleted: %s", engine.model_id, folder)
-        await self.look_for_models(afresh=True)
+        """Unload `engine` and delete its `folder`; until that is done, nobody loads it again.
+
+        Raises OmlxdError; InvalidRequest while it answers.
+        """
+        engine.check_stays()
+        engine.removing = True
+        try:
+            busy = any(each.in_flight for each in (engine, *self._guests(engine)))
+            if busy or not await self.unload(engine.model_id):
+                raise InvalidRequest(
+                    f"{engine.model_id} answers a request: delete it once that has ended.", param="model"
+                )
+            await asyncio.to_thread(remove_folder, folder)
+            log.info("%s is deleted: %s", engine.model_id, folder)
+            await self.look_for_models(afresh=True)
+        finally:
+            engine.removing = False
 
     def start(self, *, first: bool = True) -> None:
         """Begin to load what loads at start, if `first`. Returns at once; needs a running event loop."""
@@ -253,6 +261,7 @@ class EnginePool:
         keep_alive  seconds that it stays; None: for good
         """
         engine = await self.find_engine(model_name)
+        engine.check_stays()
         engine.by_name, engine.owner_s = keep_alive is None, keep_alive
         engine.keep_alive, engine.leaving = None, False
         engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.
@@ -414,6 +423,9 @@ class EnginePool:
 
     async def _spawn(self, engine: ModelEngine) -> tuple[Link, Load]:
         base = self._engines.get(engine.installed.base)
+        for each in (engine, base):
+            if each is not None:
+                each.check_stays()
         engine.host = None
         if (host := await find_host(engine, base, self._settings.defaults)) is not None:
             return await join(engine, host)
