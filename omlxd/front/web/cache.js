@@ -30,7 +30,7 @@ export function start(section) {
     h("p", { class: "hint" }, "From the last 64 requests. Their texts are in the daemon's memory alone."),
     els.sessions, els.why,
     h("h2", {}, "Kept on SSD"),
-    h("p", { class: "hint" }, "Work on prompts that need not be done again. A conversation stands below the text that it begins with; conversations that begin alike share it."),
+    h("p", { class: "hint" }, "Prompts that were computed, and are read from SSD when they come again. Conversations that begin alike share their beginning, and stand below it."),
     els.sums, els.tree.element, els.node,
     h("h2", {}, "Pinned"), h("p", { class: "hint" }, "What is pinned is the last to be removed when room is needed."), els.pins);
 }
@@ -107,13 +107,14 @@ function sessionList() {
       h("summary", {}, chip(client), h("b", {}, h("bdi", {}, opening || shownName)),
         h("span", { class: "hint" }, ` ${counted(turns, "turn")}, ${counted(session.requests.length, "request")}, ${ago(began)}${part}`, opening ? [" · ", h("bdi", {}, shownName)] : "")),
       session.named ? pinButton(session.name, { session: session.name }) : null,
-      h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": `Requests of ${opening || shownName}` }, h("table", {},
-        h("thead", {}, h("tr", {}, ...["When", "Prompt", "From cache", "Ended", "Model"].map((name) => h("th", { scope: "col" }, name)), h("th", { scope: "col" }, h("span", { class: "unseen" }, "Actions")))),
+      h("div", { class: "wide folds", tabindex: 0, role: "region", "aria-label": `Requests of ${opening || shownName}` }, h("table", {},
+        h("thead", {}, h("tr", {}, ...COLUMNS.map((name) => h("th", { scope: "col" }, name)), h("th", { scope: "col" }, h("span", { class: "unseen" }, "Actions")))),
         h("tbody", {}, ...session.requests.map(line)))));
   }));
   if (!sessions.length) els.sessions.append(h("p", { class: "empty" }, "No request has been made since the daemon began."));
 }
 
+const COLUMNS = ["When", "Prompt", "From cache", "Ended", "Model"];
 const OUTCOMES = { ok: "complete", disconnected: "stopped" };
 const chip = (client) => (client ? [h("span", { class: "client" }, h("bdi", {}, tame(client, 24))), " "] : null);
 
@@ -122,7 +123,8 @@ function line(request) {
   const acts = h("td", { class: "nowrap" },
     button("Why?", () => why(request), { class: "quiet", "aria-label": `Why was request ${request.id} computed`, failed }),
     button("On SSD", () => find(request), { class: "quiet", "aria-label": `Show request ${request.id} on SSD`, failed }));
-  return h("tr", {}, ...[ago(request.began), known ? number(request.prompt_tokens) : "–", known ? number(request.cached_tokens) : "–", OUTCOMES[request.outcome] ?? request.outcome, request.model].map((text) => h("td", { class: "nowrap" }, text)), acts);
+  const texts = [ago(request.began), known ? number(request.prompt_tokens) : "–", known ? number(request.cached_tokens) : "–", OUTCOMES[request.outcome] ?? request.outcome, request.model];
+  return h("tr", {}, ...texts.map((text, at) => h("td", { "data-name": COLUMNS[at] }, text)), acts);
 }
 
 function pinButton(name, asked) {
@@ -149,7 +151,7 @@ function pinList() {
   }
   els.pins.replaceChildren(pins.pins.length
     ? h("ul", { class: "pins" }, ...pins.pins.map((pin) => h("li", {}, h("b", {}, h("bdi", {}, pinName(pin.name))), ` ${pin.model}, ${counted(pin.files, "file")}, ${bytes(pin.bytes)}, ${ago(pin.at)} `, pinButton(pin.name, {}))))
-    : h("p", { class: "hint" }, `Nothing is. Up to ${bytes(pins.most_bytes)} may be.`));
+    : h("p", { class: "hint" }, `Nothing is pinned. Up to ${bytes(pins.most_bytes)} can be.`));
 }
 
 // ------------------------------------------------------------------- why
@@ -301,7 +303,8 @@ function whose(node) {
 
 const title = (node) => {
   if (!node.depth) return h("b", {}, node.text);
-  if (node.said) return h("bdi", {}, tame(node.said, 90));
+  const goesOn = node.text && node.said === node.above?.said; // Its beginning stands above it: what differs is told.
+  if (node.said && !goesOn) return h("bdi", {}, tame(node.said, 90));
   return h("span", { class: "raw" }, node.text.replaceAll("\n", "⏎") || `block ${node.id.slice(0, 12)}`);
 };
 
@@ -318,7 +321,7 @@ function chosen(node) {
   put(els.node,
     node.said ? h("p", {}, chip(whose(node)), h("b", {}, h("bdi", {}, node.said)), ` ${counted(node.turns, "turn")}`) : null,
     h("p", {}, node.depth
-      ? `${tokens(node, node.blocks)} tokens in ${counted(node.blocks, "block")}, ${bytes(node.bytes)}, last used ${ago(node.used)}. With all that goes on from it: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}.`
+      ? `${tokens(node, node.blocks)} tokens in ${counted(node.blocks, "block")}, ${bytes(node.bytes)}, last used ${ago(node.used)}.`.concat(node.allBlocks > node.blocks ? ` With all that goes on from it: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}.` : "")
       : `${node.tree.model || "An unknown model"}, folder ${node.tree.namespace.slice(0, 8)}: ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}, of these ${counted(node.tree.other_files, "record")} of answers.`),
     node.text && node.depth ? h("pre", { tabindex: 0 }, node.text) : null,
     h("p", { class: "row" }, confirmed(`Remove ${what}`, () => `Yes, remove ${bytes(node.allBytes)} from SSD${pins?.pins.length ? ", but for what is pinned" : ""}`, () => clear(node))));

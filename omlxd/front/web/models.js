@@ -81,8 +81,8 @@ async function look() {
 async function find() {
   try {
     const { models, room_bytes: room } = await json("/omlxd/models/found");
-    put(els.offered, ...OFFERED.map(([name, needs, why]) => h("li", {},
-      h("b", { class: "name" }, name), h("span", { class: "hint" }, ` ${why}; needs about ${bytes(needs)}: `),
+    put(els.offered, ...OFFERED.map(([name, needs, why]) => h("li", { class: "row" },
+      h("span", {}, h("b", { class: "name" }, name), h("span", { class: "hint" }, ` ${why}; needs about ${bytes(needs)}`)),
       needs <= room ? button("Get", () => { els.name.value = name; return pulling ? null : pull(name); }, { class: "quiet", "aria-label": `Get ${name}` }) : h("span", { class: "state failed" }, `too large for ${bytes(room)}`))));
     put(els.found, models.length
       ? h("ul", { class: "cards" }, ...models.map((model) => h("li", {},
@@ -96,6 +96,7 @@ async function find() {
   }
 }
 
+const SOURCES = { hub: "from the hub", folder: "from a folder", "model-dir": "from the model folder", demo: "built in, for trying out" };
 const STORES = { ollama: "Ollama", lmstudio: "LM Studio", "llama.cpp": "llama.cpp" };
 const fits = (model, room) => model.disk_bytes && (1.15 * model.disk_bytes <= room ? "fits" : `too large for ${bytes(room)}`);
 
@@ -114,7 +115,7 @@ function card(model) {
     model.context_length && `context ${number(model.context_length)}`,
     model.images && "reads images", model.tools && "takes tools", model.in_flight && `${model.in_flight} in flight`,
     model.state === "ready" && !model.pinned && model.expires_in_s !== null && `goes in ${seconds(model.expires_in_s)}`,
-    model.aliases.length && `also ${model.aliases.join(", ")}`, model.source,
+    model.aliases.length && `also ${model.aliases.join(", ")}`, SOURCES[model.source],
   ].filter(Boolean);
   const loaded = ["ready", "loading", "restarting", "unloading"].includes(model.state);
   const leaving = model.leaving && loaded;
@@ -160,8 +161,8 @@ function removal(model) {
 
 /** Another name, how long it stays; and where all else is set. */
 function settings(model) {
-  const name = h("input", { type: "text", placeholder: "as gpt-4o", "aria-label": `Another name for ${model.id}`, spellcheck: "false" });
-  const stay = h("input", { type: "text", placeholder: "30m, 2h, -1: for good", "aria-label": `How long ${model.id} stays loaded` });
+  const name = h("input", { type: "text", placeholder: "another name, as gpt-4o", "aria-label": `Another name for ${model.id}`, spellcheck: "false" });
+  const stay = h("input", { type: "text", placeholder: "30m, 2h, or -1 for good", "aria-label": `How long ${model.id} stays loaded` });
   const order = (path, body, done) => async () => {
     els.problem.hidden = true;
     await json(path, { body: body() });
@@ -174,8 +175,8 @@ function settings(model) {
   return h("details", { class: "settings", "data-id": model.id, open: opened.has(model.id) }, h("summary", {}, "Settings"),
     h("div", { class: "row" }, name, button("Add this name", order("/omlxd/models/alias", () => ({ alias: name.value.trim(), model: model.id }), "named"), { failed })),
     ...model.aliases.map((alias) => h("p", { class: "row" }, h("span", {}, `also called ${alias}`), button("Take it away", order("/omlxd/models/alias", () => ({ alias, model: null }), "taken away"), { class: "quiet", failed }))),
-    h("div", { class: "row" }, stay, button("Load and let it stay", order("/omlxd/models/load", () => ({ model: model.id, keep_alive: stay.value.trim() }), "loaded"), { failed })),
-    h("p", { class: "hint" }, "Temperature, context and more stand in ~/.omlxd/omlxd.toml; the daemon takes them up when the file is saved and it gets SIGHUP, or restarts:"),
+    h("div", { class: "row" }, stay, button("Load for this long", order("/omlxd/models/load", () => ({ model: model.id, keep_alive: stay.value.trim() }), "loaded"), { failed })),
+    h("p", { class: "hint" }, "Temperature, context and more are set in ~/.omlxd/omlxd.toml. Restart the daemon afterwards, or send it SIGHUP."),
     h("div", { class: "copyable" }, h("pre", {}, h("code", {}, lines)), copy("Copy", () => lines, `Copy settings of ${model.id}`)),
     model.folder ? h("p", { class: "hint" }, `Its files: ${model.folder}`) : null);
 }

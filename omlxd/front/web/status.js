@@ -24,7 +24,7 @@ export function start(section) {
   els.load = chart("Requests in flight, now", (value) => number(value));
   els.memory = h("div", { class: "panel" });
   els.tiers = h("div", { class: "panel" });
-  els.engines = h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Engines" });
+  els.engines = h("div", { class: "wide folds", tabindex: 0, role: "region", "aria-label": "Engines" });
   els.problem = h("p", { class: "problem", role: "alert", hidden: true });
   els.about = h("p", { class: "hint" });
   els.section = section;
@@ -207,5 +207,5 @@ function engines(status) {
     model.values?.prefill_tokens_per_s ? `${number(model.values.prefill_tokens_per_s)} tokens/s` : "–", model.backend ?? "–"]);
   els.engines.replaceChildren(h("table", {},
     h("thead", {}, h("tr", {}, ...head.map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", {}, ...rows.map((cells) => h("tr", {}, ...cells.map((cell) => h("td", {}, cell)))))));
+    h("tbody", {}, ...rows.map((cells) => h("tr", {}, ...cells.map((cell, at) => h("td", { "data-name": head[at] }, cell)))))));
 }

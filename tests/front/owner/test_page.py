@@ -9,6 +9,7 @@ import pytest
 from app_client import client
 from fake_engine import FakeEngine, app_of
 
+from omlxd.cli.launch import AGENTS
 from omlxd.front.owner.page import HEADERS, POLICY, TYPES, WEB
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -150,3 +151,8 @@ def test_the_links_of_the_page_are_its_views():
     links = re.findall(r'href="#/(\w+)"', (WEB / "index.html").read_text())
     (views,) = re.findall(r"const VIEWS = \{ ([\w, ]+) \}", (WEB / "app.js").read_text())
     assert links == views.split(", ") and links
+
+
+def test_the_page_offers_each_agent_that_launch_knows():
+    agents = re.search(r"AGENTS = \[(.*)\];", (WEB / "connect.js").read_text())
+    assert agents is not None and set(re.findall(r'", "([\w-]+)"\]', agents[1])) == set(AGENTS)
