@@ -49,6 +49,7 @@ OTHERS_FLAGS = {
     "--collect-only": "pytest's",
     "--cuda": "tools/bootstrap.py's",
     "--no-deps": "pip's",
+    "--pre-allocate-kv": "a seed document's",
     "--svg": "tools/bench/session_ttft.py's",
     "--synthetic": "tools/replay.py's",
     **dict.fromkeys(

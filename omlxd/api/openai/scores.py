@@ -1,8 +1,9 @@
 """How likely texts are as the answer of a model: `POST /v1/classify` and `POST /v1/score`, in vLLM's shapes.
 
-A generative model has no classes of its own, so a classification names them: `labels`. Nothing is generated:
-the prompt's last logits say how likely a label of one token is, and a longer one is read behind the prompt
-(engine/schedule/scoring.py). A prompt that can't be served is an error of its own.
+A generative model has no classes of its own, so a classification names them: `labels`. Without them the next
+token is drawn. With them nothing is generated: the prompt's last logits say how likely a label of one token
+is, and a longer one is read behind the prompt (engine/schedule/scoring.py). A prompt that can't be served is
+an error of its own.
 """
 
 from __future__ import annotations
@@ -35,18 +36,21 @@ TopCount = Annotated[int, msgspec.Meta(ge=0, le=20)]
 class ClassifyBody(msgspec.Struct):
     """`input`: prompts without a template; or `messages`, as in /v1/chat/completions.
 
+    labels          None: the next token is drawn, by `temperature` and `seed`, and is the label
     use_activation  False: `probs` are what the softmax is of
     logits          also each label's first token's logit
     top_logprobs    so many of the tokens that the answer would likeliest begin with
     """
 
-    labels: Labels
+    labels: Labels | None = None
     input: _Texts | None = None
     messages: list[msgspec.Raw] | None = None
     model: str | None = None
     use_activation: bool | None = None
     logits: bool = False
     top_logprobs: TopCount = 0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    seed: int | None = None
 
 
 class ScoreBody(msgspec.Struct):
@@ -77,10 +81,24 @@ def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
         texts = asked.input or ""
         parsed = _prompts(asked.model, _list(texts))
         parsed = replace(parsed, fields=tuple({"prompt": name} for name in _names("input", texts)))
+    shape = ScoresShape(asked.use_activation is not False, asked.logits)
+    if asked.labels is None:
+        if asked.logits:
+            raise bad_field("logits", "they are those of labels; name some, or leave it out")
+        one = labelled(parsed, (), asked.top_logprobs)
+        drawn = replace(
+            one.generate.sampling,
+            temperature=asked.temperature or 0.0,
+            seed=asked.seed,
+            max_tokens=1,
+            ignore_eos=True,
+            shows_special=True,
+        )
+        return replace(one, generate=replace(one.generate, sampling=drawn), labels=(), scores=shape)
     parsed = labelled(parsed, asked.labels, asked.top_logprobs)
     if parsed.answers * len(asked.labels) > MOST_SCORES:
         raise bad_field("labels", f"at most {MOST_SCORES} texts are scored in a request; send several")
-    return replace(parsed, scores=ScoresShape(asked.use_activation is not False, asked.logits))
+    return replace(parsed, scores=shape)
 
 
 def parse_score(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
@@ -220,6 +238,7 @@ class Classification(msgspec.Struct):
     logprobs: list[float] | UnsetType = UNSET
     logits: list[float] | UnsetType = UNSET
     top_logprobs: list[TopLogprob] | UnsetType = UNSET
+    """Without labels: `label` is the token that was drawn, and `probs` and `logprobs` are its alone."""
     error: OpenAIDetail | UnsetType = UNSET
 
 
@@ -254,15 +273,21 @@ class ScoresCollector:
     def __init__(self, id: str, parsed: ParsedRequest, created: int, *, pairs: bool):
         self._id, self._parsed, self._created, self._pairs = id, parsed, created, pairs
         self._scores = Scores(parsed.labels)
+        self._drawn: list[list[chat.Event]] = [[] for _ in range(0 if parsed.labels else parsed.answers)]
 
     def event(self, event: chat.Event) -> None:
         self._scores.event(event)
+        if self._drawn:
+            of_choice = isinstance(event, chat.ChoiceEvent)
+            if of_choice or len(self._drawn) == 1:
+                self._drawn[event.index if of_choice else 0].append(event.event if of_choice else event)
 
     def response(self) -> bytes:
         fields = self._id, self._created, self._parsed.model, usage_body(self._scores.usage)
         if self._pairs:
             return msgspec.json.encode(PairScores(*fields, data=self._pair_scores()))
         data = [self._classification(index, scores) for index, scores in enumerate(self._scores)]
+        data += [self._next_token(index, events) for index, events in enumerate(self._drawn)]
         return msgspec.json.encode(Classifications(*fields, data=data))
 
     def _pair_scores(self) -> list[PairScore]:
@@ -274,6 +299,21 @@ class ScoresCollector:
                 (score,) = scores
                 data.append(PairScore(index, math.exp(score.logprob / score.tokens)))
         return data
+
+    def _next_token(self, index: int, events: list[chat.Event]) -> Classification:
+        for event in events:
+            if isinstance(event, chat.Failed):
+                return Classification(index, error=openai_detail(OmlxdError.from_event(event)))
+        said = [event for event in events if isinstance(event, chat.TextDelta)]
+        drawn = next((each for event in said for each in event.logprobs), None)
+        if drawn is None:  # A tag, which is no text.
+            return Classification(index, "".join(event.text for event in said))
+        value = [drawn.logprob]
+        probs = [math.exp(drawn.logprob)] if self._parsed.scores.activated else value
+        row = Classification(index, drawn.token, probs, 1, value)
+        if self._parsed.generate.sampling.logprobs:
+            row.top_logprobs = top_logprobs(drawn)
+        return row
 
     def _classification(self, index: int, scores: list[Score] | OmlxdError) -> Classification:
         if isinstance(scores, OmlxdError):

@@ -44,7 +44,7 @@ def events_of(
     if parsed.answers == 1:
         return engine.generate(first)
     requests = [_choice(request, at) for request in _asked(first, parsed) for at in range(parsed.n)]
-    return _choices(engine, requests, parsed.n)
+    return _choices(engine, requests, parsed.n, fields=parsed.fields)
 
 
 def scores_of(

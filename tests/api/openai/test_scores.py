@@ -8,7 +8,7 @@ import pytest
 from app_client import client
 from fake_engine import FakeEngine, app_of
 
-from omlxd.chat import Conversation, Failed, Finished, RawPrompt, Scored, TokenLogprob, Usage
+from omlxd.chat import Conversation, Failed, Finished, RawPrompt, Scored, TextDelta, TokenLogprob, Usage
 from omlxd.errors import InvalidRequest
 
 LOGPROBS = {"yes": (-0.5,), "no": (-1.0, -1.0), "maybe": (-3.0,)}
@@ -125,7 +125,6 @@ async def test_the_texts_of_a_score_have_other_names_in_vllm(pair):
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/v1/classify", {"input": "x"}, "labels"),
         ("/v1/classify", {"input": "x", "labels": []}, "labels"),
         ("/v1/classify", {"input": "x", "labels": ["a", "a"]}, "labels"),
         ("/v1/classify", {"input": "x", "labels": [""]}, "labels.0"),
@@ -161,3 +160,28 @@ async def test_an_only_prompt_that_is_bad_and_an_engine_that_fails_are_errors():
     assert answer.status_code == 400 and "bad prompt" in answer.text
     _, answer = await post("/v1/classify", input=["dead", "one"], labels=["yes"])
     assert answer.status_code == 500
+
+
+class Drawing(FakeEngine):
+    async def generate(self, request):
+        self.requests.append(request)
+        if request.prompt.text == "bad":
+            raise InvalidRequest("bad prompt", param="prompt")
+        yield TextDelta(" so", (LIKELIEST,))
+        yield Finished("length", Usage(10, 4, 0, 1))
+
+
+async def test_without_labels_the_next_token_is_drawn():
+    engine = Drawing()
+    async with client(app_of(engine)) as http:
+        one = await http.post("/v1/classify", json={"input": "one", "top_logprobs": 2, "seed": 3})
+        two = await http.post("/v1/classify", json={"input": ["one", "bad"], "temperature": 0.5})
+        bad = await http.post("/v1/classify", json={"input": "one", "logits": True})
+    (row,) = one.json()["data"]
+    assert row["label"] == "yes" and row["num_classes"] == 1 and len(row["top_logprobs"]) == 2
+    assert row["probs"] == pytest.approx([math.exp(-0.5)]) and row["logprobs"] == [-0.5]
+    good, failed = two.json()["data"]
+    assert good["label"] == "yes" and failed["error"]["param"] == "input.1"
+    assert bad.status_code == 400 and bad.json()["error"]["param"] == "logits"
+    sampling = [request.sampling for request in engine.requests]
+    assert [(s.max_tokens, s.seed, s.temperature) for s in sampling[:2]] == [(1, 3, 0.0), (1, None, 0.5)]
