@@ -211,6 +211,25 @@ def _gemini(target: Target) -> Start:
     return Start({**variables, "GEMINI_MODEL": target.model}, clouds, folder=folder)
 
 
+def _continue(target: Target) -> Start:
+    model: dict[str, Any] = {
+        "name": target.model,
+        "provider": "openai",
+        "model": target.model,
+        "apiBase": f"{target.url}/v1",
+        "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}",
+        "roles": ["chat", "edit", "apply"],
+        "capabilities": ["tool_use", *(["image_input"] if target.sees else [])],
+    }
+    if target.context is not None:
+        limits = {"contextLength": target.context, "maxTokens": target.output_tokens}
+        model["defaultCompletionOptions"] = limits
+    config = {"name": "omlxd", "version": "1.0.0", "schema": "v1", "models": [model]}
+    text = json.dumps(config, indent=2) + "\n"  # JSON is YAML.
+    variables = {KEY_VARIABLE: target.key or "omlxd", "CONTINUE_TELEMETRY_ENABLED": "0"}
+    return Start(variables, folder=("CONTINUE_GLOBAL_DIR", "config.yaml", text))
+
+
 def _copilot(target: Target) -> Start:
     variables = {
         "COPILOT_PROVIDER_BASE_URL": f"{target.url}/v1",
@@ -240,6 +259,7 @@ AGENTS = {
     "pi": Agent("pi", "npm install -g @earendil-works/pi-coding-agent", _pi, 2_000, " on Node 22 or newer"),
     "gemini": Agent("gemini", "npm install -g @google/gemini-cli", _gemini, 20_000),
     "qwen-code": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen, 20_000),
+    "continue": Agent("cn", "npm install -g @continuedev/cli", _continue, 2_000),
     "goose": Agent("goose", "brew install block-goose-cli", _goose, 8_000),
     "aider": Agent("aider", "uv tool install aider-chat", _aider, 5_000),
     "copilot": Agent("copilot", "npm install -g @github/copilot", _copilot, 20_000),

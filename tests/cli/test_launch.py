@@ -67,7 +67,19 @@ def launch(tmp_path, daemon):
     """Runs `omlxd launch` with its own home and a PATH that holds the three agents and nothing else."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("claude", "codex", "opencode", "crush", "pi", "gemini", "qwen", "goose", "aider", "copilot"):
+    for name in (
+        "claude",
+        "codex",
+        "opencode",
+        "crush",
+        "pi",
+        "gemini",
+        "qwen",
+        "goose",
+        "aider",
+        "copilot",
+        "cn",
+    ):
         (folder / name).write_text(PROGRAM)
         (folder / name).chmod(0o755)
 
@@ -210,6 +222,17 @@ def test_gemini_reads_how_it_signs_in_from_a_file(launch, daemon):
     assert json.loads(file.read_text())["security"]["auth"]["selectedType"] == "gemini-api-key"
 
 
+@pytest.mark.slow
+def test_continue_reads_a_file_that_holds_no_key(launch, daemon):
+    daemon.key = "k"
+    _, env = given(launch("continue", "--save", OMLXD_API_KEY="k"))
+    text = (Path(env["CONTINUE_GLOBAL_DIR"]) / "config.yaml").read_text()
+    (model,) = json.loads(text)["models"]
+    assert (model["apiBase"], model["model"]) == (f"{daemon.url}/v1", "org/tiny")
+    assert model["apiKey"] == "${{ secrets.OMLXD_API_KEY }}" and env["OMLXD_API_KEY"] == "k"
+    assert model["defaultCompletionOptions"]["contextLength"] == 4096
+
+
 def test_crush_reads_a_file_that_is_written_when_asked_for(launch, daemon, tmp_path):
     assert "--save writes" in refused(launch("crush")) and not (tmp_path / ".omlxd").exists()
     _, env = given(launch("crush", "--save"))
@@ -243,7 +266,7 @@ def test_pi_reads_a_file_too(launch, daemon):
 
 def test_the_list_says_what_is_installed(launch, tmp_path):
     lines = launch("--list").stdout.splitlines()
-    assert len(lines) == 10 and f"qwen-code  {tmp_path / 'bin' / 'qwen'}" in lines
+    assert len(lines) == 11 and f"qwen-code  {tmp_path / 'bin' / 'qwen'}" in lines
     (tmp_path / "bin" / "goose").unlink()
     assert any(
         line.startswith("goose      not installed: brew") for line in launch("--list").stdout.splitlines()

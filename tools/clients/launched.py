@@ -58,6 +58,7 @@ LAUNCHED = {
         {"GEMINI_CLI_TRUST_WORKSPACE": "true"},
     ),
     "qwen-code": Launched("0.24.4", _npm("@qwen-code/qwen-code", "0.24.4", "qwen"), ("-p",), {}),
+    "continue": Launched("1.5.47", _npm("@continuedev/cli", "1.5.47", "cn"), ("--auto", "-p"), {}),
     "goose": Launched("0.20.1", _goose, ("run", "-t"), {}),
     "copilot": Launched(
         "1.0.102", _npm("@github/copilot", "1.0.102", "copilot"), ("--allow-all-tools", "-p"), {}
