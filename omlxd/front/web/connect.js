@@ -28,7 +28,7 @@ const line = (text, name) => h("div", { class: "copyable" }, h("code", {}, text)
 
 const quoted = (text) => (/^[\w./:@-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
-const AGENTS = [["Claude Code", "claude"], ["Codex", "codex"], ["opencode", "opencode"], ["Gemini CLI", "gemini"], ["Qwen Code", "qwen-code"], ["Crush", "crush"], ["pi", "pi"], ["goose", "goose"], ["aider", "aider"], ["Copilot", "copilot"]];
+const AGENTS = [["Claude Code", "claude"], ["Codex", "codex"], ["opencode", "opencode"], ["Gemini CLI", "gemini"], ["Qwen Code", "qwen-code"], ["Continue", "continue"], ["Crush", "crush"], ["pi", "pi"], ["goose", "goose"], ["aider", "aider"], ["Copilot", "copilot"]];
 
 function draw(model) {
   const { origin } = location;
