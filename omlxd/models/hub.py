@@ -90,6 +90,9 @@ def main(argv: list[str]) -> int:
         if _is_unreachable(error):
             reason = f"the hub can't be reached{_remedy()}."
         problem = f"{repo} can't be downloaded: {reason}"
+        if _is_unreachable(error):
+            print(problem)
+            return os.EX_TEMPFAIL
     print(problem)
     return 1
 

@@ -159,9 +159,11 @@ async def _run_builder(module: str, *arguments: str, note: Callable[[int, int], 
                 process.kill()
             await process.wait()
     if process.returncode:
+        # A network that is away, or pip, which downloads, may do so later.
+        is_passing = process.returncode == os.EX_TEMPFAIL or module == "omlxd.models.smollm"
         raise ModelError(
             last or f"{module} failed with status {process.returncode}; its reason is in the log.",
-            code="unavailable" if module == "omlxd.models.smollm" else None,  # It downloads.
+            code="unavailable" if is_passing else None,
         )
     folder = Path(last)
     await asyncio.to_thread(check_folder, folder)

@@ -279,7 +279,8 @@ def test_a_model_that_mlx_lm_does_not_have_is_a_sentence_and_no_traceback(tmp_pa
         with pytest.raises(SystemExit):
             service.EngineService(theirs)._run_engine(load)
         said = wire.FrameDecoder(wire.ToFront).feed(ours.recv(1 << 16))[-1]
-    assert said == wire.LoadFailed(f"mlx-lm can't load {folder}: Model type mamba9 not supported.")
+    why = f"mlx-lm can't load {folder}: Model type mamba9 not supported."
+    assert said == wire.LoadFailed(why, lasting=True)
     assert not [record for record in caplog.records if record.exc_info]
 
 

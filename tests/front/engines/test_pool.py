@@ -21,7 +21,7 @@ from engine_processes import alive, until, words
 
 from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt, Sampling
 from omlxd.config import load_settings
-from omlxd.errors import AdapterError, InvalidRequest, ModelError, NotFound, OmlxdError, Unavailable
+from omlxd.errors import AdapterError, InvalidRequest, ModelError, NotFound, OmlxdError
 from omlxd.front.app import create_app
 from omlxd.front.engines import adapters, client
 from omlxd.front.engines import pool as pool_module
@@ -151,14 +151,14 @@ async def test_settings_read_again_warn_of_a_draft_model_that_is_not_there(tmp_p
         assert said in caplog.text
         with pytest.raises(AdapterError, match=said) as caught:
             await made._spawn(made.resolve("a"))
-        assert caught.value.code == "unavailable"
+        assert caught.value.code == "model_unusable"
 
 
 async def test_an_adapter_of_the_settings_that_fits_no_layer_is_no_fault_of_the_request(tmp_path: Path):
     own = make_adapter(make(tmp_path / "models" / "a") / "own")
     text = f'[models.a]\nadapter = "{own}"\n'
     async with pool(tmp_path, "a", text=text, stub="--load-fails misfit") as made:
-        for name, code in (("a", "unavailable"), ("a:own", "invalid_request")):
+        for name, code in (("a", "model_unusable"), ("a:own", "invalid_request")):
             [failed] = await ask(made, name)
             assert isinstance(failed, Failed) and (failed.code, "misfit" in failed.message) == (code, True)
             assert ("adapter of a: " in failed.message) == (name == "a")
@@ -169,7 +169,7 @@ async def test_a_mended_setting_or_the_owner_ends_the_hold_of_a_model_that_faile
     async with pool(tmp_path, "big", "small", text=text) as made:
         for _ in range(3):
             assert isinstance((await ask(made, "big"))[-1], Failed)
-        with pytest.raises(Unavailable, match="tried again after"):
+        with pytest.raises(ModelError, match="tried again after"):
             await ask(made, "big")
         made.apply_settings(settings(tmp_path, text.replace("./nowhere", "./elsewhere")))
         assert "elsewhere" in str((await ask(made, "big"))[-1])

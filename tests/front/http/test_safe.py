@@ -217,7 +217,7 @@ LOCAL = b"HTTP/1.1\r\nHost: localhost\r\n"
         (
             b"GET /v1/models " + LOCAL + b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
             b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
-            b"403",
+            b"426",
         ),
         (b"GET /health " + LOCAL + b"Host: evil.example\r\n\r\n", b"400"),
         (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
@@ -375,7 +375,9 @@ def test_no_address_in_a_request_is_ever_fetched(daemon: Daemon, canary: Canary)
     for url in (canary.url, canary.url.replace("127.0.0.1", "localhost"), "file:///etc/passwd"):
         for case in cases_with(url):
             answer = daemon.post(case.path, {"model": daemon.model, **case.fields})
-            assert answer.status_code == 400 and "root:" not in answer.text, answer.text
+            assert "root:" not in answer.text
+            # A schema that is not strict is left out, and its answer says so.
+            assert answer.status_code == 400 or "not_enforced" in answer.text, answer.text
     assert canary.connections() == 0
 
 

@@ -35,7 +35,7 @@ class Hub:
             note(0, 100)  # Another bar, which does not move.
             await self.end.wait()
             if self.error:
-                raise ModelError(self.error)
+                raise ModelError(self.error, code="unavailable")
             return Path("/models") / model
         finally:
             self.ended.set()
