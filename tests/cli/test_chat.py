@@ -481,7 +481,7 @@ def test_an_answer_has_a_limit_of_tokens(start, tmp_path: Path):  # noqa: F811
         argv, env=variables(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
     )
     assert both.stdout.startswith(b"7\nomlxd: cut: ")
-    assert "max_tokens" in run(url, "hello", "--max-tokens", "0").stderr
+    assert "--max-tokens" in run(url, "hello", "--max-tokens", "0").stderr
     assert run(url, "hello", "--max-tokens", "many").returncode == 2
 
 
