@@ -36,7 +36,8 @@ def user() -> Iterator[UserManager]:
         except AssertionError as error:
             pytest.skip(f"systemd does not start here: {error}")
         build_demo(made.home / "demo")
-        for path in (made.home / "demo").rglob("*"):
+        demo = made.home / "demo"
+        for path in (demo, *demo.rglob("*")):  # Its folder is its owner's alone.
             os.chown(path, UID, UID)
         yield made
     finally:
