@@ -315,6 +315,7 @@ class WhyMiss(msgspec.Struct):
     """`request_id`: of a request that was made. `reached`: tokens restored then; -1: as of now.
 
     recomputed  tokens that lay on SSD then and were computed
+    logged      it is as `--log-cache-misses` wrote it down, without texts
     """
 
     model: str
@@ -322,6 +323,7 @@ class WhyMiss(msgspec.Struct):
     request_id: str = ""
     reached: int = -1
     recomputed: int = 0
+    logged: bool = False
 
 
 class RequestLine(msgspec.Struct):
@@ -330,6 +332,7 @@ class RequestLine(msgspec.Struct):
     opening  the first words that its user said, cut
     client   the program that sent it
     turns    of the user
+    logged   all that is left of it is a line of `--log-cache-misses`: its `session` may be a digest
     """
 
     id: str
@@ -343,6 +346,7 @@ class RequestLine(msgspec.Struct):
     opening: str = ""
     client: str = ""
     turns: int = 0
+    logged: bool = False
 
 
 class RecentList(msgspec.Struct):

@@ -168,6 +168,8 @@ _HELP = {
     "log_file": "file to log to, rotated; default: standard error",
     "log_file_size": "size at which --log-file is put aside and a new one begun",
     "log_file_count": "log files that were put aside and are kept",
+    "log_cache_misses": "keep for seven days why each request's cached prefix ended, in cache-misses.jsonl "
+    "under --base-path: hashes and counts, no texts",
     "cors_origin": "web pages that may use this daemon from a browser, as https://chat.example, with commas "
     "between; default: none",
     "allowed_host": "further names that a request may call this daemon by, as a proxy before it does; with "
@@ -258,6 +260,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_file: Annotated[Path | None, _option("FILE", none="")]
     log_file_size: Annotated[FileBytes, _option("SIZE=10MB")]
     log_file_count: Annotated[int, Meta(ge=1, le=100), _option("N=5")]
+    log_cache_misses: Annotated[bool, _option("")]
     cors_origin: Annotated[
         tuple[Annotated[str, Meta(pattern=_ORIGIN)], ...],
         _option(

@@ -73,6 +73,7 @@ from .owner.carry import Carrying
 from .owner.engine_metrics import MetricsOf
 from .owner.live import Live
 from .owner.metrics import Metrics
+from .owner.miss_log import MissLog
 from .owner.page import Page
 from .owner.pins import Pinning
 from .owner.status import Admin
@@ -95,10 +96,11 @@ def create_app(
     engine_metrics = MetricsOf(engines)
     metrics, admin = Metrics(engines, engine_metrics), Admin(engines, engine_metrics)
     stored, tree = StoredResponses(store), CacheTree(engines)
-    explaining = Explaining(engines, recent, messages, responses)
+    miss_log = MissLog(settings.miss_log) if settings.miss_log else None
+    explaining = Explaining(engines, recent, messages, responses, miss_log)
     pinning, carrying = Pinning(engines, explaining), Carrying(engines, explaining, settings.spool)
     live, events = Live(admin, metrics.requests.last_hour, stopping), RouterEvents(engines, stopping)
-    prompted = _Prompted(engines, settings, metrics.requests, recent)
+    prompted = _Prompted(engines, settings, metrics.requests, recent, explaining.note_end)
     asked, counted = prompted.answered, prompted.counted
     a_response = "/v1/responses/{id}"
     page = Page(tree.index.begin)
@@ -209,12 +211,18 @@ class _Prompted:
     """Routes whose requests have a prompt."""
 
     def __init__(
-        self, engines: EnginePool, settings: HttpSettings, metrics: Requests, recent: RecentRequests
+        self,
+        engines: EnginePool,
+        settings: HttpSettings,
+        metrics: Requests,
+        recent: RecentRequests,
+        note_end: Callable[[RequestTrace], None],
     ):
         self._engines = engines
         self._settings = settings
         self._metrics = metrics
         self._recent = recent
+        self._note_end = note_end
         self._large = asyncio.Semaphore(1)
 
     def answered(self, path: str, dialect: AnyDialect, summary: str) -> Operation:
@@ -266,7 +274,7 @@ class _Prompted:
         if isinstance(parsed, OllamaRequest) and engine.state != "ready":
             parsed = msgspec.structs.replace(parsed, waits=True)
         self._recent.add_request(engine.model_id, parsed.generate, trace, size)
-        return GenerationResponse(engine, parsed, dialect, self._settings, self._metrics)
+        return GenerationResponse(engine, parsed, dialect, self._settings, self._metrics, self._note_end)
 
     async def _find_engine(self, parsed: ParsedRequest, trace: RequestTrace) -> ModelEngine:
         engine = await self._engines.find_engine(parsed.model)

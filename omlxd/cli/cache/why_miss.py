@@ -154,6 +154,8 @@ def as_text(miss: WhyMiss) -> str:
         lines.append(f"  prompt  {why.prompt!r}…")
     if why.cause in ("never_stored", "evicted") and not why.complete:
         lines.append(f"(after {counted(why.looked, 'file')} the search for another text there was ended)")
+    if miss.logged:
+        lines.append("(from the log of cache misses, which holds no texts)")
     return "\n".join(lines)
 
 

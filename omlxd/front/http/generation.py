@@ -216,13 +216,17 @@ SCORE = Dialect(
 
 @dataclass
 class GenerationResponse:
-    """An ASGI response. Raises OmlxdError, for the shell to answer, while no header is out."""
+    """An ASGI response. Raises OmlxdError, for the shell to answer, while no header is out.
+
+    note_end  is called with its trace once it is over
+    """
 
     engine: ModelEngine
     parsed: ParsedRequest
     dialect: AnyDialect
     settings: HttpSettings
     metrics: Requests
+    note_end: Callable[[RequestTrace], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = trace_of(scope)
@@ -238,6 +242,7 @@ class GenerationResponse:
                     trace.outcome = "disconnected"
             finally:
                 await pump.close()
+                self.note_end(trace)
 
     async def _collect(self, pump: EventPump, send: Send, trace: RequestTrace) -> None:
         collector = self.dialect.collector(self.parsed)

@@ -123,6 +123,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s          most seconds between two parts of a body that was refused: it is read to its end,
                      and discarded, as long as `body_total_s` allows
     spool            folder of files on their way to an engine or from one; None: no such requests are served
+    miss_log         file of why requests missed; None: it is not kept
     stopping         is set once the daemon is to stop; None: never
     """
 
@@ -140,4 +141,5 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     header_grace_s: float = 1.0
     drain_s: float = 30.0
     spool: Path | None = None
+    miss_log: Path | None = None
     stopping: asyncio.Event | None = None

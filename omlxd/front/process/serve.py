@@ -165,6 +165,7 @@ async def _serve(
 
     from ..app import create_app
     from ..http.settings import HttpSettings
+    from ..owner.miss_log import FILE_NAME as MISS_LOG
     from ..owner.models import admin_routes
 
     # The Host check goes by what we listen on, which a service manager may have chosen.
@@ -174,6 +175,7 @@ async def _serve(
         cors_origins=settings.cors_origin,
         allowed_hosts=(*settings.allowed_host, settings.host, *addresses_of(sockets)),
         spool=settings.base_path / "spool",
+        miss_log=settings.base_path / MISS_LOG if settings.log_cache_misses else None,
         stopping=stop,
     )
     app = create_app(pool, http, admin_routes(pool))

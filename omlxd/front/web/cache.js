@@ -18,6 +18,7 @@ let left = false; // Another view is shown.
 
 export function start(section) {
   els.problem = h("p", { class: "problem", role: "alert", hidden: true });
+  els.hint = h("p", { class: "hint" });
   els.sessions = h("div", { class: "sessions" });
   els.why = h("section", { class: "why", "aria-labelledby": "why-title", tabindex: -1, hidden: true });
   els.pins = h("div", {});
@@ -27,8 +28,7 @@ export function start(section) {
   section.append(
     h("div", { class: "row" }, h("h2", {}, "Last conversations"), h("span", { class: "gap" }), button("Look again", load, { failed })),
     els.problem,
-    h("p", { class: "hint" }, "From the last 64 requests. Their texts are in the daemon's memory alone."),
-    els.sessions, els.why,
+    els.hint, els.sessions, els.why,
     h("h2", {}, "Kept on SSD"),
     h("p", { class: "hint" }, "Prompts that were computed, and are read from SSD when they come again. Conversations that begin alike share their beginning, and stand below it."),
     els.sums, els.tree.element, els.node,
@@ -65,6 +65,8 @@ async function look() {
   els.problem.hidden = true;
   const { requests } = await json("/omlxd/requests");
   sessions = grouped(requests);
+  const logged = requests.some((request) => request.logged);
+  els.hint.textContent = `From the last 64 requests. Their texts are in the daemon's memory alone.${logged ? " Older ones are from the log of cache misses, which holds no texts." : ""}`;
   await Promise.all([loadPins().then(drawSessions), loadTree()]);
 }
 
@@ -84,7 +86,7 @@ function grouped(requests) {
   const found = new Map();
   for (const request of requests) {
     const name = request.session || `${request.model}, no session`;
-    if (!found.has(name)) found.set(name, { name, named: Boolean(request.session), requests: [] });
+    if (!found.has(name)) found.set(name, { name, named: Boolean(request.session) && !request.logged, requests: [] });
     found.get(name).requests.push(request);
   }
   return [...found.values()];
@@ -101,7 +103,7 @@ function sessionList() {
     const cached = known.reduce((sum, request) => sum + request.cached_tokens, 0);
     const part = prompt ? `, ${Math.round((100 * cached) / prompt)}% of its prompts from the cache` : "";
     const { client, turns, began } = session.requests[0];
-    const opening = tame(session.requests.at(-1).opening, 60);
+    const opening = tame(firstWords(session), 60);
     const shownName = tame(session.name, 40);
     return h("details", { "data-name": session.name, open: open.size ? open.has(session.name) : at === 0 },
       h("summary", {}, chip(client), h("b", {}, h("bdi", {}, opening || shownName)),
@@ -114,6 +116,9 @@ function sessionList() {
   if (!sessions.length) els.sessions.append(h("p", { class: "empty" }, "No request has been made since the daemon began."));
 }
 
+/** Of the oldest request whose words are still known. */
+const firstWords = ({ requests }) => requests.findLast((request) => request.opening)?.opening ?? "";
+
 const COLUMNS = ["When", "Prompt", "From cache", "Ended", "Model"];
 const OUTCOMES = { ok: "complete", disconnected: "stopped" };
 const chip = (client) => (client ? [h("span", { class: "client" }, h("bdi", {}, tame(client, 24))), " "] : null);
@@ -122,7 +127,7 @@ function line(request) {
   const known = request.cached_tokens >= 0;
   const acts = h("td", { class: "nowrap" },
     button("Why?", () => why(request), { class: "quiet", "aria-label": `Why was request ${request.id} computed`, failed }),
-    button("On SSD", () => find(request), { class: "quiet", "aria-label": `Show request ${request.id} on SSD`, failed }));
+    request.logged ? null : button("On SSD", () => find(request), { class: "quiet", "aria-label": `Show request ${request.id} on SSD`, failed }));
   const texts = [ago(request.began), known ? number(request.prompt_tokens) : "–", known ? number(request.cached_tokens) : "–", OUTCOMES[request.outcome] ?? request.outcome, request.model];
   return h("tr", {}, ...texts.map((text, at) => h("td", { "data-name": COLUMNS[at] }, text)), acts);
 }
@@ -140,7 +145,8 @@ function pinButton(name, asked) {
 
 /** The words that its session began with, where they are still known. */
 function pinName(name) {
-  const known = sessions.find((session) => session.named && session.name === name)?.requests.at(-1).opening;
+  const of = sessions.find((session) => session.named && session.name === name);
+  const known = of && firstWords(of);
   return known ? `${tame(known)} · ${tame(name, 40)}` : tame(name);
 }
 
@@ -298,7 +304,7 @@ const tokens = (node, blocks) => number(blocks * node.tree.block_size);
 function whose(node) {
   if (node.client || !node.said) return node.client;
   const begins = node.said.slice(0, 40);
-  return sessions.find(({ requests }) => requests.at(-1).opening.replace(/\s+/g, " ").startsWith(begins))?.requests[0].client ?? "";
+  return sessions.find((session) => firstWords(session).replace(/\s+/g, " ").startsWith(begins))?.requests[0].client ?? "";
 }
 
 const title = (node) => {
