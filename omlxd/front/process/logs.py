@@ -100,10 +100,13 @@ class JsonFormatter(PrivateFormatter):
 class Logs:
     """The process's log, set up once. `reopen` and `apply` change it while it runs."""
 
-    def __init__(self, settings: Settings):
-        """Raises ConfigError when the file can't be written, also because its folder is missing."""
+    def __init__(self, settings: Settings, *, has_page: bool = False):
+        """Raises ConfigError when the file can't be written, also because its folder is missing.
+
+        has_page  a start page comes: what a load says waits for `page_is_printed`
+        """
         self._redact = Redactor()
-        self._handler = self._make_handler(settings)
+        self._handler = self._make_handler(settings, has_page)
         made = JsonFormatter if settings.log_format == "json" else TextFormatter
         self._handler.setFormatter(made(self._redact))
         root = logging.getLogger()
@@ -134,9 +137,9 @@ class Logs:
             finally:
                 self._handler.release()
 
-    def _make_handler(self, settings: Settings) -> logging.Handler:
+    def _make_handler(self, settings: Settings, has_page: bool) -> logging.Handler:
         if settings.log_file is None:
-            return _Stream()
+            return _Stream(has_page)
         try:
             folder = settings.log_file.parent
             # Programs that tidy up ~/Library/Logs remove a service's too.
@@ -156,24 +159,26 @@ class Logs:
 
 MEASURED = "omlxd.engine.mlx_adapter."
 """Loggers that say what was measured at a load, which `omlxd doctor` says too."""
+OF_A_LOAD = ("omlxd.engine.", "omlxd.front.engines.supervisor")
+"""Loggers that say how a load goes on; `MEASURED` are among them."""
 
 
 class _Stream(logging.StreamHandler[TextIO]):
-    """Standard error. What was measured comes after the start page, and on a terminal not at all, but at
-    debug: before it, a person looks for what to type next.
+    """Standard error. What a load says, if it is no warning, comes after the start page: before it, a person
+    looks for what to type next. What was measured comes on a terminal at debug alone.
 
-    held  what waits for the page; None: it is printed
+    held  what waits for the page; None: it is printed, or none comes
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_page: bool) -> None:
         super().__init__()
-        self.held: list[logging.LogRecord] | None = []
+        self.held: list[logging.LogRecord] | None = [] if has_page else None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING and record.name.startswith(MEASURED):
-            if self.stream.isatty() and not logging.getLogger("omlxd").isEnabledFor(logging.DEBUG):
+        if record.levelno < logging.WARNING and not logging.getLogger("omlxd").isEnabledFor(logging.DEBUG):
+            if record.name.startswith(MEASURED) and self.stream.isatty():
                 return
-            if self.held is not None:
+            if self.held is not None and record.name.startswith(OF_A_LOAD):
                 self.held.append(record)
                 return
         super().emit(record)

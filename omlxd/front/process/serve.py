@@ -62,7 +62,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     """
     keep_heap_small()
     reloads = _hangup_means_reload()
-    logs = Logs(settings)
+    logs = Logs(settings, has_page=True)
     if not reloads and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         log.info("SIGHUP is ignored, as under nohup: the configuration is read at the next start only")
     _check_default_model(settings)

@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 from ... import __version__
@@ -50,7 +50,8 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
     trouble = engine.trouble if engine is not None else ""
     if engine is not None and engine.state == "loading":
         try:
-            await engine.process.load()
+            with _told_on_a_terminal(f"  loading {engine.model_id} …"):
+                await engine.process.load()
         except OmlxdError as error:
             trouble = error.message
     if engine is not None and trouble and engine.broken:
@@ -67,6 +68,21 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
     # A terminal that is stopped with ^S holds up whoever writes to it.
     await asyncio.to_thread(_print, rows)
     return ""
+
+
+@contextlib.contextmanager
+def _told_on_a_terminal(text: str) -> Generator[None]:
+    """Show `text` there until the block ends."""
+    if not sys.stdout.isatty():
+        yield
+        return
+    with contextlib.suppress(OSError):
+        print(text, end="\r", flush=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            print("\x1b[K", end="", flush=True)
 
 
 def _model_rows(engine: ModelEngine | None, models: int, trouble: str) -> Rows:

@@ -66,24 +66,40 @@ def test_a_command_is_named_as_a_shell_finds_it(tmp_path: Path, monkeypatch):
     assert start_page.command() == "omlxd"
 
 
-def test_what_was_measured_comes_after_the_page(capsys):
+def test_what_a_load_says_comes_after_the_page(capsys):
     from omlxd.config import load_settings
     from omlxd.front.process.logs import Logs
 
     root = logging.getLogger()
     before = root.handlers[:], root.level, logging.getLogger("omlxd").level
+    told = {
+        "omlxd.front.engines.supervisor": "m: loading",
+        "omlxd.engine.mlx_adapter.row_attention": "takes 0.49 times as long",
+        "omlxd.engine.host": "its chat template has no tools",
+    }
+
+    def say() -> str:
+        for name, text in told.items():
+            logging.getLogger(name).info(text)
+            logging.getLogger(name).warning("warned: %s", name)
+        logging.getLogger("omlxd.access").info("GET /health")
+        return capsys.readouterr().err
+
     try:
-        logs = Logs(load_settings({}, {}))
-        measured = logging.getLogger("omlxd.engine.mlx_adapter.row_attention")
-        measured.info("takes 0.49 times as long")
-        measured.warning("no kernel")
-        logging.getLogger("omlxd.engine.host").info("loaded")
-        said = capsys.readouterr().err
-        assert "0.49" not in said and "no kernel" in said and "loaded" in said
+        logs = Logs(load_settings({}, {}), has_page=True)
+        said = say()
+        assert not any(text in said for text in told.values()) and "GET /health" in said
+        assert all(f"warned: {name}" in said for name in told)
         logs.page_is_printed()
-        measured.info("once more")
         said = capsys.readouterr().err
-        assert said.index("0.49") < said.index("once more")
+        assert [text for line in said.splitlines() for text in told.values() if text in line] == [
+            *told.values()
+        ]
+        assert all(text in say() for text in told.values())
+        Logs(load_settings({}, {}))
+        assert all(text in say() for text in told.values())
+        Logs(load_settings({"log_level": "debug"}, {}), has_page=True)
+        assert all(text in say() for text in told.values())
     finally:
         root.handlers[:], level, own = before
         root.setLevel(level)
