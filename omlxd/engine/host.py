@@ -215,7 +215,9 @@ class EngineHost:
         named = [("prompt", tokens), ("stop_token_ids", stops), ("logit_bias", biased)]
         named += [(f"labels.{index}", label) for index, label in enumerate(labels)]
         for param, ids in named:
-            if bad := next((id for id in ids if not 0 <= id < self.loaded.vocab_size), None):
+            least, most = min(ids, default=0), max(ids, default=0)
+            if least < 0 or most >= self.loaded.vocab_size:
+                bad = least if least < 0 else most
                 raise bad_field(param, f"token id {bad} is not in this model's vocabulary")
         wanted = request.sampling.max_tokens
         if wanted is None:

@@ -21,6 +21,7 @@ from ...token_bytes import FILLER, TokenBytes
 _FILLER_LETTERS = str.maketrans("", "", FILLER.decode() + "ĠĊĉčċČ▁")
 _JOINTS = {
     r"(?<=[A-Za-z])(?= [A-Za-z])": re.compile(r"[A-Za-z][ Ġ▁][A-Za-z]"),
+    r"(?<=[0-9])(?= [A-Za-z])": re.compile(r"[0-9][ Ġ▁][A-Za-z]"),
     r"(?<=[A-Za-z])(?=[\",:;({\[])": re.compile(r"[A-Za-z][\",:;({\[]"),
     r"(?<=\n)(?=[^\W\d_])": re.compile(r"[\nĊ](?![ĊĠĉč▁])[^\W\d_]"),
 }

@@ -12,7 +12,8 @@ first, so no merge crosses a cut. Which added tokens cut:
 
 A segment begins with its token, so its text is at no text's start, where some pre-tokenizers write a space.
 All of this is probed at load time; where it does not hold, texts are tokenised in one piece. A segment of
-more than `PIECE_CHARS` is cut too (token_bound.py), so that a text too long for the model is noticed early.
+more than `PIECE_CHARS` is cut too (token_bound.py): several threads tokenise its pieces, and a text too long
+for the model is noticed early.
 
 Figures: `tools/bench/tokenise.py`.
 """
@@ -23,10 +24,12 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import os
 import re
 import threading
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...common.bounded_map import BoundedMap
@@ -36,8 +39,15 @@ from .token_bound import TokenBound
 CACHE_BYTES = 32 << 20
 """Of ids and keys: about eight million tokens, or eighty prompts of 96k that share nothing."""
 
-PIECE_CHARS = 1 << 18
-"""Tokenised at a time: 0.1 s, and 90 MB while it lasts if each is a token."""
+PIECE_CHARS = 1 << 14
+"""Of a segment's pieces, at most where it can be cut, and about half of it as a rule; likewise of what one
+thread tokenises at a time: some 10 ms."""
+BATCH_CHARS = 1 << 18
+"""Tokenised before the tokens are counted: 0.1 s of one thread, and 90 MB while it lasts if each is a
+token."""
+THREADS = min(8, os.cpu_count() or 1)
+"""That tokenise one text. 32,000 tokens take 110 ms of one, which was most of what passed before a read from
+the SSD began (`tools/bench/restart.py`)."""
 UNCUT_CHARS = 1 << 20
 """Of a piece that can't be cut."""
 _AROUND_CUT = 32
@@ -121,16 +131,32 @@ class TokenCache:
         ids_of = self._cached(keys)
         missing = list({key: i for i, key in enumerate(keys) if key not in ids_of}.values())
         count = sum(map(len, ids_of.values()))
-        for batch in _batches(missing, [len(part) for part in parts]):
+        for batch in _batches(missing, [len(part) for part in parts], BATCH_CHARS):
             if most is not None and count > 2 * most + len(parts):  # each may have an id that is dropped
                 raise PromptTooLong(count - len(parts), most, least=True)
             with _readable():
-                encoded = self._backend.encode_batch_fast([parts[i] for i in batch], add_special_tokens=False)
-            new = {keys[i]: array("I", one.ids) for i, one in zip(batch, encoded, strict=True)}
+                encoded = self._encoded([parts[i] for i in batch])
+            new = {keys[i]: ids for i, ids in zip(batch, encoded, strict=True)}
             count += sum(map(len, new.values()))
             self._remember(new)
             ids_of |= new
         return [ids_of[key] for key in keys]
+
+    def _encoded(self, parts: list[str]) -> list[array[int]]:
+        """The ids of each of `parts`, by several threads if there is work for them: the backend lets go of
+        the interpreter."""
+
+        def encode(group: list[int]) -> list[array[int]]:
+            encoded = self._backend.encode_batch_fast([parts[i] for i in group], add_special_tokens=False)
+            return [array("I", one.ids) for one in encoded]
+
+        groups = [*_batches([*range(len(parts))], [len(part) for part in parts], PIECE_CHARS)]
+        each = map(encode, groups) if len(groups) == 1 else self._threads.map(encode, groups)
+        return [*itertools.chain.from_iterable(each)]
+
+    @functools.cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
 
     def cuts_at(self, content: str) -> bool:
         """Whether texts are cut before the added token `content`."""
@@ -147,10 +173,10 @@ class TokenCache:
         parts: list[str] = []
         at = 0
         while len(text) - at > PIECE_CHARS and self.joins:
-            tries = itertools.islice(
-                self.bound.joints.finditer(text, at + PIECE_CHARS // 2, at + UNCUT_CHARS), _TRIES
+            # Where no place near by is one to cut at, one far away may be.
+            cut = self._cut_behind(text, at, PIECE_CHARS // 2) or (
+                len(text) - at > BATCH_CHARS and self._cut_behind(text, at, BATCH_CHARS // 2)
             )
-            cut = next((match.start() for match in tries if self._parts_at(text, match.start())), 0)
             if not cut:
                 break
             parts.append(text[at:cut])
@@ -158,6 +184,11 @@ class TokenCache:
         if len(text) - at > UNCUT_CHARS:
             raise _uncut(len(text) - at)
         return [*parts, text[at:]]
+
+    def _cut_behind(self, text: str, at: int, least: int) -> int:
+        """Where the part of `text` from `at` on may end, of `least` characters or more; 0: found nowhere."""
+        tries = itertools.islice(self.bound.joints.finditer(text, at + least, at + UNCUT_CHARS), _TRIES)
+        return next((match.start() for match in tries if self._parts_at(text, match.start())), 0)
 
     def _parts_at(self, text: str, at: int) -> bool:
         """Whether the ids around `at` are those of the two sides."""
@@ -248,12 +279,12 @@ def _uncut(length: int) -> InvalidRequest:
     )
 
 
-def _batches(indexes: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """`indexes` in groups of up to `PIECE_CHARS` together, or one longer."""
+def _batches(indexes: list[int], lengths: list[int], most: int) -> Iterator[list[int]]:
+    """`indexes` in groups of up to `most` characters together, or one longer."""
     batch: list[int] = []
     size = 0
     for index in indexes:
-        if batch and size + lengths[index] > PIECE_CHARS:
+        if batch and size + lengths[index] > most:
             yield batch
             batch, size = [], 0
         batch.append(index)

@@ -41,6 +41,7 @@ FRAGMENTS = [
         "the user",
         "a b",
         "\nThe",
+        "7 of",
         "don't",
         " 12 345",
         "1",
@@ -66,7 +67,7 @@ def cache_of(name: str) -> TokenCache:
 def test_pieces_give_the_ids_of_the_whole(name, text):
     cache = cache_of(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_cache, "PIECE_CHARS", 8)
+        patch.setattr(token_cache, "PIECE_CHARS", 8)  # So several threads tokenise most of these texts, too.
         assert cache.encode(text) == cache._tokenizer.encode(text, add_special_tokens=False)
         assert cache.encode(text, special=True) == cache._tokenizer.encode(text, add_special_tokens=True)
 
@@ -85,6 +86,42 @@ def test_a_text_has_no_fewer_tokens_than_its_bound(name, text):
 def test_prose_is_cut_in_many_pieces():
     cache = cache_of("demo")
     assert len(cache._parts("The user asks.\n" * 100_000)) >= 4
+
+
+@pytest.mark.parametrize(
+    "unit", ["The user asks.\n", "aine 31 bine 62 ", '{"a":["kestrel","wing"]},', "第一行。\n"]
+)
+def test_a_prompt_of_usual_length_is_work_for_several_threads(unit):
+    """Its pieces have the ids of the whole, and no thread has more than a small part of it."""
+    cache, text = TokenCache(fast(_zoo()["demo"])), unit * (40_000 // len(unit))
+    asked: list[tuple[str, int]] = []
+
+    class Watched:
+        def encode_batch_fast(self, parts, **named):
+            asked.append((threading.current_thread().name, sum(map(len, parts))))
+            return backend.encode_batch_fast(parts, **named)
+
+    assert cache.bound
+    backend, cache._backend = cache._backend, Watched()
+    numbered = "".join(f"{text[at : at + 2000]} of {at} " for at in range(0, len(text), 2000))
+    assert cache.encode(numbered) == cache._tokenizer.encode(numbered, add_special_tokens=False)
+    aside = [chars for thread, chars in asked if thread.startswith("tokens")]
+    assert sum(aside) >= len(numbered)
+    assert max(aside) <= token_cache.PIECE_CHARS
+
+
+def test_a_short_prompt_needs_no_other_thread():
+    cache = TokenCache(fast(_zoo()["demo"]))
+    assert cache.encode("The user asks.\n" * 100)
+    assert "_threads" not in vars(cache)
+
+
+def test_where_no_place_near_by_is_one_to_cut_at_one_far_away_is(monkeypatch):
+    far = token_cache.BATCH_CHARS // 2
+    monkeypatch.setattr(TokenCache, "_parts_at", lambda self, text, at: at >= far)
+    lengths = [len(part) for part in cache_of("demo")._parts("The user asks.\n" * 20_000)]
+    assert far <= lengths[0] < far + 20
+    assert max(lengths[1:]) <= token_cache.PIECE_CHARS
 
 
 @pytest.mark.slow
@@ -140,9 +177,10 @@ def test_a_run_that_the_bound_lets_pass_is_refused_in_words(prompts):
 
 
 def test_a_text_is_read_no_further_than_twice_what_is_allowed(prompts, monkeypatch):
-    monkeypatch.setattr(token_cache, "PIECE_CHARS", 4096)
+    monkeypatch.setattr(token_cache, "BATCH_CHARS", 4096)
+    monkeypatch.setattr(token_cache, "PIECE_CHARS", 1024)
     cache = prompts.tokens
-    text = "The user asks.\n" * 50_000
+    text = "".join(f"The user asks {number}.\n" for number in range(50_000))
     with pytest.raises(PromptTooLong):
         cache.encode(text, most=1000)
     assert cache.misses < 5000
