@@ -13,16 +13,29 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 
 from ..config import load_settings
+from ..errors import ConfigError
 from ..models.offer import offer_default_model
 from .chat_writer import Writer
-from .conversation import CUT, MAX_TOKENS, Answer, Conversation, Delta, image_part
+from .conversation import (
+    CUT,
+    MAX_TOKENS,
+    Answer,
+    Conversation,
+    Delta,
+    answer_format,
+    image_part,
+    keep_alive,
+)
 from .daemon_client import DaemonError, NoDaemon, add_url, find_daemon
 from .launch import Target, find_target
 from .own_daemon import own_daemon
+
+T = TypeVar("T")
 
 # --------------------------------------------------------------------------- the command
 
@@ -30,7 +43,9 @@ from .own_daemon import own_daemon
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Exit status 1 without a question, 130 at ^C. Raises OmlxdError."""
     parser.usage = "omlxd chat [QUESTION …] [--image FILE] [--model NAME] [--system TEXT] [more flags]"
-    parser.add_argument("question", nargs="*", help="print the answer to it and end; also taken from a pipe")
+    parser.add_argument(
+        "question", nargs="*", default=[], help="print the answer to it and end; also taken from a pipe"
+    )
     parser.add_argument("--model", metavar="NAME", help="default: the first one that is loaded")
     return talk(argv, parser)
 
@@ -58,10 +73,26 @@ def talk(
     parser.add_argument("--think", action=argparse.BooleanOptionalAction, help="default: the model's own")
     parser.add_argument("--verbose", action="store_true", help="figures below each answer")
     parser.add_argument("--plain", action="store_true", help="don't draw the answer's Markdown")
+    parser.add_argument("--hidethinking", action="store_true", help="don't show what the model thinks")
+    parser.add_argument(
+        "--format",
+        metavar="json|SCHEMA",
+        type=_argument(answer_format),
+        help="the answer is JSON, or fits the JSON Schema in this text or file",
+    )
+    parser.add_argument(
+        "--keepalive",
+        metavar="TIME",
+        type=_argument(keep_alive),
+        help="how long the model stays loaded after an answer, as 30m; 0: not at all; -1: for good",
+    )
     parser.add_argument(
         "--no-history", action="store_true", help="keep nothing of what is typed (~/.omlxd/chat_history)"
     )
-    args = parser.parse_args(argv)
+    args, words = parser.parse_known_args(argv)
+    if flag := next((word for word in words if word.startswith("-")), ""):
+        parser.error(f"unrecognized arguments: {flag}")
+    args.question = [*args.question, *words]  # Those behind a flag are among `words`.
     # Words and files may be in another encoding, which JSON can't hold.
     question, system = (
         os.fsencode(t).decode(errors="replace") for t in (" ".join(args.question), args.system)
@@ -80,10 +111,13 @@ def talk(
         with daemon(args.url, args.model) as target:
             conversation = Conversation(target, system, args.max_tokens)
             conversation.images += images
-            if args.temperature is not None:
-                conversation.options["temperature"] = args.temperature
-            if args.think is not None:
-                conversation.options["enable_thinking"] = args.think
+            fields = {
+                "temperature": args.temperature,
+                "enable_thinking": args.think,
+                "response_format": args.format,
+                "keep_alive": args.keepalive,
+            }
+            conversation.options |= {name: value for name, value in fields.items() if value is not None}
             _talk(conversation, question, args)
     except KeyboardInterrupt:
         return 130
@@ -96,14 +130,34 @@ def _talk(conversation: Conversation, question: str, args: argparse.Namespace) -
     console = Console(highlight=False)
     if not question:
         history = None if args.no_history else load_settings({"host": "127.0.0.1"}).base_path / "chat_history"
-        Terminal(conversation, console, history, markdown=not args.plain, verbose=args.verbose).run()
+        Terminal(
+            conversation,
+            console,
+            history,
+            markdown=not args.plain,
+            verbose=args.verbose,
+            thoughts=not args.hidethinking,
+        ).run()
         return
+    writer = Writer(console, markdown=not args.plain, thoughts=not args.hidethinking)
     try:
-        answer = _print_answer(conversation, question, console, markdown=not args.plain)
+        answer = _print_answer(conversation, question, console, writer)
     except DaemonError as error:
         raise DaemonError(in_words(error)) from None
     if args.verbose:
         print(summary(answer), file=sys.stderr)
+
+
+def _argument(read: Callable[[str], T]) -> Callable[[str], T]:
+    """`read` for argparse, which shows the sentence of no other error."""
+
+    def argument(text: str) -> T:
+        try:
+            return read(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(error.message.removesuffix(".")) from None
+
+    return argument
 
 
 def _positive(text: str) -> int:
@@ -130,10 +184,10 @@ def daemon(url: str | None, model: str | None) -> Generator[Target]:
         yield find_target(own, None)
 
 
-def _print_answer(conversation: Conversation, question: str, console: Console, *, markdown: bool) -> Answer:
+def _print_answer(conversation: Conversation, question: str, console: Console, writer: Writer) -> Answer:
     """Into a file or a pipe the text alone goes, without the thinking."""
     if console.is_terminal:
-        answer = Writer(console, markdown).answer(lambda show: conversation.ask(question, show))
+        answer = writer.answer(lambda show: conversation.ask(question, show))
     else:
         answer = conversation.ask(question, _print_text)
         if not answer.text.endswith("\n"):

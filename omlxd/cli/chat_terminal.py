@@ -14,6 +14,7 @@ import termios
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from prompt_toolkit import PromptSession
@@ -28,9 +29,11 @@ from ..common.files import read_small, write_atomic
 from ..config.values import SWITCHES, closest
 from ..errors import ConfigError, OmlxdError
 from .chat_writer import Writer
-from .conversation import CUT, Answer, Conversation, Message, image_part
+from .conversation import CUT, Answer, Conversation, Message, answer_format, image_part
 from .daemon_client import DaemonError
 from .launch import Models, Target, find_target
+from .models import LOAD_S, as_page
+from .owner_api import InstalledStatus
 from .status import table
 
 PROMPT = "> "
@@ -58,6 +61,7 @@ _SWITCHED = {
     "nohistory": ("history", False),
     "think": ("think", True),
     "markdown": ("markdown", True),
+    "thoughts": ("thoughts", True),
 }
 """Ollama's words for what is on or off."""
 
@@ -86,6 +90,7 @@ class Terminal:
         *,
         markdown: bool = True,
         verbose: bool = False,
+        thoughts: bool = True,
     ):
         self._conversation = conversation
         self._console = console
@@ -93,7 +98,12 @@ class Terminal:
         self._histories: dict[bool, History] = {False: InMemoryHistory()}
         if history is not None:
             self._histories[True] = history_file(history)
-        self._shown = {"markdown": markdown, "verbose": verbose, "history": history is not None}
+        self._shown = {
+            "markdown": markdown,
+            "verbose": verbose,
+            "thoughts": thoughts,
+            "history": history is not None,
+        }
         self._saved: Path | None = None
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "/retry": ("[X]", "asks the last question again, at temperature X", self._retry),
@@ -105,6 +115,12 @@ class Terminal:
             "/set": ("[NAME VALUE]", "shows or sets temperature, think and others", self._set),
             "/image": ("FILE", "sends a picture or a PDF with your next question", self._image),
             "/model": ("[NAME]", "shows the models, or goes on with another one", self._model),
+            "/load": ("NAME", "loads another model, and begins a new conversation with it", self._load),
+            "/show": (
+                "[parameters]",
+                "shows the model's facts, or what /set has set; also system",
+                self._show,
+            ),
             "/stats": ("", "shows cached tokens, speed and time to the first token", self._stats),
             "/save": ("FILE", "writes the conversation as Markdown, or as .json", self._save),
             "/clear": ("", "begins a new conversation", self._clear),
@@ -163,7 +179,7 @@ class Terminal:
             self._answer(lambda show: self._conversation.ask(unquoted(line), show))
 
     def _answer(self, ask: Callable[[Callable[[Any], None]], Answer]) -> None:
-        answer = Writer(self._console, self._shown["markdown"]).answer(ask)
+        answer = Writer(self._console, self._shown["markdown"], self._shown["thoughts"]).answer(ask)
         if note := {"stopped": "stopped", "length": CUT}.get(answer.finish_reason):
             self._say(f"({note})", "dim")
         if self._shown["verbose"]:
@@ -193,6 +209,8 @@ class Terminal:
             self._system(value)
         elif name in _NUMBERS or name == "stop":
             self._set_option(name, value)
+        elif name in ("format", "noformat"):
+            self._set_format(value if name == "format" else "default")
         elif name in _SWITCHED:
             key, on = _SWITCHED[name]
             if value and value.lower() not in ("true", "false", *SWITCHES):
@@ -200,7 +218,7 @@ class Terminal:
             chosen = SWITCHES.get(value.lower(), value.lower() != "false")
             self._switch(key, on == chosen)
         else:
-            near = closest(name, [*_NUMBERS, *_SWITCHED, "stop", "system"])
+            near = closest(name, [*_NUMBERS, *_SWITCHED, "stop", "system", "format"])
             raise ConfigError(f"There is no setting {name!r}{near}; /set shows them.")
 
     def _set_option(self, name: str, value: str) -> None:
@@ -212,6 +230,20 @@ class Terminal:
         else:
             options[name] = [value] if name == "stop" else _number(name, value)
         self._say(f"{name} is {value if value == 'default' else _shown(options[name])}.", "dim")
+
+    def _set_format(self, value: str) -> None:
+        options = self._conversation.options
+        if not value:
+            raise ConfigError("/set format: say json, a JSON Schema, or a file that holds one; or `default`.")
+        if value == "default":
+            options.pop("response_format", None)
+        else:
+            options["response_format"] = answer_format(value)
+        self._say(f"format is {self._format()}.", "dim")
+
+    def _format(self) -> str:
+        said = self._conversation.options.get("response_format")
+        return "text" if said is None else "json" if said["type"] == "json_object" else "a JSON Schema"
 
     def _switch(self, name: str, on: bool) -> None:
         if name == "think":
@@ -227,6 +259,7 @@ class Terminal:
         thinks = options.get("enable_thinking")
         rows = [(name, _shown(options.get(name, "the model's own"))) for name in (*_NUMBERS, "stop")]
         rows.append(("think", "the model's own" if thinks is None else "on" if thinks else "off"))
+        rows.append(("format", self._format()))
         return [*rows, *((name, "on" if on else "off") for name, on in self._shown.items())]
 
     def _model(self, rest: str) -> None:
@@ -238,6 +271,33 @@ class Terminal:
         models = target.fetch("/v1/models", Models).data
         rows = [("* " if m.id == target.model else "  ") + f"{m.id}  {m.omlxd.state}" for m in models]
         self._say("\n".join(rows))
+
+    def _load(self, rest: str) -> None:
+        if not rest:
+            raise ConfigError("/load: name a model; /model shows them.")
+        talk = self._conversation
+        target = find_target(talk.target, rest)
+        stays = {name: talk.options[name] for name in ("keep_alive",) if name in talk.options}
+        body = {"model": target.model, "stream": False, **stays}
+        with self._console.status(
+            f"loading {target.model}"
+        ):  # Ollama's order, which leaves its time to stay.
+            target.fetch("/api/generate", dict, msgspec.json.encode(body), LOAD_S)
+        talk.target = target = find_target(target, target.model)
+        talk.clear()
+        self._say(f"{target.model}, {_context(target)}. A new conversation begins.", "dim")
+
+    def _show(self, rest: str) -> None:
+        if rest in ("parameters", "parameter"):
+            self._say("\n".join(table(self._settings())))
+        elif rest == "system":
+            self._system("")
+        elif rest in ("", "info"):
+            target = self._conversation.target
+            model = target.fetch("/omlxd/models/" + quote(target.model), InstalledStatus)
+            self._say(as_page(model))
+        else:
+            raise ConfigError(f"/show: {rest[:40]!r} is none of info, parameters and system.")
 
     def _image(self, rest: str) -> None:
         if not rest:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ..common.files import read_small
+from ..common.units import duration
 from ..errors import ConfigError
 from .daemon_client import Usage
 from .launch import Target
@@ -44,6 +45,33 @@ def image_part(name: str) -> Message:
     if not kind.startswith("image/"):
         raise ConfigError(f"{name}: send a PNG, JPEG, WebP or GIF, or a PDF.")
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def answer_format(text: str) -> Message:
+    """The `response_format` of `json`, of a JSON Schema, or of a file that holds one. Raises ConfigError."""
+    if text.strip().lower() == "json":
+        return {"type": "json_object"}
+    if not text.lstrip().startswith("{"):
+        try:
+            text = read_small(Path(text).expanduser()).decode(errors="replace")
+        except (OSError, ValueError):
+            raise ConfigError(
+                f"{text[:80]!r} is neither `json`, nor a JSON Schema, nor a file that holds one."
+            ) from None
+    try:
+        schema = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"The schema is no JSON object: {error}.") from None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def keep_alive(text: str) -> str:
+    """`text`, if it is a length of time. Raises ConfigError."""
+    try:
+        duration(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no length of time: write 30m, seconds, 0 or -1.") from None
+    return text
 
 
 def ask_body(**fields: Any) -> bytes:

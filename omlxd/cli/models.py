@@ -29,6 +29,8 @@ from .owner_api import (
     LoadModel,
     NameModel,
     PinModel,
+    Removed,
+    RemoveModel,
     Unloaded,
     UnloadModel,
 )
@@ -190,6 +192,11 @@ def as_page(model: InstalledStatus) -> str:
 
 LOAD_S = 3600.0
 """A load may download the model first."""
+REMOVE_S = 120.0
+"""Its engine writes its cache first."""
+
+IN_MEMORY = ("loading", "ready", "restarting", "unloading")
+"""States of a model that is loaded, on the way there, or not yet gone."""
 
 _FOLDER_OPTIONS = ("base_path", "model_dir")
 
@@ -262,7 +269,7 @@ def _list(args: argparse.Namespace) -> int:
         result = InstalledStatuses(installed(settings))
         _say_absence(args, error)
     if args.loaded:
-        result.models = [model for model in result.models if model.state not in ("installed", "broken")]
+        result.models = [model for model in result.models if model.state in IN_MEMORY]
     if args.loaded and not result.models and not args.json:
         print("no model is loaded")
         return 0
@@ -384,25 +391,29 @@ def _is_model(daemon: Daemon, name: str) -> bool:
 
 
 def _rm(args: argparse.Namespace) -> int:
-    """Every name is looked up before one is deleted."""
+    """Every name is looked up before one is deleted. What a running daemon serves, it deletes itself."""
     settings = settings_of(args, *_FOLDER_OPTIONS)
     try:
-        daemon: Daemon | None = find_daemon(args.url, settings)
-        models = [daemon.fetch("/omlxd/models/" + quote(name), InstalledStatus) for name in args.model]
+        daemon = find_daemon(args.url, settings)
+        ids = [daemon.fetch("/omlxd/models/" + quote(name), InstalledStatus).id for name in args.model]
     except NoDaemon:
-        daemon, here = None, installed(settings)
+        if args.url:
+            raise
+        here = installed(settings)
         models = [_installed_as(name, here) for name in args.model]
-    places = [removable(model, settings.base_path) for model in models]
-    for model, place in zip(models, places, strict=True):
-        if daemon is not None and model.state != "installed":
-            gone = daemon.fetch("/omlxd/models/unload", Unloaded, UnloadModel(model.id), 120.0).gone
-            if not gone:
-                raise DaemonError(
-                    f"{model.id} is still in use; it is unloaded once its answers end: try again."
-                )
-        remove_folder(place)
-        _say(args, {"id": model.id, "folder": str(place)}, lambda model=model: f"{model.id} is deleted")
+        places = [removable(model, settings.base_path) for model in models]
+        for model, place in zip(models, places, strict=True):
+            remove_folder(place)
+            _say_removed(args, model.id, str(place))
+        return 0
+    for id in dict.fromkeys(ids):
+        removed = daemon.fetch("/omlxd/models/remove", Removed, RemoveModel(id), REMOVE_S)
+        _say_removed(args, removed.id, removed.folder)
     return 0
+
+
+def _say_removed(args: argparse.Namespace, id: str, folder: str) -> None:
+    _say(args, {"id": id, "folder": folder}, lambda: f"{id} is deleted")
 
 
 def _installed_as(name: str, models: Sequence[InstalledStatus]) -> InstalledStatus:

@@ -20,7 +20,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """As `omlxd chat`. Raises OmlxdError."""
     parser.usage = "omlxd run MODEL [QUESTION …] [flags of `omlxd chat`]"
     parser.add_argument("model", help="a name of `omlxd list`, or ORG/NAME of the hub")
-    parser.add_argument("question", nargs="*", help="print the answer to it and end; also taken from a pipe")
+    parser.add_argument(
+        "question", nargs="*", default=[], help="print the answer to it and end; also taken from a pipe"
+    )
     return talk(argv, parser, before=_pull_if_needed)
 
 

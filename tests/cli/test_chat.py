@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from daemon import PATIENCE_S, alive, free_port, wait_until
@@ -31,7 +32,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from terminal_screen import shown
 
-from omlxd.cli import conversation
+from omlxd.cli import chat, conversation
+from omlxd.cli import main as command
 from omlxd.cli.chat_terminal import Terminal, in_words
 from omlxd.cli.chat_writer import split_done
 from omlxd.cli.daemon_client import DaemonError, Usage
@@ -386,6 +388,91 @@ def test_commands_change_what_is_asked(talking, tmp_path: Path):
     assert take("/clear") == "A new conversation begins." and take("/retry") == "There is no question yet."
 
 
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("--format json", {"response_format": {"type": "json_object"}}),
+        ("--format TEXT", {"response_format": AS_SCHEMA}),
+        ("--format FILE", {"response_format": AS_SCHEMA}),
+        ("--keepalive 5m", {"keep_alive": "5m"}),
+        ("--keepalive 0", {"keep_alive": "0"}),
+        ("--keepalive=-1", {"keep_alive": "-1"}),
+        ("--hidethinking --temperature 0.5", {"temperature": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("order", ["what is {}", "{} what is", "what {} is"])
+def test_flags_as_ollama_has_them_before_and_behind_the_question(
+    words, fields, order, tmp_path: Path, monkeypatch, capsys
+):
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    texts = {"TEXT": json.dumps(SCHEMA), "FILE": str(tmp_path / "schema.json")}
+    model = Model("an answer")
+    monkeypatch.setattr(Target, "stream", lambda *asked: model.stream(*asked))
+    monkeypatch.setattr(
+        chat, "daemon", lambda *_: contextlib.nullcontext(Target("http://x", model="m", context=None))
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    argv = [texts.get(word, word) for word in order.format(words).split()]
+    for verb in (["chat"], ["run", "--url", "http://x", "m"]):
+        model.answers = ["an answer"]
+        assert command.main([*verb, *argv]) == 0
+        assert capsys.readouterr().out == "an answer\n"
+        body = model.bodies.pop()
+        assert body["messages"] == [{"role": "user", "content": "what is"}]
+        own = ("response_format", "keep_alive", "temperature")
+        assert {name: body[name] for name in own if name in body} == fields
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("chat", "--format", "nofile", "hi"), "--format: 'nofile' is neither `json`, nor a JSON Schema"),
+        (("chat", "--format", "[1]", "hi"), "--format: '[1]' is neither"),
+        (("chat", "--format", '{"a"', "hi"), "--format: The schema is no JSON object"),
+        (("run", "m", "--keepalive", "never"), "--keepalive: 'never' is no length of time: write 30m"),
+        (("run", "--keepalive", "5m"), "Model is missing"),
+        (("chat", "hi", "--nix", "there"), "--nix is not a flag of `omlxd chat`"),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_a_sentence(argv, words, capsys):
+    assert command.main(argv) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_another_model_is_loaded_and_shown(talking, monkeypatch):
+    take, model = talking("one", "two")
+    asked: list[tuple[str, Any]] = []
+    there = {"id": "org/big", "max_input_tokens": 4096, "omlxd": {"state": "ready", "kind": "chat"}}
+
+    def fetch(target: Target, path: str, kind: type, body: Any = None, *more: Any) -> Any:
+        asked.append((path, body and json.loads(body)))
+        answers = {
+            "/v1/models": {"data": [there]},
+            "/api/generate": {"done": True},
+            "/omlxd/models/org/big": {"id": "org/big", "state": "ready", "source": "hub"},
+        }
+        if path not in answers:
+            raise DaemonError("no such model")
+        return msgspec.convert(answers[path], kind)
+
+    monkeypatch.setattr(Target, "fetch", fetch)
+    assert take("hello") == "one"
+    assert take("/load big").endswith("org/big, context 4096 tokens. A new conversation begins.")
+    assert ("/api/generate", {"model": "org/big", "stream": False}) in asked
+    assert take("again") == "two"
+    assert (model.bodies[-1]["model"], len(model.bodies[-1]["messages"])) == ("org/big", 1)
+    assert "There is no model 'nix' there" in take("/load nix")
+    assert take("/show").startswith("org/big\n  state       ready\n")
+    assert take("/set format json") == "format is json."
+    assert "format              json\n" in take("/show parameters")
+    assert take("/set noformat") == "format is text." and take("/show system") == take("/system")
+
+
 def test_what_is_mistyped_names_the_nearest(talking):
     take, _ = talking()
     for line, words in {
@@ -396,6 +483,9 @@ def test_what_is_mistyped_names_the_nearest(talking):
         "/set top_k 1.5": "top_k: '1.5' is no whole number from 0 to 1,000,000,000.",
         "/set think perhaps": "/set think: 'perhaps' is neither on nor off.",
         "/retry nan": "temperature: 'nan' is no number from 0 to 2.",
+        "/load": "/load: name a model; /model shows them.",
+        "/show licence": "/show: 'licence' is none of info, parameters and system.",
+        "/set format": "/set format: say json, a JSON Schema, or a file that holds one; or `default`.",
         "/save": "/save: name a file, as talk.md or talk.json.",
         "/save /tmp/x.md": "There is no answer yet.",
     }.items():

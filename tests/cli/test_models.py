@@ -62,6 +62,11 @@ def test_every_verb_against_a_daemon(start, tmp_path: Path):  # noqa: F811
     assert said("unload", "org/big") == "org/big is unloaded\n"
     states = {model["id"]: model["state"] for model in json.loads(said("list", "--json"))["models"]}
     assert states["org/big"] == "unloaded"
+    assert "org/big" not in said("list", "--loaded") and "small" in said("list", "--loaded")
+    # The daemon's own folders count, not those of whoever asks.
+    assert said("rm", "big", "org/big") == "org/big is deleted\n"
+    assert not (tmp_path / "models" / "org" / "big").exists()
+    assert "org/big" not in said("list")
     status, _, problem = run("load", "nobody", *url)
     assert status == 1 and "There is no model 'nobody' here" in problem
 
