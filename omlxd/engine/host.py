@@ -496,6 +496,11 @@ class EngineHost:
         # A flag or a NumPy number among them would be a frame that the front refuses.
         return {name: float(value) for name, value in values.items()}
 
+    @property
+    def disk_hangs(self) -> bool:
+        """Whether somebody waits in vain for the SSD cache's folder. Any thread."""
+        return any(store.hangs for store in (self._store, *self.adapters.stores()))
+
     def close(self, deadline_s: float) -> None:
         """Flush the stores. The scheduler must have stopped."""
         end = time.monotonic() + deadline_s

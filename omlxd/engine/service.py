@@ -277,7 +277,8 @@ class EngineService:
     def _pulse(self) -> None:
         """Say that work gets done: a long tool call or a restore sends no events.
 
-        End this process once a file was written to whose pages are its weights: the next request loads anew.
+        End this process once a file was written to whose pages are its weights, or the SSD cache's folder has
+        stopped answering: the next one loads anew, and takes the requests that have had no answer yet.
         """
         sent, host = 0, self._host.result()
         scheduler = host.scheduler
@@ -285,6 +286,8 @@ class EngineService:
             time.sleep(PULSE_S)
             if isinstance(host, EngineHost) and (file := host.loaded.mapped.changed()):
                 self._end_now(f"{file} was written to under its mapping")
+            if isinstance(host, EngineHost) and host.disk_hangs:
+                self._end_now("the SSD cache's folder does not answer")
             if (steps := scheduler.progress) != sent:
                 sent = steps
                 self._send(wire.Alive(steps=steps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ class Idle:
         self.scheduler = self
         self.progress = 0
         self.loaded = SimpleNamespace(mapped=SimpleNamespace(changed=str))
+        self.disk_hangs = False
         self.stopped = threading.Event()
 
     def run(self) -> None:
@@ -105,6 +107,27 @@ def test_work_that_sends_no_events_is_told_of(ends: tuple[socket.socket, socket.
     ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
     serving.join(60)
     assert not serving.is_alive()  # One that finds its socket closed ends the process, which is this one.
+
+
+def test_an_engine_that_waits_for_a_disk_in_vain_ends(ends: tuple[socket.socket, socket.socket], monkeypatch):
+    """No thread that waits in the kernel can be called back; the front sends the requests to the next one."""
+    ours, engines = ends
+    monkeypatch.setattr(service_module, "EngineHost", Idle)
+    monkeypatch.setattr(service_module, "PULSE_S", 0.01)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    service, why = EngineService(engines), queue.SimpleQueue[str]()
+    monkeypatch.setattr(service, "_end_now", why.put)
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    ours.sendall(wire.encode(wire.Load(model_path="", model_id="m", cache=wire.CacheSettings())))
+    host = cast(Idle, service._host.result(30))
+    assert why.empty()
+    host.disk_hangs = True
+    assert "does not answer" in why.get(timeout=60)
+    host.disk_hangs = False  # Or it would end this process.
+    ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
+    serving.join(60)
+    assert not serving.is_alive()
 
 
 def test_when_it_says_that_it_has_loaded_it_answers_for_the_model(

@@ -20,10 +20,10 @@ from ...kv.cold.flusher import Flusher, write_policy
 from ...kv.cold.tier import ColdTier
 from ...kv.cold.writer import Lease, StoreWriter
 from ...kv.files.block_file import EXTRA_ROOM, BlockFormat
-from ...kv.files.fs import FileSystem
 from ...kv.files.namespace import NamespaceInfo, describe_namespace
 from ...kv.files.paths import LOCK_NAME
 from ...kv.files.record_file import RecordFiles
+from ...kv.files.watched_fs import WatchedFileSystem
 from ...kv.hashing import BlockHash, namespace_of
 from ...kv.store import KVStore
 from .. import mlx_adapter
@@ -85,6 +85,7 @@ class ModelStore:
         self.bridge: KVBridge | None = None
         self.turns: TurnFiles | None = None
         self.images: ImageFiles | None = None
+        self._fs = WatchedFileSystem()
         self._tiers = HotTiers(load.cache.hot_cache_bytes)
         self.namespace = self._namespace(Path(load.model_path), files, digests)
 
@@ -161,6 +162,11 @@ class ModelStore:
         if self.bridge is not None:
             self._tiers.budget.promised = promised
 
+    @property
+    def hangs(self) -> bool:
+        """Whether somebody waits in vain for the SSD cache's folder. Any thread."""
+        return self._fs.hangs
+
     def close(self, deadline_s: float) -> None:
         """Write what is not on disk yet. Nothing may use the store any more."""
         self._closed.set()
@@ -233,7 +239,7 @@ class ModelStore:
                 extra_room=EXTRA_ROOM if loaded.blind == "" else 0,
             )
             root = Path(settings.cold_dir)
-            self._fs = FileSystem(str(root / LOCK_NAME))
+            self._fs = WatchedFileSystem(str(root / LOCK_NAME))
             cold = ColdTier(root, format, self._fs)
             queue_bytes = int(memory()[0] * WRITE_QUEUE_FRACTION)
             flusher = Flusher(

@@ -5,6 +5,10 @@ its death is settled last. If the folder can't be used, one log line says why, e
 space is refused, and the daemon serves without a cold tier. A folder on a full or read-only disk is used:
 engines read it, and try their writes again (kv/cold/health.py).
 
+A folder that stops answering later is found by `_look`, and before each load: engines that load then get no
+folder, those that wait for it end (kv/files/watched_fs.py), and what an owner asks of it is refused. Models
+that load once it answers again have it again.
+
 Reads need no account, so the folder is an engine's as soon as it is locked; the walk that takes stock
 of it comes first in the thread's queue, and requests for space wait behind it. Until one does, the
 walk rests most of its time, and leaves the processor to the model's load (tools/bench/cold_start.py).
@@ -33,7 +37,7 @@ from ...common.units import human
 from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ...kv.cold.health import FULL
 from ...kv.files.fs import entries_of, subfolders
-from ...kv.files.paths import is_fan_dir, is_namespace_dir, is_stored_path
+from ...kv.files.paths import LOCK_NAME, is_fan_dir, is_namespace_dir, is_stored_path
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import Ledger, LedgerBusy, LedgerStats
 from ...kv.ledger.write_budget import WriteBudget
@@ -96,6 +100,9 @@ class ColdLedger:
         self._pins = Pins(root)
         self._claim: asyncio.Future[LedgerBusy | OSError | None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cold-ledger")
+        self._looker = ThreadPoolExecutor(1, thread_name_prefix="cold-look")
+        self._look_under_way: asyncio.Future[None] | None = None
+        self._hangs = False
         self._opening: asyncio.Future[str] | None = None
         self._awaited = threading.Event()
         self._closing = False
@@ -131,13 +138,33 @@ class ColdLedger:
         return str(self._root) if self._ledger is not None else ""
 
     async def open(self) -> str:
-        """The cache dir once it is locked and was written to; "" if it can't be used.
+        """The cache dir once it is locked and was written to; "" if it can't be used, or does not answer now.
 
-        Called again, it gives the same answer without opening twice.
+        Called again, it does not open twice.
         """
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
+        elif self._opening.done() and self._opening.result() and not await self._answers():
+            return ""
         return await asyncio.shield(self._opening)
+
+    async def _answers(self) -> bool:
+        """Whether the folder's file system answers in `ANSWER_S`. While one look hangs there is no other."""
+        if self._look_under_way is None or self._look_under_way.done():
+            self._look_under_way = asyncio.get_running_loop().run_in_executor(self._looker, self._look_into)
+        elif self._hangs:
+            return False
+        hung = not (await asyncio.wait({self._look_under_way}, timeout=ANSWER_S))[0]
+        if hung and not self._hangs:
+            log.warning("serving without the SSD cache: %s does not answer", self._root)
+        elif self._hangs and not hung:
+            log.warning("SSD cache %s answers again: models that load from now on use it", self._root)
+        self._hangs = hung
+        return not hung
+
+    def _look_into(self) -> None:
+        with contextlib.suppress(OSError), open(self._root / LOCK_NAME, "rb"):  # `stat` may ask no server.
+            pass
 
     async def _open(self) -> str:
         error = await self.claim()
@@ -169,6 +196,8 @@ class ColdLedger:
         expired_at = -math.inf
         while True:
             await asyncio.sleep(LOOK_S)
+            if not await self._answers():
+                continue
             await self.submit(Ledger.check_folder)
             if time.monotonic() - expired_at >= min(self._ttl_s / 10, EXPIRY_S):
                 expired_at = time.monotonic()
@@ -384,9 +413,11 @@ class ColdLedger:
         return None if self._ledger is None else self._ledger.stats()
 
     def check(self) -> None:
-        """Raises Unavailable without a cold tier."""
+        """Raises Unavailable without a cold tier, or while its folder does not answer."""
         if self.peek() is None:
             raise Unavailable("This daemon has no SSD cache.")
+        if self._hangs:
+            raise Unavailable("The SSD cache's folder does not answer.")
 
     async def close(self) -> None:
         """Settle what is queued, then give up the lock."""
@@ -398,6 +429,7 @@ class ColdLedger:
             with contextlib.suppress(TimeoutError):
                 await self._try(self._ledger.close, seconds=CLOSE_S)
         self._thread.shutdown(wait=False)
+        self._looker.shutdown(wait=False)
 
     async def _ask(self, function: Callable[..., T], *args: object) -> T:
         """`function(ledger, …)` in the ledger's thread, once the walk is over. Raises Unavailable."""

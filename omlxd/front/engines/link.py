@@ -45,6 +45,8 @@ _LINE_LIMIT = 1 << 16
 STOPPED_LOOK_S = 1.0
 """An engine that ends and is stopped at two looks in a row is killed."""
 _REAP_S = 0.5
+END_S = 2.0
+"""How long a killed process may take to end."""
 """How long the end of a process may take to show after its socket closed, before it is killed."""
 
 
@@ -183,7 +185,8 @@ class EngineLink:
             if await self._ended_within(wait_s):
                 break
             push()
-        await self._process.wait()
+        # A thread that waits for a disk that hangs may hold it back, whatever it is sent.
+        await self._ended_within(END_S)
         for task in (self._sender, self._printer):
             task.cancel()
         self._writer.close()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from kv_fakes import bytes_on_disk
 
+from omlxd.errors import Unavailable
 from omlxd.front.engines import cold_ledger
 from omlxd.front.engines.cold_ledger import ColdLedger
 from omlxd.kv.files.fs import subfolders
@@ -270,5 +271,38 @@ async def test_a_folder_that_never_answers_keeps_nobody_waiting(
             assert cold.folder == "" and await cold.submit(lambda ledger: 1) == 0
         await cold.close()
         assert not answers.is_set() and (hangs != "later" or not pending.done())
+    finally:
+        answers.set()
+
+
+async def test_a_folder_that_stops_answering_is_left_out_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A load gets no folder, and an owner a sentence; nobody else waits, and the end does not."""
+    answers = threading.Event()
+    cold = ColdLedger(tmp_path / "cache", 1 << 20)
+    folder = str(tmp_path / "cache")
+    assert await cold.open() == await cold.open() == folder
+    monkeypatch.setattr(cold_ledger, "ANSWER_S", 0.05)
+    monkeypatch.setattr(cold_ledger, "CLOSE_S", 0.05)
+    try:
+        monkeypatch.setattr(cold, "_look_into", lambda: answers.wait(60))
+        stuck = cold.submit(lambda ledger: int(answers.wait(60)))
+        for _ in range(3):
+            assert await cold.open() == ""
+        with pytest.raises(Unavailable, match="does not answer"):
+            await cold.pins()
+        assert cold.folder == folder and not stuck.done()
+        answers.set()
+        while not await cold.open():
+            await asyncio.sleep(0.01)
+        assert (await cold.pins()).pins == []
+        said = [line.message for line in caplog.records if "answer" in line.message]
+        assert len(said) == 2 and "without the SSD cache" in said[0] and "answers again" in said[1]
+        await stuck
+        answers.clear()
+        cold.submit(lambda ledger: int(answers.wait(60)))
+        await cold.close()
+        assert not answers.is_set()
     finally:
         answers.set()
