@@ -30,7 +30,7 @@ from ...api.body import decode
 from ...chat import GenerateRequest, Sampling
 from ...cli.cache.archive import Room, take_archive
 from ...cli.owner_api import Imported, ImportedPrompt, WhyMissBody
-from ...common.units import disk_room
+from ...common.units import counted, disk_room
 from ...errors import InvalidRequest, RequestTooLarge, Unavailable
 from ...kv.files.fs import FileSystem, write_all
 from ...wire import Released, Reserve, Stored
@@ -42,6 +42,8 @@ from .why_miss import Explaining
 
 _MOST_ASKED = 32 << 20
 _PIECE = 1 << 20
+_BAD_SHOWN = 3
+"""Files that an error names."""
 _FILE = "application/octet-stream"
 _ASKED = msgspec.json.Decoder(WhyMissBody)
 
@@ -66,11 +68,13 @@ class Carrying:
         room = _LedgerRoom(cold, asyncio.get_running_loop())
         async with self._one:
             try:
-                return await _piped(
+                done = await _piped(
                     request.stream(), lambda body: take_archive(body, Path(cold.folder), room)
                 )
             except OSError as error:
                 raise Unavailable(f"The SSD cache can't be written: {error.strerror or error}.") from None
+        _check_taken(done)
+        return done
 
     async def take_prompt(self, request: Request) -> ImportedPrompt:
         """Raises OmlxdError, ClientDisconnect."""
@@ -109,6 +113,18 @@ class Carrying:
             yield file
         finally:
             file.unlink(missing_ok=True)
+
+
+def _check_taken(done: Imported) -> None:
+    """Raise for an archive that brought nothing: who looks at the status alone would take it for imported."""
+    if done.taken or done.there:
+        return
+    if done.full:
+        raise RequestTooLarge(f"The SSD cache has no room for any of its {counted(done.full, 'file')}.")
+    if done.bad:
+        more = f"; and {len(done.bad) - _BAD_SHOWN} more" if len(done.bad) > _BAD_SHOWN else ""
+        raise InvalidRequest(f"Nothing of it is imported: {'; '.join(done.bad[:_BAD_SHOWN])}{more}.")
+    raise InvalidRequest("Nothing of it is imported: it has no block and no record.")
 
 
 def _bare(request: GenerateRequest, *, kv_from: str = "", kv_into: str = "") -> GenerateRequest:

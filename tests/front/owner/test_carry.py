@@ -10,6 +10,8 @@ from typing import IO
 
 import pytest
 
+from omlxd.cli.owner_api import Imported
+from omlxd.errors import InvalidRequest, OmlxdError, RequestTooLarge
 from omlxd.front.owner import carry
 
 
@@ -43,3 +45,25 @@ async def test_a_pipe_is_open_until_the_thread_that_writes_it_is_done(monkeypatc
     with pytest.raises(asyncio.CancelledError):
         await carrying
     assert still_open == [True]
+
+
+@pytest.mark.parametrize(
+    ("done", "error", "words"),
+    [
+        (Imported(), InvalidRequest, "it has no block and no record."),
+        (Imported(bad=["'x': no block"]), InvalidRequest, "Nothing of it is imported: 'x': no block."),
+        (Imported(bad=[f"'{n}': no block" for n in range(9)]), InvalidRequest, "'2': no block; and 6 more."),
+        (Imported(full=1), RequestTooLarge, "no room for any of its 1 file."),
+        (Imported(full=2, bad=["'x': no block"]), RequestTooLarge, "no room for any of its 2 files."),
+        *((Imported(taken=taken, there=1 - taken, full=1, bad=["x"]), None, "") for taken in (0, 1)),
+    ],
+)
+def test_an_archive_that_brings_nothing_is_an_error(
+    done: Imported, error: type[OmlxdError] | None, words: str
+):
+    if error is None:
+        carry._check_taken(done)
+        return
+    with pytest.raises(error) as caught:
+        carry._check_taken(done)
+    assert type(caught.value) is error and caught.value.message.endswith(words)
