@@ -114,9 +114,20 @@ class ChildProcesses:
         self._memory_bytes = memory_bytes
         self._idle: list[_Child] = []
         self._lock = threading.Lock()
+        self.under_way = 0
+        """Calls."""
 
     def call(self, arguments: tuple[Any, ...], result: type[T], seconds: float) -> T:
         """Return `answer(*arguments)` of the script as `result`. Raises ChildLost after `seconds`."""
+        with self._lock:
+            self.under_way += 1
+        try:
+            return self._call(arguments, result, seconds)
+        finally:
+            with self._lock:
+                self.under_way -= 1
+
+    def _call(self, arguments: tuple[Any, ...], result: type[T], seconds: float) -> T:
         frame = msgspec.msgpack.encode(arguments)
         lost, until = 0, time.monotonic() + seconds
         while True:

@@ -275,12 +275,13 @@ class EngineService:
             os._exit(4)
 
     def _pulse(self) -> None:
-        """Say that work gets done: a long tool call or a restore sends no events.
+        """Say that work gets done: a long tool call or a restore sends no events. A PDF on its way has a
+        deadline of its own, and counts.
 
         End this process once a file was written to whose pages are its weights, or the SSD cache's folder has
         stopped answering: the next one loads anew, and takes the requests that have had no answer yet.
         """
-        sent, host = 0, self._host.result()
+        sent, read, host = 0, 0, self._host.result()
         scheduler = host.scheduler
         while self._connected:
             time.sleep(PULSE_S)
@@ -288,7 +289,8 @@ class EngineService:
                 self._end_now(f"{file} was written to under its mapping")
             if isinstance(host, EngineHost) and host.disk_hangs:
                 self._end_now("the SSD cache's folder does not answer")
-            if (steps := scheduler.progress) != sent:
+            read += isinstance(host, EngineHost) and host.media.busy
+            if (steps := scheduler.progress + read) != sent:
                 sent = steps
                 self._send(wire.Alive(steps=steps))
 

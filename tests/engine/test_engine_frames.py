@@ -68,6 +68,7 @@ class Idle:
         self.progress = 0
         self.loaded = SimpleNamespace(mapped=SimpleNamespace(changed=str))
         self.disk_hangs = False
+        self.media = SimpleNamespace(busy=False)
         self.stopped = threading.Event()
 
     def run(self) -> None:
@@ -104,6 +105,9 @@ def test_work_that_sends_no_events_is_told_of(ends: tuple[socket.socket, socket.
     for steps in (3, 7):
         host.progress = steps
         assert next_of(wire.Alive).steps == steps
+    host.media.busy = True  # A PDF is read.
+    assert [next_of(wire.Alive).steps for _ in range(3)] == [8, 9, 10]
+    host.media.busy = False
     ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
     serving.join(60)
     assert not serving.is_alive()  # One that finds its socket closed ends the process, which is this one.

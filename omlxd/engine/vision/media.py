@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ CPU_S = 60
 DEADLINE_S = 20.0
 """Of one picture, or of a PDF's text."""
 REQUEST_DEADLINE_S = 60.0
-"""Of all images of a request."""
+"""Of all images of a request, and of all its PDFs."""
 MOST_IDENTITIES = 4096
 RECENT_BYTES = 64 << 20
 """Decoded pictures that are kept: ten screenshots of 1920 x 1080."""
@@ -66,6 +67,28 @@ class Picture(Identity, frozen=True, kw_only=True):
     rgb: bytes
 
 
+class TimeLeft:
+    """How long the images of a request, or its PDFs, may still be read; `what`: one of them."""
+
+    def __init__(self, what: str):
+        self._what = what
+        self._left = REQUEST_DEADLINE_S
+
+    def spend(self, param: str, call: Callable[[float], T]) -> T:
+        """Return `call(seconds)`: what one of them may take. Raises InvalidRequest if nothing is left."""
+        if self._left <= 0:
+            raise bad_field(
+                param,
+                f"the {self._what}s before this one took {REQUEST_DEADLINE_S:.0f} s to read; send it again, "
+                "which goes on here, or send fewer",
+            )
+        began = time.monotonic()
+        try:
+            return call(min(DEADLINE_S, self._left))
+        finally:
+            self._left -= time.monotonic() - began
+
+
 class Media:
     """Owns the children that decode. Thread-safe.
 
@@ -99,24 +122,28 @@ class Media:
         recall: Callable[[Key], Identity | None],
     ) -> Iterator[Any]:
         """Yield what is `kept` of each part, or recalled, or its picture."""
-        left = REQUEST_DEADLINE_S
+        left = TimeLeft("image")
         for part, key in parts:
             seen = kept.get(key)
             if seen is None and (seen := recall(key)) is not None:
                 kept.put(key, seen)
             if seen is None:
-                began = time.monotonic()
-                seen = self._decode(part, key, param, left)
-                left -= time.monotonic() - began
+                named = part.param or param
+                seen = left.spend(named, partial(self._decode, part, key, named))
             yield seen
 
-    def texts(self, document: chat.DocumentPart) -> list[str]:
+    def texts(self, document: chat.DocumentPart, left: TimeLeft | None = None) -> list[str]:
         """Return the text of each page of a PDF. Raises InvalidRequest."""
-        return self._ask("texts", document, tuple[list[str] | None, str])
+        return self._ask("texts", document, tuple[list[str] | None, str], left or TimeLeft("PDF"))
 
-    def pages(self, document: chat.DocumentPart) -> list[Size]:
+    def pages(self, document: chat.DocumentPart, left: TimeLeft | None = None) -> list[Size]:
         """Return the size of each page of a PDF. Raises InvalidRequest."""
-        return self._ask("pages", document, tuple[list[Size] | None, str])
+        return self._ask("pages", document, tuple[list[Size] | None, str], left or TimeLeft("PDF"))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a child works for a request. Each call has a deadline."""
+        return self._children.under_way > 0
 
     def sizes(self, parts: Iterable[Keyed]) -> Iterator[Size | None]:
         """Yield the size of each page of a PDF read lately; None: an image, or it is not known."""
@@ -136,16 +163,7 @@ class Media:
         """End the children that wait for work."""
         self._children.close()
 
-    def _decode(self, part: chat.ImagePart, key: Key, param: str, left: float) -> Picture:
-        """`left`: seconds for it and all other images of the request."""
-        seconds = min(DEADLINE_S, left)
-        param = part.param or param
-        if seconds <= 0:
-            raise bad_field(
-                param,
-                f"the images before this one took {REQUEST_DEADLINE_S:.0f} s to read; send it again, which "
-                "goes on here, or send fewer",
-            )
+    def _decode(self, part: chat.ImagePart, key: Key, param: str, seconds: float) -> Picture:
         what = f"page {part.page} of {_pdf(part.name)}" if part.page else "the image"
         try:
             pixels, why = self._children.call(("picture", part.data, part.page, part.side), _Pixels, seconds)
@@ -161,14 +179,16 @@ class Media:
         return picture
 
     def _ask(
-        self, kind: str, document: chat.DocumentPart, reply: type[tuple[list[T] | None, str]]
+        self, kind: str, document: chat.DocumentPart, reply: type[tuple[list[T] | None, str]], left: TimeLeft
     ) -> list[T]:
         key = (hashlib.sha256(document.data).digest(), kind)
         if (answer := self._documents.get(key)) is not None:
             return answer
         what = _pdf(document.name)
         try:
-            answer, why = self._children.call((kind, document.data), reply, DEADLINE_S)
+            answer, why = left.spend(
+                document.param, lambda seconds: self._children.call((kind, document.data), reply, seconds)
+            )
         except ChildLost as lost:
             raise bad_field(document.param, f"{what} can't be read: {lost}") from None
         if answer is None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from media_files import locked_pdf, pdf
 
 from omlxd.chat import Conversation, DocumentPart, ImagePart, Message, TextPart, ToolResultPart, media_of
+from omlxd.common.child_process import ChildLost
 from omlxd.engine.prompt.canonical import chain_of
+from omlxd.engine.vision import media as media_room
 from omlxd.engine.vision.documents import read_documents
-from omlxd.engine.vision.media import Media, keyed
+from omlxd.engine.vision.media import Media, TimeLeft, keyed
 from omlxd.errors import InvalidRequest
 
 pytest.importorskip("pypdfium2", reason="pypdfium2 is not installed")
@@ -109,3 +113,24 @@ def test_pages_count_as_images_where_they_are_pictures(media):
     ) as caught:
         read_documents(conversation, media, sees=True, most_images=119)
     assert caught.value.param == "messages.0.content.1.source"
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_all_pdfs_of_a_request_have_a_time_together(monkeypatch: pytest.MonkeyPatch, sees: bool):
+    """Of 20 s each a request with many would stand for as many minutes."""
+    media, now, allowed = Media(), [0.0], []
+
+    def call(_: object, reply: object, seconds: float) -> object:
+        allowed.append(seconds)
+        now[0] += seconds
+        raise ChildLost("it did not end")
+
+    monkeypatch.setattr(media._children, "call", call)
+    monkeypatch.setattr(media_room, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    left = TimeLeft("PDF")
+    for number in range(6):
+        slow = document(DATA + b"%d" % number)
+        with pytest.raises(InvalidRequest) as caught:
+            (media.pages if sees else media.texts)(slow, left)
+        assert caught.value.param == slow.param
+    assert allowed == [20.0, 20.0, 20.0] and "the PDFs before this one took 60 s" in caught.value.message
