@@ -16,10 +16,13 @@ from urllib.parse import urlsplit
 
 from .own_daemon import MODELS
 
-STORM_RATE = 100
-"""Streams a second that are cancelled."""
+STORM_RATE = 250
+"""Streams a second that are cancelled, at most."""
 UNFINISHED = 200
 """Bodies that never end, 500 kB of each."""
+HELD_S = 20.0
+"""How long unfinished bodies are held, and how long an answer to what is no request is awaited."""
+LARGE_BYTES, LARGE_AT_ONCE = 30_000_000, 4
 CROWD, SESSIONS = 40, 100
 BOMB_BYTES = 1 << 30
 """Of a PDF's page, once it is inflated."""
@@ -65,22 +68,67 @@ class Attacker:
 
     async def unfinished_bodies(self, until: float) -> None:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
-        async with contextlib.AsyncExitStack() as held:
-            for _ in range(UNFINISHED):
-                with contextlib.suppress(OSError):
-                    _, writer = await self._send(head + b'{"a": "' + b"x" * 500_000)
-                    held.callback(writer.close)
-                    self.answers["left unfinished"] += 1
-                if time.monotonic() > until:
-                    return
-            await asyncio.sleep(max(0.0, until - time.monotonic()))
+        while time.monotonic() < until:
+            async with contextlib.AsyncExitStack() as held:
+                for _ in range(UNFINISHED):
+                    with contextlib.suppress(OSError):
+                        _, writer = await self._send(head + b'{"a": "' + b"x" * 500_000)
+                        held.callback(writer.close)
+                        self.answers["left unfinished"] += 1
+                    if time.monotonic() > until:
+                        return
+                await asyncio.sleep(min(HELD_S, max(0.0, until - time.monotonic())))
+
+    async def large_bodies(self, until: float) -> None:
+        """Some at once, whole: of one long text, and of many small messages."""
+        text = json.dumps({"role": "user", "content": "kettle " * (LARGE_BYTES // 7)}).encode()
+        small = b'{"role": "user", "content": "a"}'
+        many = b", ".join([small] * (LARGE_BYTES // (len(small) + 2)))
+        head = b'{"model": "%s", "max_tokens": 4, "messages": [' % MODELS[0].encode()
+        bodies = [_post("/v1/chat/completions", head + messages + b"]}") for messages in (text, many)]
+        while time.monotonic() < until:
+            await asyncio.gather(*(self._ask(bodies[at % 2]) for at in range(LARGE_AT_ONCE)))
+
+    async def broken_http(self, until: float) -> None:
+        """Requests that HTTP forbids, hosts that are not this machine, and headers that never end."""
+        body = _chat("hi", 4)
+        sized = b"Content-Length: %d\r\n" % len(body)
+        chunked = b"Transfer-Encoding: chunked\r\n"
+        post, here = b"POST /v1/chat/completions HTTP/1.1\r\n", b"Host: localhost\r\n"
+        asked = [
+            post + here + sized + chunked + b"\r\n0\r\n\r\nGET /omlxd/status HTTP/1.1\r\n" + here + b"\r\n",
+            post + here + sized + sized.replace(b": ", b": 9") + b"\r\n" + body,
+            post + here + chunked + b"\r\nffffffffffffffff\r\n" + body,
+            post + here + b"Content-Length: -5\r\n\r\n" + body,
+            *(
+                b"GET /omlxd/status HTTP/1.1\r\nHost: %s\r\n\r\n" % host
+                for host in (
+                    b"[::1]evil.com",
+                    b"localhost..",
+                    b"localhost.evil.com",
+                    b"127.0.0.1@evil.com",
+                    b"",
+                )
+            ),
+            b"GET http://evil.com/omlxd/status HTTP/1.1\r\n" + here + b"\r\n",
+            b"GET /health HTTP/9.9\r\n" + here + b"\r\n",
+            b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n" + here + b"\r\n",
+            b"GET /health HTTP/1.1\r\n" + here + b"X: y\r\n" * 20_000 + b"\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+            b"\x00" * 1000,
+        ]
+        at = 0
+        while time.monotonic() < until:
+            await self._ask(asked[at % len(asked)], answer_s=HELD_S)
+            at += 1
 
     async def bad_input(self, until: float) -> None:
-        for at in range(10_000):
-            if time.monotonic() > until:
-                return
+        at = 0
+        while time.monotonic() < until:
             path = ("/v1/chat/completions", "/v1/messages", "/api/chat")[at % 3]
             await self._ask(_post(path, BAD_BODIES[at % len(BAD_BODIES)]))
+            at += 1
 
     async def hostile_archives(self, until: float) -> None:
         block = f"{'0' * 32}/00/{0:064x}.safetensors"
@@ -92,16 +140,18 @@ class Attacker:
             _archive(block, 4, tarfile.SYMTYPE),
             *(_archive(f"{n:032x}/namespace.json", 1 << 20) + bytes(1 << 20) for n in range(8)),
         ]
-        for at in range(1000):
-            if time.monotonic() > until:
-                return
-            await self._ask(_post("/omlxd/cache/import", archives[at % len(archives)]))
+        at = 0
+        while time.monotonic() < until:
+            said = await self._ask(_post("/omlxd/cache/import", archives[at % len(archives)]))
+            if '"taken"' in said and self.answers["200"] == 1:
+                self.notes.append(f"imported: {said[:200]}")
+            at += 1
 
     async def half_closed_clients(self, until: float) -> None:
         sent = _post("/v1/chat/completions", _chat("hi", max_tokens=4))
-        for at in range(1000):
-            if time.monotonic() > until:
-                return
+        at = 0
+        while time.monotonic() < until:
+            at += 1
             reader, writer = await self._send(sent)
             writer.write_eof()
             if at % 2:
@@ -134,12 +184,17 @@ class Attacker:
         source = {"type": "base64", "media_type": "application/pdf", "data": bomb}
         content = [{"type": "document", "source": source}, {"type": "text", "text": "What is it?"}]
         body = {"model": MODELS[0], "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
-        began = time.monotonic()
-        said = await self._ask(_post("/v1/messages", json.dumps(body).encode()))
-        self.notes.append(f"{len(bomb)} bytes, answered after {time.monotonic() - began:.1f} s: {said[:160]}")
+        waits: list[float] = []
+        said = ""
+        while time.monotonic() < until:
+            began = time.monotonic()
+            said = await self._ask(_post("/v1/messages", json.dumps(body).encode()))
+            waits.append(time.monotonic() - began)
+        worst = max(waits, default=0.0)
+        self.notes.append(f"{len(bomb)} bytes, answered after {worst:.1f} s at worst; the last: {said[:160]}")
 
-    async def one_request(self) -> None:
-        await self._ask(_post("/v1/chat/completions", _chat("kettle " * 300, max_tokens=4)))
+    async def one_request(self, model: str = MODELS[0], text: str = "kettle ") -> None:
+        await self._ask(_post("/v1/chat/completions", _chat(text * 300, max_tokens=4, model=model)))
 
     async def unload(self) -> None:
         await self._ask(_post("/omlxd/models/unload", json.dumps({"model": MODELS[0]}).encode()))
@@ -151,27 +206,27 @@ class Attacker:
         pipe[1].write(data)
         return pipe
 
-    async def _ask(self, data: bytes, own: str = "127.0.0.1") -> str:
+    async def _ask(self, data: bytes, own: str = "127.0.0.1", answer_s: float = ANSWER_S) -> str:
         try:
-            return await self._count(await self._send(data, own))
+            return await self._count(await self._send(data, own), answer_s)
         except OSError as error:
             self.answers[type(error).__name__] += 1
             return str(error)
 
-    async def _count(self, pipe: _Pipe) -> str:
+    async def _count(self, pipe: _Pipe, answer_s: float = ANSWER_S) -> str:
         try:
-            head, body = await self._answer(pipe)
+            head, body = await self._answer(pipe, answer_s)
         except (OSError, TimeoutError) as error:
             self.answers[f"no answer ({type(error).__name__})"] += 1
             return ""
         self.answers[head.split(b" ")[1].decode() if head.count(b" ") > 1 else "no answer"] += 1
         return body.decode("utf-8", "replace")
 
-    async def _answer(self, pipe: _Pipe) -> tuple[bytes, bytes]:
+    async def _answer(self, pipe: _Pipe, answer_s: float = ANSWER_S) -> tuple[bytes, bytes]:
         """Head and body, up to the end of the connection or of the body."""
         reader, writer = pipe
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(answer_s):
                 head = await reader.readuntil(b"\r\n\r\n")
                 while head.split(b" ", 2)[1].startswith(b"1"):  # Interim: is anybody there?
                     head = await reader.readuntil(b"\r\n\r\n")
@@ -189,7 +244,8 @@ _Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 def attacks(attacker: Attacker) -> list[tuple[str, Callable[[float], Awaitable[None]]]]:
     made = (
-        *(attacker.cancelled_streams, attacker.unfinished_bodies, attacker.bad_input),
+        *(attacker.cancelled_streams, attacker.unfinished_bodies, attacker.large_bodies),
+        *(attacker.bad_input, attacker.broken_http),
         *(attacker.hostile_archives, attacker.half_closed_clients, attacker.sessions_of_one_client),
         attacker.pdf_bomb,
     )
@@ -201,8 +257,10 @@ def _post(path: str, body: bytes) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def _chat(text: str, max_tokens: int, stream: bool = False, session: str = "") -> bytes:
-    body = {"model": MODELS[0], "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
+def _chat(
+    text: str, max_tokens: int, stream: bool = False, session: str = "", model: str = MODELS[0]
+) -> bytes:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
     return json.dumps({**body, "stream": stream, "session_id": session or "only"}).encode()
 
 

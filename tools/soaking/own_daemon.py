@@ -18,16 +18,18 @@ ANSWER_S = 60.0
 
 
 class Daemon:
-    """`answer_s`: how long anybody waits for an answer."""
+    """`answer_s`: how long anybody waits for an answer. `variables`: of its environment."""
 
-    def __init__(self, home: Path, ttl: str, answer_s: float = ANSWER_S):
+    def __init__(
+        self, home: Path, ttl: str, answer_s: float = ANSWER_S, stall_s: int = STALL_S, **variables: str
+    ):
         self.home = home
         self.answer_s = answer_s
         self.cache = home / "cache"
         flags = ["--model-dir", str(home / "models"), "--base-path", str(home), "--port", "0"]
         flags += ["--paged-ssd-cache-dir", str(self.cache), "--paged-ssd-cache-max-size", "200MB"]
-        flags += ["--hot-cache-max-size", "50MB", "--model-ttl", ttl, "--stall-timeout", f"{STALL_S}s"]
-        own = {"HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
+        flags += ["--hot-cache-max-size", "50MB", "--model-ttl", ttl, "--stall-timeout", f"{stall_s}s"]
+        own = {"HOME": str(home), "HF_HUB_CACHE": str(home / "hub")} | variables
         self.process, self.url = start_daemon(home / "log.txt", *flags, **own)
         self.front = psutil.Process(self.process.pid)
 
