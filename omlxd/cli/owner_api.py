@@ -12,6 +12,14 @@ Name = Annotated[str, msgspec.Meta(min_length=1)]
 """Of a model. An owner names the model; a client may leave it out."""
 
 
+class ModelSetting(msgspec.Struct):
+    """One line of the file that says how a model is served, and where it stands."""
+
+    name: str
+    value: str
+    source: str
+
+
 class InstalledStatus(msgspec.Struct, kw_only=True):
     """One model. Bytes; seconds; `context_length` in tokens. Null: not known, or does not apply.
 
@@ -29,6 +37,8 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     tools         its chat template takes tools
     adapter       folder of the LoRA adapter that it is loaded with; `shares`: the model whose engine it is in
     leaving       it is to be unloaded once its requests have ended
+    config        the file of settings, which need not be there; `settings`: what it says of this model;
+                  `table`: name of the model's own table in it, "" without one
     """
 
     id: str
@@ -59,6 +69,9 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     hidden_size: int | None = None
     adapter: str = ""
     shares: str = ""
+    config: str = ""
+    settings: list[ModelSetting] = []
+    table: str = ""
 
 
 class InstalledStatuses(msgspec.Struct):

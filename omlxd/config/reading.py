@@ -45,6 +45,10 @@ MOST_MISTAKES = 10
 """Told at once."""
 
 
+FILE_NAME = "omlxd.toml"
+"""Of the settings, below the base folder."""
+
+
 def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = None) -> Settings:
     """The settings of `flags` (option name → text), `environ` and the file.
 
@@ -220,7 +224,7 @@ def _config_file(
             return path, source
     option = BY_NAME["base_path"]
     text, source = entries.get("base_path", (option.default, option.flag))
-    path = _value(option, text, source, {}) / "omlxd.toml"
+    path = _value(option, text, source, {}) / FILE_NAME
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

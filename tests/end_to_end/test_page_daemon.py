@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import subprocess
 import tarfile
 import time
@@ -16,7 +17,9 @@ from browser import browser, needs_chromium, tab
 from daemon import Daemon, demo_model, prose
 from fake_engine import FakeEngine, app_of, served
 
+from omlxd.config import load_settings
 from omlxd.front.app import create_app
+from omlxd.front.owner.cache_index import CacheIndex
 from omlxd.kv.hashing import hash_blocks
 from tests.end_to_end.test_page import until
 from tests.front.owner.test_cache_tree import cached
@@ -101,6 +104,7 @@ async def test_a_model_is_named_and_deleted_and_the_address_is_there_to_copy(tmp
             await page.fill("[aria-label='Another name for org/fetched']", "mine")
             await page.click(f"{card} >> text=Add this name")
             await page.wait_for_selector(f"{card} >> text=also called mine")
+            await settings_are_told_and_a_command_sets_them(page, daemon, card)
             await page.click("[aria-label='Load org/fetched']")
             await page.wait_for_selector(f"{card} >> .state.ready")
             await page.click("[aria-label='Delete org/fetched']")
@@ -119,6 +123,28 @@ async def test_a_model_is_named_and_deleted_and_the_address_is_there_to_copy(tmp
             assert (daemon.model_folder / "config.json").exists()
 
 
+async def settings_are_told_and_a_command_sets_them(page: Any, daemon: Daemon, card: str) -> None:
+    await page.wait_for_selector(f"{card} >> text=The file of settings says nothing of this model.")
+    await page.fill("[aria-label='temperature of org/fetched']", "0.25")
+    await page.fill("[aria-label='ttl of org/fetched']", "2h")
+    await page.click("[aria-label='Copy the command that sets org/fetched']")
+    command = await page.evaluate("navigator.clipboard.readText()")
+    subprocess.run(["sh", "-c", command], check=True, timeout=60)
+    base = daemon.home / "omlxd"
+    file = base / "omlxd.toml"
+    own = load_settings({"base_path": str(base)}, {}).models["org/fetched"]
+    assert (own.temperature, own.ttl) == (0.25, 7200)
+    daemon.process.send_signal(signal.SIGHUP)
+    await page.click("h2:text('Get a model')")  # The list is drawn anew while nobody writes in it.
+    for text in ("temperature = 0.25", "ttl = 7200.0", "'line 2'"):
+        await page.wait_for_selector(f"{card} >> .said >> text={text}")
+    await page.fill("[aria-label='temperature of org/fetched']", "0.5")
+    await page.fill("[aria-label='ttl of org/fetched']", "")
+    told = await page.inner_text(f"{card} pre")
+    assert told == f'${{EDITOR:-nano}} {file}\n# under [models."org/fetched"]:\n# temperature = 0.5'
+    await page.fill("[aria-label='temperature of org/fetched']", "")
+
+
 async def pin(page: Any) -> None:
     await page.click(".sessions details >> nth=0 >> button:has-text('Pin')")
     await page.wait_for_selector(".pins li")
@@ -132,6 +158,26 @@ async def pin(page: Any) -> None:
     assert "0 B" not in await page.inner_text(".pins li") and await sums(page) > 0
     await page.click(".pins button:has-text('Unpin')")
     await page.wait_for_selector("text=Nothing is pinned.")
+
+
+async def test_a_folder_that_is_not_read_yet_is_no_empty_table(tmp_path: Path, monkeypatch: Any):
+    goes_on, read = asyncio.Event(), CacheIndex._work
+
+    async def slowly(index: CacheIndex) -> None:
+        await goes_on.wait()
+        await read(index)
+
+    monkeypatch.setattr(CacheIndex, "_work", slowly)
+    app = create_app(cached(tmp_path / "cache"))
+    async with served(app) as url, browser() as chromium, tab(chromium, url) as one:
+        one.expected = ("503",)  # These engines pin nothing.
+        page = await one.open("cache")
+        for _ in range(2):
+            await page.wait_for_selector("#cache [role=status] >> text=Reading the folder")
+            assert not await page.is_visible(".tree")
+            await page.click("text=Look again")
+        goes_on.set()
+        assert await sums(page, empty=True) == 0
 
 
 async def sums(page: Any, empty: bool = False) -> int:

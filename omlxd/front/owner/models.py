@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import msgspec
 import psutil
@@ -13,6 +14,7 @@ from ...cli.owner_api import (
     InstalledStatus,
     InstalledStatuses,
     LoadModel,
+    ModelSetting,
     NameModel,
     PinModel,
     Removed,
@@ -21,10 +23,13 @@ from ...cli.owner_api import (
     UnloadModel,
 )
 from ...common.units import duration
+from ...config import ModelSettings, Settings, full_name
+from ...config.reading import FILE_NAME
 from ...errors import ConfigError, InvalidRequest
 from ...models.local_stores import LocalModel, check_models, local_models
 from ...models.remove import removable
 from ..engines.model import ModelEngine
+from ..engines.names import basename
 from ..engines.pool import EnginePool
 from ..http.routes import Operation, get, post
 from .inspect import inspect_prompt, parse_inspect
@@ -35,6 +40,9 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
     """The status of `engine`, without asking its process."""
     idle = engine.idle_s
     load_bytes, kv_bytes = pool.estimate(engine) or (None, None)
+    settings = pool.catalog.settings
+    names = (engine.model_id, basename(engine.model_id))
+    table = next((name for name in names if name in settings.models), "")
     if engine.host is not None and engine.info is not None:
         load_bytes = engine.info.weight_bytes
     return InstalledStatus(
@@ -66,7 +74,22 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         hidden_size=engine.footprint.hidden_size if engine.footprint else None,
         adapter=str(engine.adapter or ""),
         shares=engine.shares,
+        config=str(settings.config or settings.base_path / FILE_NAME),
+        settings=_said(settings, table),
+        table=table,
     )
+
+
+def _said(settings: Settings, table: str) -> list[ModelSetting]:
+    """What the file says of the model whose table is `table`, before what it says of all."""
+    said: dict[str, ModelSetting] = {}
+    for path, values in ((("models", table), settings.models.get(table)), (("defaults",), settings.defaults)):
+        for field in ModelSettings.__struct_fields__:
+            if values is not None and (source := settings.sources.get(full_name(field, *path))):
+                value = getattr(values, field)
+                text = "0" if value == math.inf else msgspec.json.encode(value, enc_hook=str).decode()
+                said.setdefault(field, ModelSetting(field.replace("_", "-"), text, source))
+    return [*said.values()]
 
 
 class FoundModels(msgspec.Struct):

@@ -22,8 +22,9 @@ export function start(section) {
   els.sessions = h("div", { class: "sessions" });
   els.why = h("section", { class: "why", "aria-labelledby": "why-title", tabindex: -1, hidden: true });
   els.pins = h("div", {});
-  els.sums = h("p", { class: "hint", role: "status" });
+  els.sums = h("p", { class: "hint", role: "status" }, "Reading the folder…");
   els.tree = new VirtualTree("Kept on SSD", { cells, chosen });
+  els.tree.element.hidden = true; // Until there is something in it.
   els.node = h("div", { class: "node", "aria-live": "polite" }, h("p", { class: "hint" }, "Choose a row to read it, or to remove it."));
   section.append(
     h("div", { class: "row" }, h("h2", {}, "Last conversations"), h("span", { class: "gap" }), button("Look again", load, { failed })),
@@ -220,8 +221,8 @@ async function loadTree(wait = 0, mine = (turn += 1)) {
   if (mine !== turn) return;
   const reading = first.state === "new" ? "" : first.state === "old" ? ` As of ${ago(first.at)}; it is read anew…` : "";
   if (first.look && (first.look !== shownLook || !els.tree.nodes.length)) await showPieces(first);
-  const kept = `${counted(first.files, "file")}, ${bytes(first.bytes)}`;
-  els.sums.textContent = first.look ? `${summed(first)}${reading}` : `${kept}. They are read for the first time…`;
+  const kept = first.files ? `: ${counted(first.files, "file")}, ${bytes(first.bytes)}` : "";
+  els.sums.textContent = first.look ? `${summed(first)}${reading}` : `Reading the folder${kept}…`;
   if (first.state !== "new" && !left) loadTree(WAIT_S, mine).catch(failed);
 }
 

@@ -19,6 +19,7 @@ let timer = 0;
 let pulling = null;
 let looks = 0;
 let opened = new Set(); // Whose settings are shown.
+const drafts = new Map(); // What is written in the fields of settings, by their labels.
 let lost = false; // What is shown says that the daemon did not answer.
 
 export function start(section) {
@@ -101,7 +102,7 @@ const STORES = { ollama: "Ollama", lmstudio: "LM Studio", "llama.cpp": "llama.cp
 const fits = (model, room) => model.disk_bytes && (1.15 * model.disk_bytes <= room ? "fits" : `too large for ${bytes(room)}`);
 
 function draw(models) {
-  if (els.list.querySelector(".settings:focus-within, [open] .settings input:not(:placeholder-shown)")) return; // Somebody writes.
+  if (els.list.querySelector(".settings:focus-within")) return; // Somebody writes.
   const open = new Set([...els.list.querySelectorAll("details[open]")].map((each) => each.dataset.id));
   opened = open;
   redraw(els.list, () => put(els.list, ...models.map(card)));
@@ -159,26 +160,65 @@ function removal(model) {
   return box;
 }
 
+/** A field whose text outlives the list's being drawn anew. */
+function field(label, placeholder, told = () => {}) {
+  const input = h("input", { type: "text", placeholder, "aria-label": label, spellcheck: "false", autocomplete: "off", value: drafts.get(label) ?? "" });
+  input.addEventListener("input", () => {
+    drafts.set(label, input.value);
+    told();
+  });
+  return input;
+}
+
 /** Another name, how long it stays; and where all else is set. */
 function settings(model) {
-  const name = h("input", { type: "text", placeholder: "another name, as gpt-4o", "aria-label": `Another name for ${model.id}`, spellcheck: "false" });
-  const stay = h("input", { type: "text", placeholder: "30m, 2h, or -1 for good", "aria-label": `How long ${model.id} stays loaded` });
+  const name = field(`Another name for ${model.id}`, "another name, as gpt-4o");
+  const stay = field(`How long ${model.id} stays loaded`, "30m, 2h, or -1 for good");
   const order = (path, body, done) => async () => {
     els.problem.hidden = true;
     await json(path, { body: body() });
-    name.value = stay.value = "";
+    for (const each of [name, stay]) {
+      each.value = "";
+      each.dispatchEvent(new Event("input"));
+    }
     document.activeElement.blur();
     say(done);
     await look();
   };
-  const lines = `[models."${model.id}"]\ntemperature = 0.7\ncontext-limit = ${model.context_length ?? 32768}\nmax-tokens = 4096\n`;
   return h("details", { class: "settings", "data-id": model.id, open: opened.has(model.id) }, h("summary", {}, "Settings"),
     h("div", { class: "row" }, name, button("Add this name", order("/omlxd/models/alias", () => ({ alias: name.value.trim(), model: model.id }), "named"), { failed })),
     ...model.aliases.map((alias) => h("p", { class: "row" }, h("span", {}, `also called ${alias}`), button("Take it away", order("/omlxd/models/alias", () => ({ alias, model: null }), "taken away"), { class: "quiet", failed }))),
     h("div", { class: "row" }, stay, button("Load for this long", order("/omlxd/models/load", () => ({ model: model.id, keep_alive: stay.value.trim() }), "loaded"), { failed })),
-    h("p", { class: "hint" }, "Temperature, context and more are set in ~/.omlxd/omlxd.toml. Restart the daemon afterwards, or send it SIGHUP."),
-    h("div", { class: "copyable" }, h("pre", {}, h("code", {}, lines)), copy("Copy", () => lines, `Copy settings of ${model.id}`)),
+    ...inFile(model),
     model.folder ? h("p", { class: "hint" }, `Its files: ${model.folder}`) : null);
+}
+
+const FIELDS = [["temperature", "0.7"], ["context-limit", "32768"], ["max-tokens", "4096"], ["ttl", "2h"]];
+const quoted = (text) => (/^[\w./:@-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+
+/** What the file of settings says of a model, and the command that sets more of it: the page writes no files. */
+function inFile(model) {
+  const said = model.settings.map(({ name, value, source }) => h("tr", {}, h("td", {}, h("code", {}, `${name} = ${value}`)), h("td", { class: "hint" }, source.replace(`${model.config} `, "").replace(` (${name})`, ""))));
+  const code = h("code", {});
+  const inputs = FIELDS.map(([name, example]) => [name, field(`${name} of ${model.id}`, `${name}, as ${example}`, () => tell())]);
+  const command = () => {
+    const lines = inputs.filter(([, input]) => input.value.trim()).map(([name, { value }]) => `${name} = ${/^[\d.]+$/.test(value.trim()) ? value.trim() : JSON.stringify(value.trim())}`);
+    if (!lines.length) return "";
+    // A second table of the same name would be an error.
+    if (model.table) return [`\${EDITOR:-nano} ${quoted(model.config)}`, `# under [models.${JSON.stringify(model.table)}]:`, ...lines.map((line) => `# ${line}`)].join("\n");
+    return [`cat >> ${quoted(model.config)} <<'END'`, `[models.${JSON.stringify(model.id)}]`, ...lines, "END"].join("\n");
+  };
+  const box = h("div", { class: "copyable", hidden: true }, h("pre", {}, code), copy("Copy", command, `Copy the command that sets ${model.id}`));
+  const tell = () => {
+    code.textContent = command();
+    box.hidden = !code.textContent;
+  };
+  tell();
+  return [
+    said.length ? h("table", { class: "said" }, h("tbody", {}, ...said)) : h("p", { class: "hint" }, "The file of settings says nothing of this model."),
+    h("p", { class: "hint" }, "Settings are lines of ", h("code", {}, model.config), ". Write what you want here, and run the command in a terminal; then restart the daemon, or send it SIGHUP."),
+    h("div", { class: "row" }, ...inputs.map(([, input]) => input)), box,
+  ];
 }
 
 const problem = (sentence) => h("p", { class: "problem", role: "alert" }, sentence);
