@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,12 +19,13 @@ from fast_or_slow import SOME_FAMILIES, rest_slow
 from kv_fakes import check_pool
 from rig import Rig
 
-from omlxd.engine.kvio import cold_reads
+from omlxd.engine.kvio import cold_reads, restore
 from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.payload import MLXPayload, read_payload
-from omlxd.engine.kvio.restore import Restore
-from omlxd.engine.kvio.transport import StagedTransport
-from omlxd.engine.mlx_adapter import cuda_driver, storage_dtype
+from omlxd.engine.kvio.restore import Restore, StagedArrival
+from omlxd.engine.kvio.transport import Load, StagedTransport
+from omlxd.engine.mlx_adapter import Cache, cuda_driver, storage_dtype
+from omlxd.engine.sequence import Sequence
 from omlxd.kv.layout import Group, KVLayout
 
 FAMILIES = ("qwen3", "deepseek_v3", "gemma3_text", "qwen3_next", "mamba2")
@@ -142,6 +144,87 @@ def test_a_cache_that_can_not_be_filled_is_computed(tmp_path: Path, monkeypatch:
     with Rig(model, cache, hot=0, record=True) as rig:
         monkeypatch.setattr("omlxd.engine.kvio.restore.append_blocks", fail)
         assert_same(rig, tokens, reference, hot=0, cold=0)
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
+    reference.close()
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Blocks that were joined each time. The last one is not read before some are."""
+    ends: list[int] = []
+    load, join, any_joined = StagedArrival.load_block, StagedArrival._join, threading.Event()
+
+    def wait_and_load(arrival: StagedArrival, index: int, read: Load) -> bool:
+        if index == len(arrival._payloads) - 1:
+            assert any_joined.wait(60)
+        return load(arrival, index, read)
+
+    def note(arrival: StagedArrival, cache: Cache, live: Any, sequence: Sequence, end: int) -> None:
+        join(arrival, cache, live, sequence, end)
+        ends.append(end)
+        any_joined.set()
+
+    monkeypatch.setattr(StagedArrival, "load_block", wait_and_load)
+    monkeypatch.setattr(StagedArrival, "_join", note)
+    monkeypatch.setattr(restore, "JOINED_TOKENS", 128)
+    return ends
+
+
+@pytest.mark.parametrize("segment", [0, 128])
+def test_what_came_is_joined_while_the_rest_is_read(tmp_path: Path, joined: list[int], segment: int):
+    model = build_family("qwen3", tmp_path / "qwen3")
+    reference, tokens = Reference(model), prompt(400)
+    cache = tmp_path / "cache"
+    with Rig(model, cache) as rig:
+        rig.run(tokens, 4)
+    with Rig(model, cache, record=True, segment=segment) as rig:
+        assert_same(rig, tokens, reference, hot=0, cold=384)
+        assert joined == [2, 4, 6]
+        assert_same(rig, tokens, reference, hot=384, cold=0)
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
+    reference.close()
+
+
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("bad", range(2, 6))
+def test_a_damaged_file_ends_what_is_joined(tmp_path: Path, bad: int):
+    model = build_family("qwen3", tmp_path / "qwen3")
+    reference, tokens = Reference(model), prompt(400)
+    cache = tmp_path / "cache"
+    with Rig(model, cache) as rig:
+        name = rig.run(tokens, 4).sequence.hashes[bad]
+        rig.settle()
+        assert rig.store.cold is not None
+        path = cache / rig.store.cold.path_of(name)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 0x10
+    path.write_bytes(data)
+    with Rig(model, cache, record=True) as rig:
+        assert_same(rig, tokens, reference, hot=(5 - bad) * 64, cold=bad * 64)
+        assert rig.store.stats.corrupt == 1
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
+    reference.close()
+
+
+def test_without_memory_to_join_all_is_computed(
+    tmp_path: Path, joined: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    model = build_family("qwen3", tmp_path / "qwen3")
+    reference, tokens = Reference(model), prompt(400)
+    cache = tmp_path / "cache"
+    with Rig(model, cache) as rig:
+        rig.run(tokens, 4)
+    real = restore.append_blocks
+
+    def fail_once(layout: Any, cache: Cache, payloads: Any, at: int, *sizes: int) -> None:
+        real(layout, cache, payloads, at, *sizes)
+        if at:
+            raise MemoryError
+
+    with Rig(model, cache, hot=0, record=True) as rig:
+        monkeypatch.setattr(restore, "append_blocks", fail_once)
+        assert_same(rig, tokens, reference, hot=0, cold=0)
+        assert set(joined) == {2}
         rig.on_engine(lambda: check_pool(rig.pool, {}))
     reference.close()
 
