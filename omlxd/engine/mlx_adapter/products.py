@@ -132,8 +132,9 @@ def compile_ahead(
 
 
 def compile_activations(model: Any) -> None:
-    """Have MLX compile, or find on disk, what most models do between two products: 4.2 s on an H100's host.
-    Call it while weights are read: that needs no such kernel. Does nothing but on CUDA."""
+    """Have MLX compile, or find on disk, what most models do between two products (4.2 s on an H100's host),
+    and check what needs no weights. Call it while weights are read, when nothing else is computed. Does
+    nothing but on CUDA."""
     if backend() != "cuda":
         return
     for dtype in {module["scales" if "scales" in module else "weight"].dtype for module in _linears(model)}:
@@ -142,6 +143,8 @@ def compile_activations(model: Any) -> None:
             mx.eval(swiglu(x, x))
     if (heads := prompt_shapes.heads_of(model)) is not None:
         prompt_shapes.keeps_bits(*heads, False)
+    plain = [module for module in _linears(model) if type(module) is nn.Linear]
+    prompt_shapes.check_ahead([module for module in plain if module["weight"].dtype in TYPES])
 
 
 def _linears(model: Any) -> list[Any]:

@@ -93,18 +93,42 @@ def linear(module: Any, x: mx.array, least: int) -> mx.array:
 def check_products(modules: Iterable[nn.Linear]) -> None:
     """Find of how many rows the products of each kind must be."""
     began = time.perf_counter()
-    kinds = {_key(module): module for module in modules if module["weight"].shape[0] <= LARGEST}
-    for key, module in kinds.items():
-        if key not in _least:
-            least = partial(_least_of, module)
-            _least[key] = kernel_store.remembered("rows of prompts' products", key, least)
-    found = {_least[key] for key in kinds}
+    found = _find_least(modules)
     log.info(
         "products of prompts: of at least %s rows%s, checked in %.1f s",
         max(found, default=0),
         "; some have other bits by their rows" if 0 in found else "",
         time.perf_counter() - began,
     )
+
+
+def check_ahead(modules: Iterable[nn.Linear]) -> None:
+    """Find the same before the weights of `modules` are read: by other weights of their shapes.
+
+    On another thread than the engine's, as long as nothing is computed there. What fails is left to
+    `check_products`.
+    """
+    for rows, width, dtype, has_bias in {_key(module) for module in modules}:
+        if rows > LARGEST:
+            continue
+        stand_in = nn.Linear(1, 1, bias=has_bias)
+        stand_in.weight = mx.random.normal((rows, width), key=mx.random.key(1)).astype(dtype)
+        if has_bias:
+            stand_in.bias = mx.zeros(rows, dtype)
+        try:
+            _find_least([stand_in])
+        except Exception as error:
+            log.debug("products of %d by %d are not checked ahead: %s", rows, width, error)
+
+
+def _find_least(modules: Iterable[nn.Linear]) -> set[int]:
+    """`_least` of each kind of `modules`, checked where nobody has."""
+    kinds = {_key(module): module for module in modules if module["weight"].shape[0] <= LARGEST}
+    for key, module in kinds.items():
+        if key not in _least:
+            least = partial(_least_of, module)
+            _least[key] = kernel_store.remembered("rows of prompts' products", key, least)
+    return {_least[key] for key in kinds}
 
 
 def _key(module: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from cold_run import prompt
 from families import build_family
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from rig import BLOCK, Rig
 
 from omlxd.engine.mlx_adapter import Quantisation, attention, products, prompt_shapes
@@ -125,6 +126,41 @@ def test_products_have_as_many_rows_as_have_the_bits_of_a_chunk(
         assert own.rows[-1] == computed
         if least <= PREFILL_CHUNK and found:
             assert mx.array_equal(got, own_linear(layer, x[:, :rows]))
+
+
+def test_products_are_checked_before_weights_are_read(
+    on_cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What is checked ahead has the model's shapes, none of its weights, and is not checked again."""
+    monkeypatch.setattr(products, "backend", lambda: "cuda")
+    model = nn.Module()
+    model.layers = [nn.Linear(8, 16, bias=False), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)]
+    model.set_dtype(mx.bfloat16)
+    file = tmp_path / "weights.safetensors"
+    mx.save_safetensors(str(file), dict(tree_flatten(model.parameters())))
+    weights = mx.load(str(file))
+    with file.open("r+b") as written:
+        written.truncate(100)  # Whoever reads these weights now fails.
+    model.load_weights([*weights.items()])
+    products.compile_activations(model)
+    assert len(prompt_shapes._least) == 3 and all(prompt_shapes._least.values())
+    monkeypatch.setattr(prompt_shapes, "_least_of", None)
+    prompt_shapes.check_products(model.layers)
+    with pytest.raises(RuntimeError):
+        mx.eval(model.parameters())
+
+
+def test_a_check_that_fails_ahead_is_left_to_the_load(on_cuda, monkeypatch: pytest.MonkeyPatch):
+    def fail(module: nn.Linear) -> int:
+        raise MemoryError
+
+    layer = nn.Linear(8, 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(prompt_shapes, "_least_of", fail)
+        prompt_shapes.check_ahead([layer])
+    assert not prompt_shapes._least
+    prompt_shapes.check_products([layer])
+    assert prompt_shapes._least
 
 
 def test_the_head_is_not_checked(on_cuda, monkeypatch: pytest.MonkeyPatch):
