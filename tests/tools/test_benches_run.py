@@ -20,6 +20,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 RUNS = {
     "gpu": ("--shape tiny --tokens 4000 --blocks 64 --only same", "| cold hit |"),
+    "restart": ("--model {llama} --tokens 200 --restarts 1 --least 0", "Restore._settle"),
     "restore": ("--shape small --megabytes 20 --threads 1 --blocks 64", "peak memory"),
     "load_or_compute": ("--shape tiny --tokens 640 --disk 1,0 --rounds 1", "| 1.00 |"),
     "block_files": ("--shape small --megabytes 20 --threads 1", "ColdTier.store"),
