@@ -28,6 +28,9 @@ MOST_CONTAINERS = 200_000
 """Objects and lists. Twice what 32 MB of a coding agent's conversation hold."""
 MOST_VALUES = 2_000_000
 """Commas, about as many as values: a prompt may be a list of a million token ids."""
+MOST_MEMBERS = 300_000
+"""Colons: members of objects, three for each object that 32 MB of a coding agent's conversation hold. A new
+name takes 1 us, ten times as long as a value, and no other thread of this process runs meanwhile."""
 
 
 _left: ContextVar[int] = ContextVar("_left", default=MOST_CONTAINERS)
@@ -43,8 +46,8 @@ def check_shape(body: bytes) -> None:
     text = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if text.count(b'"') > MOST_VALUES or not _fits(b"".join(text.split(b'"')[::2])):
         raise InvalidRequest(
-            f"The request body holds more than {MOST_CONTAINERS:,} JSON objects and lists, or "
-            f"{MOST_VALUES:,} values; send fewer."
+            f"The request body holds more than {MOST_CONTAINERS:,} JSON objects and lists, "
+            f"{MOST_MEMBERS:,} fields, or {MOST_VALUES:,} values; send fewer."
         )
 
 
@@ -58,7 +61,9 @@ def check_nested(text: str, param: str) -> None:
 
 def _fits(text: bytes) -> bool:
     containers = text.count(b"{") + text.count(b"[")
-    return containers <= MOST_CONTAINERS and text.count(b",") <= MOST_VALUES
+    return (
+        containers <= MOST_CONTAINERS and text.count(b",") <= MOST_VALUES and text.count(b":") <= MOST_MEMBERS
+    )
 
 
 MAX_DEPTH = 64

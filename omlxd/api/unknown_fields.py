@@ -14,7 +14,9 @@ from msgspec import inspect
 
 MOST_BYTES = 1 << 20
 """Of a body whose inner objects are looked at too; of a longer one, only the outermost."""
-MOST_FIELDS = 20
+MOST_MEMBERS = 100_000
+"""Of a longer body that is looked at: all may be outermost fields, and each becomes a piece of its own."""
+MOST_FIELDS, MOST_FOUND = 20, 1000
 _NAME_CHARS = 80
 
 
@@ -55,8 +57,13 @@ def noting() -> UnknownFields:
 
 
 def unknown_fields(kind: Any, body: bytes) -> dict[str, None]:
-    """The fields of `body` that no struct of the type `kind` has, in order. {} for what can't be read."""
+    """The fields of `body` that no struct of the type `kind` has, in order, or the first of them.
+
+    {} for what can't be read, or is too large to be looked at.
+    """
     found: dict[str, None] = {}
+    if len(body) > MOST_BYTES and body.count(b'":') > MOST_MEMBERS:
+        return found
     try:
         _look(_place(kind), msgspec.Raw(body), "", found, len(body) <= MOST_BYTES)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -141,6 +148,7 @@ def _look(place: _Place, value: msgspec.Raw, path: str, found: dict[str, None], 
         if name == place.tag_field:
             continue
         if (known := fields.get(name)) is None:
-            found[f"{path}{name}"[:_NAME_CHARS]] = None
+            if len(found) < MOST_FOUND:
+                found[f"{path}{name}"[:_NAME_CHARS]] = None
         elif deep and known.is_looked_at:
             _look(known, inner, f"{path}{name}.", found, deep)

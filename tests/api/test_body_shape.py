@@ -1,5 +1,6 @@
 """Bodies that would become far more memory than they are bytes are refused before they are built."""
 
+import contextlib
 import json
 import tracemalloc
 
@@ -28,6 +29,14 @@ def filled(unit: bytes, size: int) -> bytes:
 def test_too_many_of_anything_are_refused(unit: bytes):
     with pytest.raises(InvalidRequest, match="holds more than 200,000 JSON objects and lists"):
         check_shape(filled(unit, 12 * MB))
+
+
+def test_names_are_dearer_than_values():
+    for size, fits in ((MB, True), (2 * MB, False)):
+        with contextlib.nullcontext() if fits else pytest.raises(InvalidRequest, match="300,000 fields"):
+            check_shape(filled(UNITS["members"], size))
+    code = "a: b; " * (MB // 2)  # A colon in a text is none.
+    check_shape(json.dumps({"messages": [{"role": "user", "content": code}] * 3}).encode())
 
 
 @pytest.mark.parametrize("text", ["[{,}]" * 10**6, '"[{,\\"}]' * 10**6, "\\" * 10**6 + "[" * 10**6])
