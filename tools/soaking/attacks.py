@@ -80,14 +80,16 @@ class Attacker:
                 await asyncio.sleep(min(HELD_S, max(0.0, until - time.monotonic())))
 
     async def large_bodies(self, until: float) -> None:
-        """Some at once, whole: of one long text, and of many small messages."""
+        """Some at once, whole: of one long text, of many small messages, and of many fields."""
         text = json.dumps({"role": "user", "content": "kettle " * (LARGE_BYTES // 7)}).encode()
         small = b'{"role": "user", "content": "a"}'
         many = b", ".join([small] * (LARGE_BYTES // (len(small) + 2)))
         head = b'{"model": "%s", "max_tokens": 4, "messages": [' % MODELS[0].encode()
-        bodies = [_post("/v1/chat/completions", head + messages + b"]}") for messages in (text, many)]
+        fields = b"".join(b', "k%d": 1' % number for number in range(LARGE_BYTES // 16))
+        rests = (text + b"]}", many + b"]}", small + b"]" + fields + b"}")
+        bodies = [_post("/v1/chat/completions", head + rest) for rest in rests]
         while time.monotonic() < until:
-            await asyncio.gather(*(self._ask(bodies[at % 2]) for at in range(LARGE_AT_ONCE)))
+            await asyncio.gather(*(self._ask(bodies[at % len(bodies)]) for at in range(LARGE_AT_ONCE)))
 
     async def broken_http(self, until: float) -> None:
         """Requests that HTTP forbids, hosts that are not this machine, and headers that never end."""
