@@ -191,8 +191,13 @@ class TokenCache:
         return next((match.start() for match in tries if self._parts_at(text, match.start())), 0)
 
     def _parts_at(self, text: str, at: int) -> bool:
-        """Whether the ids around `at` are those of the two sides."""
+        """Whether the ids around `at` are those of the two sides.
+
+        Not behind a run of spaces that begins farther away: its ids depend on its length.
+        """
         one, two = text[max(at - _AROUND_CUT, 0) : at], text[at : at + _AROUND_CUT]
+        if one.isspace():
+            return False
         encoded = self._backend.encode_batch_fast(
             [self._lead + one + two, self._lead + one, self._lead + two], add_special_tokens=False
         )

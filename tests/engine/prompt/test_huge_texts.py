@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from talk import folder, user  # noqa: F401 (a fixture)
-from tokenizers_zoo import fast, zoo
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers_zoo import PLAIN, fast, zoo
 
 from omlxd.chat import Conversation, RawPrompt
 from omlxd.engine.prompt import token_cache
@@ -108,6 +109,23 @@ def test_a_prompt_of_usual_length_is_work_for_several_threads(unit):
     aside = [chars for thread, chars in asked if thread.startswith("tokens")]
     assert sum(aside) >= len(numbered)
     assert max(aside) <= token_cache.PIECE_CHARS
+
+
+def test_a_run_of_spaces_of_any_length_has_the_ids_of_the_whole(monkeypatch):
+    """Which tokens it has may depend on its length, and on what follows: it is looked at as a whole, or no
+    text is cut behind it."""
+    monkeypatch.setattr(token_cache, "PIECE_CHARS", 8)
+    like, tokenizer = zoo()["bytes"], Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = like.pre_tokenizer, like.decoder
+    texts, alphabet = [" " * 32 + "x"] * 40 + [" " * 8 + "\n"] * 9, pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(PLAIN)
+    cache = TokenCache(fast(tokenizer), max_bytes=0)
+    for length in range(80):
+        text = "a" + " " * length + "\ne"
+        assert cache.encode(text) == cache._tokenizer.encode(text, add_special_tokens=False)
+    assert cache.joins
 
 
 def test_a_short_prompt_needs_no_other_thread():
