@@ -12,9 +12,9 @@ start     from the spawn of `omlxd serve` to the line that says where it listens
 load      from a small request's sending to its first text: all of the engine's load, and 10 ms more
 TTFT      of the long prompt, from its sending to its first text; queue, read and prefill are the engine's own
 
-The first and the last daemon note their spans (spans/sitecustomize.py), which are printed if they take
---least ms or more: when each began and ended, behind the engine's spawn or the prompt's sending, and the
-processor time of its thread.
+The first and the last daemon note spans of the load, and the last one of the prompt's way
+(spans/sitecustomize.py). Those of --least ms or more are printed: when each began and ended, behind the
+sending of the small request or of the long one, and the processor time of its thread.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ omlxd.engine.mlx_adapter.loading:use_own_rows
 omlxd.engine.mlx_adapter.loading:compiles
 omlxd.engine.mlx_adapter.loading:_attend_unequal
 omlxd.engine.mlx_adapter.kernel_store:remembered
+omlxd.engine.mlx_adapter.kernel_store:code
+omlxd.engine.mlx_adapter.prompt_shapes:check_ahead
+omlxd.engine.mlx_adapter.prompt_shapes:check_products
 omlxd.engine.host:rehearse
 omlxd.engine.host:ModelStore
 omlxd.engine.host:PromptPipeline
@@ -119,7 +122,9 @@ def measure(model: Path, tokens: int, restarts: int, least_ms: float, folder: Pa
         row, sent = once(model, prompt, folder / "home", spans if watched else None)
         print(f"| {'restart' if run else 'first'} | {' | '.join(row)} |", flush=True)
         if watched:
-            show(spans, sent[run > 0], LOAD if not run else PROMPT, least_ms)
+            show(spans, sent[0], LOAD, least_ms)
+        if run == restarts:
+            show(spans, sent[1], PROMPT, least_ms)
     command = [sys.executable, "-c", WEIGHTS, str(model)]
     took = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPO).stdout
     print(f"\nweights alone: {float(took):.2f} s")
@@ -177,12 +182,12 @@ def show(spans: Path, sent: float, names: str, least_ms: float) -> None:
     """Those of `names` that ended behind `sent`, in milliseconds behind it."""
     rows = [line.split() for line in spans.read_text().splitlines()]
     print("\n   began    ended  took, ms     cpu  thread          span")
-    for thread, name, *times in sorted(rows, key=lambda row: float(row[2])):
-        began, ended, cpu = (1000 * float(each) for each in times)
+    for thread, name, *rest in sorted(rows, key=lambda row: float(row[2])):
+        began, ended, cpu = (1000 * float(each) for each in rest[:3])
         if name in names.split() and ended > 1000 * sent and ended - began >= least_ms:
             began, ended = began - 1000 * sent, ended - 1000 * sent
-            short = name.partition(":")[2]
-            print(f"{began:8.1f} {ended:8.1f}  {ended - began:8.1f} {cpu:7.1f}  {thread[:14]:14}  {short}")
+            what = " ".join((name.partition(":")[2], *rest[3:]))
+            print(f"{began:8.1f} {ended:8.1f}  {ended - began:8.1f} {cpu:7.1f}  {thread[:14]:14}  {what}")
     print(flush=True)
 
 

@@ -1,7 +1,8 @@
 """Notes when functions begin and end, in each process of a daemon that has this folder in its PYTHONPATH.
 
     SPANS       `module:name` or `module:Class.method`, with spaces between
-    SPANS_FILE  gets a line a call: thread, module:name, began, ended, processor seconds of the thread
+    SPANS_FILE  gets a line a call: thread, module:name, began, ended, processor seconds of the thread, and
+                the first argument if that is a short text
 
 Times are of `time.perf_counter`, which on Linux all processes share. A coroutine has no processor time.
 """
@@ -26,9 +27,11 @@ for _each in os.environ.get("SPANS", "").split():
     _names.setdefault(_each.partition(":")[0], []).append(_each.partition(":")[2])
 
 
-def _note(name: str, began: float, cpu_s: float) -> None:
+def _note(name: str, began: float, cpu_s: float, args: tuple[Any, ...]) -> None:
     thread, ended = threading.current_thread().name.replace(" ", "_"), time.perf_counter()
-    os.write(_file, f"{thread} {name} {began:.6f} {ended:.6f} {cpu_s:.6f}\n".encode())
+    first = args[0] if args and isinstance(args[0], str) and len(args[0]) < 60 else ""
+    line = f"{thread} {name} {began:.6f} {ended:.6f} {cpu_s:.6f} {first.replace(' ', '_')}"
+    os.write(_file, f"{line.strip()}\n".encode())
 
 
 def _timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +41,7 @@ def _timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return await call(*args, **named)
         finally:
-            _note(name, began, 0.0)
+            _note(name, began, 0.0, args)
 
     @functools.wraps(call)
     def function(*args: Any, **named: Any) -> Any:
@@ -46,7 +49,7 @@ def _timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(*args, **named)
         finally:
-            _note(name, began, time.thread_time() - cpu)
+            _note(name, began, time.thread_time() - cpu, args)
 
     return coroutine if inspect.iscoroutinefunction(call) else function
 
