@@ -7,14 +7,17 @@ message, the order of keys in a tool's schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec import to_builtins
 from msgspec.structs import replace
 
 from .. import chat
-from ..errors import bad_field
+from ..errors import NotFound, bad_field
+
+History = Callable[[str], "tuple[chat.Message, ...] | None"]
+"""Response id → the conversation that it ended; None: not known (any more)."""
 
 _BILLING = re.compile(
     r"(?:(?:x-anthropic-billing-header:[^\n]*+|cch=[0-9a-fA-F]*+;[ \t\r]*+(?=\n|\Z))[\r\n]*+)*+"
@@ -30,6 +33,21 @@ _RANK = {key: rank for rank, key in enumerate(_SCHEMA_KEYS)}
 _NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
 """Keywords whose objects hold schemas by names."""
 _LITERAL = frozenset({"default", "const", "enum", "examples", "example"})
+
+
+def earlier_turns(id: str | None, history: History, instead: str) -> tuple[chat.Message, ...]:
+    """The conversation that `previous_response_id` names; none without one. Raises NotFound.
+
+    instead  what to do without it, for the error's sentence
+    """
+    if id is None:
+        return ()
+    if (earlier := history(id)) is None:
+        raise NotFound(
+            f"previous_response_id: there is no response {id[:100]!r} here (any more); {instead}",
+            param="previous_response_id",
+        )
+    return earlier
 
 
 def conversation(

@@ -16,7 +16,6 @@ from ... import chat
 from ...errors import InvalidRequest, bad_field
 from ..answer_format import ResponseFormat, format_of, only
 from ..body import (
-    MAX_INT64,
     MAX_TOKENS,
     ParsedRequest,
     decode,
@@ -31,6 +30,7 @@ from ..body import (
     stops,
 )
 from ..conversation import begun_answer, conversation, tool_result
+from ..field_types import MAX_INT64, Temperature, TopK, TopP
 from ..local_fields import effort_word
 from ..text_files import file_part
 from . import blocks, threads
@@ -77,9 +77,9 @@ class MessagesBody(msgspec.Struct):
     system: Union[str, list[blocks.AnyText], None] = None
     stream: bool | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     stop_sequences: list[str] | None = None
     tools: list[blocks.ToolParam] | None = None
     tool_choice: ToolChoice | str | None = None

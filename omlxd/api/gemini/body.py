@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 
 from ...errors import InvalidRequest
-from ..body import MAX_INT64, check_shape, decode
+from ..body import check_shape, decode
+from ..field_types import Count, Penalty, Seed, Temperature, TopK, TopLogprobs, TopP
 from ..openai.fields import MAX_CHOICES
 
-_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 T = TypeVar("T")
 
 
@@ -119,13 +118,13 @@ class ThinkingConfig(Proto):
 
 
 class GenerationConfig(Proto):
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    max_output_tokens: _Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    max_output_tokens: Count | None = None
     stop_sequences: list[str] | None = None
     candidate_count: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     response_mime_type: str | None = None
@@ -133,7 +132,7 @@ class GenerationConfig(Proto):
     response_json_schema: dict[str, Any] | None = None
     response_modalities: list[str] | None = None
     response_logprobs: bool | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    logprobs: TopLogprobs | None = None
     thinking_config: ThinkingConfig | None = None
     speech_config: Any = None
     image_config: Any = None

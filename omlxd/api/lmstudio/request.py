@@ -6,19 +6,17 @@ tools are asked, so `integrations` are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union
+from collections.abc import Mapping
+from typing import Any, Literal, Union
 
 import msgspec
 
 from ... import chat
-from ...errors import NotFound, bad_field
-from ..body import MAX_INT64, MAX_TOKENS, ParsedRequest, decode, image_url, nucleus, refuse, session_header
-from ..conversation import conversation
+from ...errors import bad_field
+from ..body import MAX_TOKENS, ParsedRequest, decode, image_url, nucleus, refuse, session_header
+from ..conversation import History, conversation, earlier_turns
+from ..field_types import Count, LocalTemperature, MinP, RepetitionPenalty, TopK, TopP
 from ..openai.content import Content, content_part
-
-History = Callable[[str], "tuple[chat.Message, ...] | None"]
-"""Response id → the conversation that it ended, a system prompt included; None: not known (any more)."""
 
 
 class InputItem(Content):
@@ -33,20 +31,20 @@ class ChatBody(msgspec.Struct):
     system_prompt: str | None = None
     integrations: list[Any] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
-    repeat_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
-    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
+    temperature: LocalTemperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    max_output_tokens: Count | None = None
     reasoning: Literal["off", "low", "medium", "high", "on"] | None = None
-    context_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
+    context_length: Count | None = None
     store: bool | None = None
     previous_response_id: str | None = None
 
 
 class ChatRequest(ParsedRequest, frozen=True, kw_only=True):
-    """A parsed body. `messages`: the conversation, for the next turn; `store`: whether it is kept."""
+    """A parsed body. `messages`: the conversation, a system prompt included; `store`: whether it is kept."""
 
     messages: tuple[chat.Message, ...]
     store: bool = True
@@ -115,14 +113,10 @@ def _part(item: InputItem, param: str) -> chat.Part | None:
 
 def _before(request: ChatBody, history: History) -> tuple[chat.Message, ...]:
     """The turns before this one; a system prompt of its own takes the earlier one's place."""
-    said, id = request.system_prompt, request.previous_response_id
-    system = (chat.Message("system", (chat.TextPart(said),)),) if said else ()
-    if id is None:
-        return system
-    if (earlier := history(id)) is None:
-        raise NotFound(
-            f"previous_response_id: there is no response {id[:100]!r} here (any more); begin a new chat "
-            "without it",
-            param="previous_response_id",
-        )
-    return (*system, *(message for message in earlier if not system or message.role != "system"))
+    earlier = earlier_turns(request.previous_response_id, history, "begin a new chat without it")
+    if not (said := request.system_prompt):
+        return earlier
+    return (
+        chat.Message("system", (chat.TextPart(said),)),
+        *(message for message in earlier if message.role != "system"),
+    )

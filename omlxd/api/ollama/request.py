@@ -16,7 +16,6 @@ from ... import chat
 from ...errors import bad_field
 from ..answer_format import ANY_OBJECT
 from ..body import (
-    MAX_INT64,
     MAX_TOKENS,
     ParsedRequest,
     decode,
@@ -31,22 +30,31 @@ from ..body import (
     stops,
 )
 from ..conversation import conversation, tool_result
+from ..field_types import (
+    MAX_INT64,
+    LocalTemperature,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    TopK,
+    TopLogprobs,
+    TopP,
+)
 from ..local_fields import DialectFields, effort_of, session_of, thinking_of
 from ..openai.chat_tools import ChatTool, chat_tools
 from ..openai.content import Content, content_parts, runs_of
 
-_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-
 
 class Options(msgspec.Struct):
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
-    repeat_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
+    temperature: LocalTemperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
     num_predict: Annotated[int, msgspec.Meta(ge=-2, le=MAX_INT64)] | None = None
     stop: Union[str, list[str], None] = None
     mirostat: int | None = None
@@ -61,7 +69,7 @@ class _Body(DialectFields, kw_only=True):
     format: Union[str, dict[str, Any], None] = None
     keep_alive: Union[str, float, int, None] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class _Function(msgspec.Struct):

@@ -6,7 +6,7 @@ What can't be honoured and would change the answer (audio) is refused; unknown f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Union
+from typing import Any, Literal, Union
 
 import msgspec
 
@@ -14,6 +14,7 @@ from ... import chat
 from ...errors import bad_field
 from ..body import ParsedRequest, decode, free_json, lenient_arguments, refuse
 from ..conversation import begun_answer, conversation, tool_result
+from ..field_types import TopLogprobs
 from .chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
 from .content import Content, content_parts, runs_of, text_of
 from .fields import (
@@ -89,7 +90,7 @@ class ChatBody(ChatFields, kw_only=True):
     echo: Any = None
     web_search_options: Any = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     verbosity: Verbosity | None = None
     prediction: _Prediction | None = None
 

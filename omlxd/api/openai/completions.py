@@ -6,7 +6,7 @@ The prompt, text or token ids, goes to the model without a template. Choices com
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,6 +15,7 @@ from ... import chat
 from ...errors import OmlxdError, bad_field
 from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import OpenAIDetail, openai_detail
+from ..field_types import TopLogprobs
 from ..lenient import whole
 from .choices import ChoicesCollector, ChoicesStream, ids_of, logprobs_of, text_of
 from .fields import (
@@ -41,7 +42,7 @@ class CompletionsBody(CommonBody, kw_only=True):
     prompt: Any
     echo: bool | None = None
     suffix: str | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    logprobs: TopLogprobs | None = None
 
 
 _decoder = msgspec.json.Decoder(CompletionsBody)

@@ -11,18 +11,17 @@ from msgspec import UNSET, UnsetType
 from ... import chat
 from ...errors import bad_field
 from ..answer_format import ResponseFormat, format_of, guided, only
-from ..body import MAX_INT64, MAX_TOKENS, free_json, nucleus, refuse, session_header, stops
+from ..body import MAX_TOKENS, free_json, nucleus, refuse, session_header, stops
+from ..field_types import MAX_INT64, MinP, Penalty, RepetitionPenalty, Seed, Temperature, TopK, TopP
 from ..local_fields import DialectFields, effort_of, session_of, thinking_of
 from ..sse import UsageExtension, usage_extension
 
 MAX_CHOICES = 8
 MOST_STOP_TOKENS = 128
-Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 Limit = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)]
 """Tokens of an answer at most. -1, as LM Studio's and llama.cpp's users write it, is no limit."""
 Verbosity = Literal["low", "medium", "high"]
 """How long an answer should be: told to chat templates, as `verbosity`; most know nothing of it."""
-_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
@@ -74,16 +73,16 @@ class CommonBody(NotServed, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     repetition_context_size: _TokenId | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: dict[_TokenId, _Bias] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
+    seed: Seed | None = None
     stop: Union[str, list[str], None] = None
     stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MOST_STOP_TOKENS)] | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)] | None = None

@@ -10,8 +10,9 @@ from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...errors import OmlxdError, bad_field
-from ..body import MAX_INT64, MAX_TOKENS, ParsedRequest, decode
+from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import error_body
+from ..field_types import MAX_INT64, RepetitionPenalty
 from ..sse import data_event
 from .choices import ChoicesCollector, ids_of, text_of
 from .completions import CompletionsBody, parsed_completion
@@ -23,7 +24,7 @@ class LlamaBody(CompletionsBody, kw_only=True):
     negative `seed` is none. Options about slots and caching are ignored."""
 
     n_predict: Limit | None = None
-    repeat_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     repeat_last_n: Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOKENS)] | None = None
     n_probs: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)] | None = None
     return_tokens: bool | None = None

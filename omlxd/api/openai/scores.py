@@ -21,6 +21,7 @@ from ... import chat
 from ...errors import OmlxdError, bad_field
 from ..body import ParsedRequest, ScoresShape, decode
 from ..errors import OpenAIDetail, openai_detail
+from ..field_types import Temperature, TopLogprobs
 from . import chat_request
 from .fields import TopLogprob, UsageBody, top_logprobs, usage_body
 
@@ -30,7 +31,6 @@ MOST_SCORES = 1024
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 Labels = Annotated[list[Label], msgspec.Meta(min_length=1, max_length=MOST_LABELS)]
 _Texts = Union[str, Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_TEXTS)]]
-TopCount = Annotated[int, msgspec.Meta(ge=0, le=20)]
 
 
 class ClassifyBody(msgspec.Struct):
@@ -48,8 +48,8 @@ class ClassifyBody(msgspec.Struct):
     model: str | None = None
     use_activation: bool | None = None
     logits: bool = False
-    top_logprobs: TopCount = 0
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_logprobs: TopLogprobs = 0
+    temperature: Temperature | None = None
     seed: int | None = None
 
 

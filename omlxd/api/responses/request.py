@@ -13,14 +13,14 @@ import msgspec
 from msgspec.structs import replace
 
 from ...chat import Message, TextPart
-from ...errors import NotFound, bad_field
+from ...errors import bad_field
 from ..answer_format import ResponseFormat, format_of
 from ..body import ParsedRequest, decode, free_json, refuse, session_header
-from ..conversation import conversation
+from ..conversation import History, conversation, earlier_turns
+from ..field_types import Count, TopLogprobs
 from ..openai.fields import (
     NO_MODERATION,
     ChatFields,
-    Count,
     Verbosity,
     answer_format,
     generate_request,
@@ -71,8 +71,6 @@ def _refers(item: Item) -> bool:
 
 SEALED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-History = Callable[[str], "tuple[Message, ...] | None"]
-"""Response id → the conversation that it ended, without instructions; None: not known (any more)."""
 
 
 class _Text(msgspec.Struct):
@@ -105,7 +103,7 @@ class ResponsesBody(ChatFields, kw_only=True):
     prompt: Any = None
     context_management: Union[list[_ContextEdit], dict[str, Any], None] = None
     moderation: Any = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     safety_identifier: str | None = None
@@ -152,7 +150,8 @@ def parse(
     tools = ResponseTools()
     for index, tool in enumerate(request.tools or []):
         tools.add(tool, f"tools.{index}")
-    messages = _before(request, history) + _messages(request, tools)
+    earlier = earlier_turns(request.previous_response_id, history, "send the whole conversation as input")
+    messages = earlier + _messages(request, tools)
     if not messages:
         raise bad_field("input", "at least one item of a known type is required")
     choice, allowed = tool_choice(request.tool_choice, {tool.name for tool in tools.listed}, tools.called_by)
@@ -228,19 +227,6 @@ def _refuse(request: ResponsesBody) -> None:
             "n": ((request.n or 1) > 1, "a response is one answer; /v1/chat/completions gives several"),
         }
     )
-
-
-def _before(request: ResponsesBody, history: History) -> tuple[Message, ...]:
-    if request.previous_response_id is None:
-        return ()
-    result = history(request.previous_response_id)
-    if result is None:
-        raise NotFound(
-            f"previous_response_id: there is no response {request.previous_response_id[:100]!r} here (any "
-            "more); send the whole conversation as input",
-            param="previous_response_id",
-        )
-    return result
 
 
 def _messages(request: ResponsesBody, tools: ResponseTools) -> tuple[Message, ...]:

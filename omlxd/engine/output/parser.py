@@ -88,6 +88,11 @@ class OutputParser:
         self.reasoning_tokens = 0
 
     @property
+    def current(self) -> OutputParser:
+        """Itself: `GuessingParser` may change its own."""
+        return self
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more will come: a stop string was found, or the one call is made."""
         return self._sink.ended

@@ -207,26 +207,26 @@ class RequestSink:
         if self.is_silent:
             return events
         events += self._emit(self._parser.add_token(token, likelihood))
-        if self._parser.ended:
+        if self._parser.current.ended:
             self.stop()
             events += self._finish("stop", _cut(self.usage(), self._taken))
         return events
 
     def _scored(self, scores: LabelScores) -> list[tuple[int, chat.Event]]:
-        likeliest = self._parser.spelled(*scores.likeliest)
+        likeliest = self._parser.current.spelled(*scores.likeliest)
         return self._emit([chat.Scored(scores.logprobs, scores.logits, likeliest)])
 
     def _finish(self, reason: chat.FinishReason, usage: chat.Usage) -> list[tuple[int, chat.Event]]:
         if self.is_silent:
             reason, usage = "length", replace(usage, completion_tokens=0)
-        in_answer = self._parser.in_answer
+        in_answer = self._parser.current.in_answer
         last = self._parser.finish(reason)
         if last and isinstance(last[0], chat.Restarted):
             last[1:1] = self._ids
         events = _joined(self._emit(last))
-        stopped = self._parser.stopped
+        stopped = self._parser.current.stopped
         # A broken call comes back as something else. What came beside its one call nobody was sent.
-        complete = stopped is None and not self._cut and not self._parser.dropped
+        complete = stopped is None and not self._cut and not self._parser.current.dropped
         if complete and self.learn and (reason == "stop" or (in_answer and any(self._answer.texts))):
             self.learn(self._answer, self._taken)
         if stopped is not None:
@@ -234,7 +234,7 @@ class RequestSink:
         elif reason == "stop" and (self._answer.calls or self._cut):
             reason = "tool_calls"
         self.over()
-        usage = replace(usage, reasoning_tokens=self._parser.reasoning_tokens)
+        usage = replace(usage, reasoning_tokens=self._parser.current.reasoning_tokens)
         events += self._emit([chat.Finished(reason=reason, usage=usage, stop_sequence=stopped)])
         self._close()
         return events

@@ -38,7 +38,7 @@ class UnopenedThoughts:
 
 
 class GuessingParser:
-    """An `OutputParser` for an answer that may begin inside a thought.
+    """An `OutputParser` for an answer that may begin inside a thought. `current`: the one whose state counts.
 
     make       makes one; True: the answer begins inside a thought
     assume     whether the answer may be taken to begin so because the last ones did
@@ -52,52 +52,29 @@ class GuessingParser:
         self._memory = memory
         self._assumed = assume and memory.expected
         self._collected = collected
-        self._parser = make(self._assumed)
+        self.current = make(self._assumed)
         self._tokens: list[tuple[int, Likelihood | None]] | None = []
         """All so far; None: they will not be parsed anew."""
         if not (collected or self._assumed):
             self._tokens = None
         self._followed = False  # something was said behind the closing tag
 
-    @property
-    def ended(self) -> bool:
-        return self._parser.ended
-
-    @property
-    def dropped(self) -> bool:
-        return self._parser.dropped
-
-    @property
-    def in_answer(self) -> bool:
-        return self._parser.in_answer
-
-    @property
-    def stopped(self) -> str | None:
-        return self._parser.stopped
-
-    @property
-    def reasoning_tokens(self) -> int:
-        return self._parser.reasoning_tokens
-
-    def spelled(self, token: int, likelihood: Likelihood) -> chat.TokenLogprob:
-        return self._parser.spelled(token, likelihood)
-
     def add_token(self, token: int, likelihood: Likelihood | None = None) -> list[chat.Event]:
         if self._tokens is not None:
             self._tokens.append((token, likelihood))
-        closed = self._parser.closes_unopened
-        events = self._parser.add_token(token, likelihood)
+        closed = self.current.closes_unopened
+        events = self.current.add_token(token, likelihood)
         self._followed |= closed and bool(events)
-        if self._tokens and self._parser.first_tag and not (self._collected and self._unopened):
+        if self._tokens and self.current.first_tag and not (self._collected and self._unopened):
             self._tokens = None  # Its first tag is as it should be.
         return events
 
     def finish(self, reason: chat.FinishReason) -> list[chat.Event]:
-        closed = self._parser.closes_unopened
-        events = self._parser.finish(reason)
+        closed = self.current.closes_unopened
+        events = self.current.finish(reason)
         self._followed |= closed and bool(events)
         if self._assumed:
-            if self._parser.first_tag or reason == "length":
+            if self.current.first_tag or reason == "length":
                 return events
             self._memory.note(seen=False)
             again = self._parsed(False, reason)
@@ -110,13 +87,13 @@ class GuessingParser:
 
     @property
     def _unopened(self) -> bool:
-        return not self._assumed and self._parser.closes_unopened
+        return not self._assumed and self.current.closes_unopened
 
     def _parsed(self, in_thought: bool, reason: chat.FinishReason) -> list[chat.Event]:
         """The events of the whole answer, if it began inside a thought or if it did not."""
-        self._parser = self._make(in_thought)
+        self.current = self._make(in_thought)
         events: list[chat.Event] = []
         for token, likelihood in self._tokens or ():
-            events += self._parser.add_token(token, likelihood)
+            events += self.current.add_token(token, likelihood)
         self._tokens = None
-        return events + self._parser.finish(reason)
+        return events + self.current.finish(reason)

@@ -29,9 +29,10 @@ import msgspec
 
 from ... import chat
 from ...api.body import NO_SUCH_FIELD, decode
+from ...api.field_types import TopLogprobs
 from ...api.openai.choices import ids_of
 from ...api.openai.fields import chat_logprobs
-from ...api.openai.scores import Labels, Scores, TopCount
+from ...api.openai.scores import Labels, Scores
 from ...api.sse import usage_extension
 from ...errors import InvalidRequest, OmlxdError
 
@@ -79,7 +80,7 @@ class Classify(Request, frozen=True, tag="classify"):
     labels: Labels
     messages: list[msgspec.Raw] | None = None
     logits: bool = False
-    top_logprobs: TopCount = 0
+    top_logprobs: TopLogprobs = 0
 
 
 class Inspect(Request, frozen=True, tag="inspect"):

@@ -29,7 +29,7 @@ def read(tokenizer, memory, text, collected, *, assume=True, reason="stop", stop
     events = []
     for token in tokenizer.encode(text, add_special_tokens=False):
         events += parser.add_token(token)
-        if parser.ended:
+        if parser.current.ended:
             break
     events += parser.finish(reason)
     starts = [at for at, event in enumerate(events) if isinstance(event, Restarted)]
