@@ -1,4 +1,7 @@
-"""Every family × every way to come back to a prefix × both tiers, against a run without reuse.
+"""Every family × every way to come back to a prefix, hot or cold, against a run without reuse.
+
+One family of each kind of cache comes back from both tiers in every way, any other from one tier in
+each way: `tiers`.
 
 A scenario is what was served before, and what is asked afterwards. The hot rows do both in one
 engine. The cold rows serve the first part in a process of its own, which is then killed with SIGKILL,
@@ -23,6 +26,7 @@ import pytest
 from cold_run import Reference, outputs, prompt, same_bits
 from families import DType, build_family
 from family_configs import CONFIGS, Family
+from fast_or_slow import SOME_FAMILIES
 from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
@@ -73,6 +77,8 @@ ROWS = [
 ]
 FAST = {Row("gemma3_text", segment=GRID), Row("qwen3_5", segment=GRID)}
 """One with windows, one with recurrent layers; test_identity.py has those that keep KV per token alone."""
+WHOLE = {*FAST, *(Row(name) for name in SOME_FAMILIES), Row("qwen3", kv_bits=8), Row("qwen3", "bf16")}
+"""One of each kind of cache, of packed KV, of 16 bits, and of layers that share a prefix beside others."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -248,11 +254,31 @@ def allowed(ask: Ask, row: Row) -> int:
 # --------------------------------------------------------------------------- the matrix
 
 
-def in_matrix(row: Row) -> Any:
-    return pytest.param(row, id=str(row), marks=() if row in FAST else pytest.mark.slow)
+def tiers(row: Row, scenario: Scenario) -> tuple[str, ...]:
+    """Where `row` finds `scenario`'s prefix: in "hot", in "cold", or once in each."""
+    if row in WHOLE:
+        return ("hot", "cold")
+    return ("hot" if (ROWS.index(row) + SCENARIOS.index(scenario)) % 2 else "cold",)
 
 
-@pytest.fixture(scope="module", params=[in_matrix(row) for row in ROWS])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    tier = metafunc.function.__name__.removeprefix("test_")
+    metafunc.parametrize(
+        ("row", "scenario"),
+        [
+            pytest.param(
+                row, scenario, id=f"{row}-{scenario.__name__}", marks=() if row in FAST else pytest.mark.slow
+            )
+            for row in ROWS
+            for scenario in SCENARIOS
+            if tier in tiers(row, scenario)
+        ],
+        indirect=["row"],
+        scope="module",
+    )
+
+
+@pytest.fixture(scope="module")
 def row(request: pytest.FixtureRequest) -> Row:
     return request.param
 
@@ -276,7 +302,7 @@ def killed(folders: dict[Row, Path]) -> dict[Row, Path]:
     """Every row's first parts, served to a cold tier by a process that was then killed."""
     roots = {row: folder / "cold" for row, folder in folders.items()}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    arguments = [str(a) for row in roots for a in (folders[row] / "model", roots[row], *row.options.values())]
+    arguments = [str(a) for row in roots for a in (folders[row] / "model", roots[row], ROWS.index(row))]
     child = subprocess.Popen(
         [sys.executable, __file__, *arguments], env=env, stdout=subprocess.PIPE, text=True
     )
@@ -321,7 +347,6 @@ def restarted(row: Row, model: Path, killed: dict[Row, Path]) -> Iterator[Rig]:
         yield rig
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_hot(scenario: Scenario, row: Row, hot: Rig, uncached: Reference, answer: Answer):
     before, after = scenario(answer)
     serve(hot, before)
@@ -329,7 +354,6 @@ def test_hot(scenario: Scenario, row: Row, hot: Rig, uncached: Reference, answer
     hot.on_engine(lambda: check_pool(hot.pool, {}))
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_cold(scenario: Scenario, row: Row, restarted: Rig, uncached: Reference, answer: Answer):
     _, after = scenario(answer)
     check(restarted, after, uncached, row, tier="cold")
@@ -337,13 +361,13 @@ def test_cold(scenario: Scenario, row: Row, restarted: Rig, uncached: Reference,
 
 
 if __name__ == "__main__":  # the child that is killed
-    rows = zip(*(sys.argv[i::4] for i in range(1, 5)), strict=True)
-    open_until_killed = [
-        matrix_rig(Path(m), Path(root), kv_bits=int(bits), segment=int(segment))
-        for m, root, bits, segment in rows
-    ]
-    for child_rig in open_until_killed:
+    open_until_killed = []
+    for folder, root, index in zip(*(sys.argv[i::3] for i in range(1, 4)), strict=True):
+        its_row = ROWS[int(index)]
+        child_rig = matrix_rig(Path(folder), Path(root), **its_row.options)
+        open_until_killed.append(child_rig)
         for each in SCENARIOS:
-            serve(child_rig, each(lambda tokens, n: [])[0])
+            if "cold" in tiers(its_row, each):
+                serve(child_rig, each(lambda tokens, n: [])[0])
     print("served", flush=True)
     time.sleep(600)
