@@ -24,3 +24,13 @@ def rest_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
 def counts(fast: int, slow: int) -> pytest.MarkDecorator:
     """A test's `count`: how much it tries."""
     return pytest.mark.parametrize("count", rest_slow((fast, slow), fast))
+
+
+def diagonal(rows: Iterable[str], columns: Iterable[Any], whole: Iterable[str] = SOME_FAMILIES) -> list[Any]:
+    """Pairs of `rows` in `whole` with each column, of any other row with one, in turn. All are slow."""
+    columns, whole = list(columns), set(whole)
+    return [
+        pytest.param(row, column, marks=pytest.mark.slow)
+        for number, row in enumerate(rows)
+        for column in (columns if row in whole else [columns[number % len(columns)]])
+    ]

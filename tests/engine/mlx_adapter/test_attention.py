@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from families import FAMILIES, build_family
 from family_configs import CONFIGS, WINDOW, WINDOWED
-from fast_or_slow import SOME_FAMILIES, rest_slow
+from fast_or_slow import SOME_FAMILIES, diagonal, rest_slow
 from mlx_lm.models import base
 
 from omlxd.engine import mlx_adapter
@@ -48,11 +48,13 @@ def decode(
 
 
 @pytest.mark.parametrize(
-    "lengths",
-    [LENGTHS, *(pytest.param(equal, marks=pytest.mark.slow) for equal in ((33, 33), (33,)))],
-    ids=["unequal", "equal", "one row"],
+    ("family", "lengths"),
+    [
+        *((name, LENGTHS) for name in SOME_FAMILIES),
+        *diagonal(sorted({*FAMILIES} - {*SOME_FAMILIES}), (LENGTHS, (33, 33), (33,))),
+        *diagonal(SOME_FAMILIES, ((33, 33), (33,))),
+    ],
 )
-@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_it_computes_what_mlx_does(family: str, lengths: tuple[int, ...], tmp_path, reference):
     loaded = mlx_adapter.load(build_family(family, tmp_path / family))
     want = decode(loaded, lengths)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from families import FAMILIES, build_family
 from family_configs import CONFIGS, WINDOW, WINDOWED
-from fast_or_slow import SOME_FAMILIES, rest_slow
+from fast_or_slow import SOME_FAMILIES, diagonal
 from mlx_lm.models.cache import ArraysCache
 
 from omlxd.engine import mlx_adapter
@@ -58,11 +58,13 @@ class Steps:
 
 
 @pytest.mark.parametrize(
-    "lengths",
-    [(5, 40, 17), *(pytest.param(equal, marks=pytest.mark.slow) for equal in ((33, 33), (33,)))],
-    ids=["unequal", "equal", "one row"],
+    ("family", "lengths"),
+    [
+        *((name, (5, 40, 17)) for name in SOME_FAMILIES),
+        *diagonal(sorted({*FAMILIES} - {*SOME_FAMILIES}), ((5, 40, 17), (33, 33), (33,))),
+        *diagonal(SOME_FAMILIES, ((33, 33), (33,))),
+    ],
 )
-@pytest.mark.parametrize("family", rest_slow(FAMILIES, *SOME_FAMILIES))
 def test_it_computes_what_the_model_does(family: str, lengths: tuple[int, ...], tmp_path, reference):
     loaded = mlx_adapter.load(build_family(family, tmp_path / family))
     reference()
