@@ -9,4 +9,4 @@ from hypothesis import HealthCheck, settings
 QUICK = settings(
     max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
-LONG = settings(QUICK, max_examples=int(os.environ.get("OMLXD_TEST_EXAMPLES", "600")), stateful_step_count=80)
+LONG = settings(QUICK, max_examples=int(os.environ.get("OMLXD_TEST_EXAMPLES", "250")), stateful_step_count=80)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from families import build_family
 from family_configs import WINDOW
+from fast_or_slow import rest_slow
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from vision_families import build_vision_family
 
@@ -49,7 +50,15 @@ def normal(seed: int, shape: tuple[int, ...]) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_4bit", "gemma3n", *WINDOWS, *HYBRIDS, *PACKED, *LATENTS])
+@pytest.mark.parametrize(
+    "family",
+    rest_slow(
+        ["qwen3", "qwen3_4bit", "gemma3n", *WINDOWS, *HYBRIDS, *PACKED, *LATENTS],
+        "gemma3_text",
+        "qwen3_next 4",
+        "deepseek_v3",
+    ),
+)
 def test_a_row_has_the_logits_that_it_has_alone(family: str, tmp_path, vlm_anew):
     """As others join and leave, in steps, compiled steps and passes of several, until windows come round."""
     loaded = load(family, tmp_path)
@@ -97,7 +106,7 @@ def test_a_row_has_the_logits_that_it_has_alone(family: str, tmp_path, vlm_anew)
                 np.testing.assert_allclose(got[name], array, atol=2e-3)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3 8", "deepseek_v3"])
+@pytest.mark.parametrize("family", rest_slow(["qwen3", "gemma3_text", "qwen3 8", "deepseek_v3"], "qwen3"))
 def test_joining_and_leaving_copy_nothing_and_a_row_grows_alone(family: str, tmp_path):
     loaded = load(family, tmp_path)
     batch = mlx_adapter.merge([prefilled(loaded, 9, 0)])
@@ -203,7 +212,10 @@ def test_more_tokens_than_the_kernels_take_are_read_by_mlx(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3 8", *LATENTS, "gemma3_text", "gpt_oss", "olmo3", "gemma3n", *HYBRIDS]
+    "family",
+    rest_slow(
+        ["qwen3 8", *LATENTS, "gemma3_text", "gpt_oss", "olmo3", "gemma3n", *HYBRIDS], "qwen3 8", "gpt_oss"
+    ),
 )
 def test_rows_share_segments(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
     """Of packed KV, of latents, of layers beside windows and recurrent state: steps and passes give what a

@@ -27,7 +27,7 @@ def fuse_or_not(model: Any) -> FusedStep | None:
 
 @pytest.mark.parametrize(
     ("drafts", "examples"),
-    [(False, 3), *(pytest.param(drafts, 20, marks=pytest.mark.slow) for drafts in (False, True))],
+    [(False, 3), *(pytest.param(drafts, 8, marks=pytest.mark.slow) for drafts in (False, True))],
 )
 def test_flat_passes_cancels_and_restarts_change_no_token(
     drafts: bool, examples: int, reference, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

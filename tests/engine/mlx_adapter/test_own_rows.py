@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from families import FAMILIES, build_family
 from family_configs import WINDOW
+from fast_or_slow import rest_slow
 from mlx_lm.models.cache import ArraysCache
 from vision_families import build_vision_family
 
@@ -83,7 +84,7 @@ def test_windows_that_are_masked_otherwise_stay_joint(tmp_path, monkeypatch: pyt
     assert [type(leaf) for leaf in batch] == [WindowBatchKVCache, OwnRowsKVCache] * 2
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", rest_slow(OWN, "qwen3", "gemma4", "qwen3_next 4", "deepseek_v32"))
 def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
     out = list[list[np.ndarray]]()
     for own in (True, False):
@@ -121,7 +122,9 @@ def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch
         np.testing.assert_allclose(got, want, atol=3e-3 if loose else 3e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma3n", *WINDOWS, *PACKED[:3], *LATENTS])
+@pytest.mark.parametrize(
+    "family", rest_slow(["gemma3n", *WINDOWS, *PACKED[:3], *LATENTS], "gpt_oss", "qwen3 8", "kimi_linear")
+)
 def test_a_row_has_the_bits_that_it_has_alone(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
     """As others join and leave, in passes of one token and of several, until windows come round."""
     monkeypatch.setattr(row_attention, "pays", lambda: True)
