@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.mlx_adapter import compiled_step
+from omlxd.engine.mlx_adapter import compiled_step, kernel_store
 from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule.decode_batch import DecodeBatch
@@ -45,5 +45,10 @@ def test_flat_passes_cancels_and_restarts_change_no_token(
     monkeypatch.setattr(decode_batch, "MOST_FLAT_ROWS", 3)
     monkeypatch.setattr(DecodeBatch, "_forward_flat", counted)
     reference()
+    # Each restart loads the model, and its checks take seconds: they are made once.
+    monkeypatch.setattr(kernel_store, "_folder", tmp_path)
+    monkeypatch.setattr(kernel_store, "_passed", {})
+    monkeypatch.setattr(kernel_store, "_gpu", lambda: "none")
+    monkeypatch.setattr(kernel_store, "_machine", lambda: "this")
     run_machine("qwen3", 0, drafts, examples, monkeypatch, tmp_path)
     assert passes[True] > 10, "flat passes"
