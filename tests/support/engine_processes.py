@@ -19,7 +19,7 @@ from omlxd.front.engines.link import EngineLink
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
 REPO = str(Path(__file__).resolve().parents[2])
-AT_ONCE_S = 20.0
+AT_ONCE_S = 60.0
 """Far less than what is waited for otherwise, and enough for a machine that does other things."""
 STALL_S = 2.0
 """A busy machine may keep a process from running for longer: then patience doubles, and it is tried again."""

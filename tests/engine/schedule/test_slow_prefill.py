@@ -20,6 +20,8 @@ from omlxd.engine.output.sink import usage_of
 from omlxd.engine.schedule.prefill import LEAST_SLICE_S, MOST_SLICE_S, PrefillBudget, slice_seconds
 
 LAYERS = 16
+AFTER_END = 3
+"""Layers that may begin behind the end of their request: this thread may see it late."""
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +29,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_family("qwen3", tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": LAYERS})
 
 
-def slow_layers(rig: Rig, pass_s: float, token_s: float) -> None:
-    """Every forward pass takes `pass_s` and `token_s` a token, alike in all layers."""
+def slow_layers(rig: Rig, pass_s: float, token_s: float) -> list[int]:
+    """Every forward pass takes `pass_s` and `token_s` a token, alike in all layers.
+
+    Returns the tokens of each layer's call, a list that grows."""
+    calls = list[int]()
 
     def slow(kind):
         def __call__(layer, x, *args, **kwargs):
+            calls.append(x.shape[1])
             time.sleep((pass_s + x.shape[1] * token_s) / LAYERS)
             return kind.__call__(layer, x, *args, **kwargs)
 
@@ -39,16 +45,7 @@ def slow_layers(rig: Rig, pass_s: float, token_s: float) -> None:
 
     for layer in rig.loaded.model.layers:
         layer.__class__ = slow(type(layer))
-
-
-class Timed(Output):
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: list[float] = []
-
-    def token(self, token, likelihood=None):
-        self.times.append(time.monotonic())
-        super().token(token, likelihood)
+    return calls
 
 
 def in_a_pass(rig: Rig) -> Output:
@@ -105,20 +102,20 @@ def test_the_next_layer_is_computed_while_a_look_is_taken(model: Path, beside: b
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
-def test_at_ten_tokens_a_second_a_request_ends_within_a_second_and_nobody_waits_for_it(model: Path, how: str):
+def test_a_request_ends_with_the_layer_under_way_and_nobody_waits_for_it(model: Path, how: str):
     with Rig(model, slots=1) as rig:
-        slow_layers(rig, 0.0, 0.1)
+        calls = slow_layers(rig, 0.0, 0.1)
         output = in_a_pass(rig)
-        waiting = rig.start(prompt(1, seed=1), 1, output=Timed())
-        ended = time.monotonic()
+        waiting = rig.start(prompt(1, seed=1), 1)
         if how == "cancel":
             rig.scheduler.cancel(output.sequence)
+            before = len(calls)
         else:
-            output.sequence.deadline = ended
+            output.sequence.deadline = time.monotonic()
+            before = len(calls)
             assert output.tokens() == [] and output.reason == "length"
-            assert time.monotonic() - ended < 1
         waiting.tokens()
-        assert waiting.times[0] - ended < 1
+        assert sum(tokens > 1 for tokens in calls[before:]) <= AFTER_END
         rig.settle()
         rig.on_engine(lambda: check_pool(rig.pool, {}))
 
@@ -126,11 +123,12 @@ def test_at_ten_tokens_a_second_a_request_ends_within_a_second_and_nobody_waits_
 @pytest.mark.slow
 def test_a_request_that_waits_is_ended_beside_a_slow_pass(model: Path):
     with Rig(model, slots=1) as rig:
-        slow_layers(rig, 0.0, 0.1)
+        calls = slow_layers(rig, 0.0, 0.1)
         computing = in_a_pass(rig)
         waiting = rig.start(prompt(30), 1)
-        waiting.sequence.deadline = ended = time.monotonic()
-        assert waiting.tokens() == [] and time.monotonic() - ended < 1
+        waiting.sequence.deadline = time.monotonic()
+        before = len(calls)
+        assert waiting.tokens() == [] and len(calls) - before <= AFTER_END
         rig.scheduler.cancel(computing.sequence)
 
 
@@ -147,11 +145,11 @@ def test_a_layer_is_progress(model: Path):
 
 def test_an_engine_stops_in_the_middle_of_a_slow_pass(model: Path):
     rig = Rig(model)
-    slow_layers(rig, 0.0, 0.1)
+    calls = slow_layers(rig, 0.0, 0.1)
     output = in_a_pass(rig)
-    began = time.monotonic()
+    before = len(calls)
     rig.close()
-    assert time.monotonic() - began < 1 and output.error
+    assert len(calls) - before <= AFTER_END and output.error
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])  # State is at no position between the layers.
@@ -205,21 +203,21 @@ def test_a_prompt_that_is_cut_off_counts_with_what_it_restored(model: Path):
 @pytest.mark.slow
 def test_gaps_between_tokens_beside_a_prefill_are_about_twice_those_alone(model: Path):
     with Rig(model) as rig:
-        slow_layers(rig, 0.08, 0.004)  # a step 84 ms, a pass 336 ms
-        decoding = rig.start(prompt(30), 30_000, output=Timed())
+        calls = slow_layers(rig, 0.08, 0.004)  # a step 84 ms, a pass 336 ms
+        decoding = rig.start(prompt(30), 30_000)
         assert decoding.first.wait(60)
-        time.sleep(1)
-        began = time.monotonic()
-        rig.start(prompt(320, seed=1), 1).tokens(60)
-        end = time.monotonic()
+        while len(calls) < 12 * LAYERS:
+            time.sleep(0.05)
+        before = len(calls)
+        rig.start(prompt(320, seed=1), 1).tokens()
+        beside = calls[before:]
         rig.scheduler.cancel(decoding.sequence)
-        times = decoding.times
-        gaps = [(b, b - a) for a, b in itertools.pairwise(times)]
-        alone = statistics.median(gap for at, gap in gaps if at < began)
-        beside = [gap for at, gap in gaps if began < at < end]
-        assert statistics.median(beside) < 2.6 * alone
+        # How many layers of the prompt stand between two steps: about as long as half a step.
+        runs = [len(list(run)) for is_step, run in itertools.groupby(n == 1 for n in beside) if not is_step]
+        assert statistics.median(runs) <= 8, runs
+        steps = sum(n == 1 for n in beside) / LAYERS
         most = 320 // BLOCK * (len(rig.loaded.model.layers) + 1)
-        assert len(beside) <= most + 3, "a step behind each layer and each pass: the prefill gets its third"
+        assert steps <= most + 3, "a step behind each layer and each pass: the prefill gets its third"
 
 
 @pytest.mark.parametrize(

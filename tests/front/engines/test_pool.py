@@ -572,7 +572,7 @@ async def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatc
     monkeypatch.setattr(pool_module, "LOOK_S", 0.05)
     async with pool(tmp_path, "a") as made:
         hangs = threading.Event()
-        monkeypatch.setattr(made.catalog, "look", lambda: hangs.wait(30))
+        monkeypatch.setattr(made.catalog, "look", lambda: hangs.wait(120))
         try:
             began = time.monotonic()
             assert words(await ask(made, "a")) == ["hello"]
@@ -580,7 +580,7 @@ async def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatc
                 await made.find_engine("b")
             await asyncio.gather(*(made.look_for_models(afresh=True) for _ in range(20)))
             assert [engine.model_id for engine in made.models()] == ["a"]
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 60
         finally:
             hangs.set()
 
@@ -593,7 +593,7 @@ async def test_an_adapters_disk_that_hangs_holds_one_thread(tmp_path: Path, monk
 
         def look(folder: Path) -> tuple[int, ...]:
             looks.append(folder)
-            hangs.wait(30)
+            hangs.wait(120)
             return adapter_state(folder)
 
         monkeypatch.setattr(adapters, "LOOK_S", 0.05)
@@ -614,15 +614,15 @@ async def test_new_settings_and_what_the_owner_says_wait_for_no_disk(tmp_path: P
     make(tmp_path / "other" / "new")
     async with pool(tmp_path, "a") as made:
         hangs = threading.Event()
-        monkeypatch.setattr(made.catalog, "look", lambda look=made.catalog.look: hangs.wait(30) and look())
+        monkeypatch.setattr(made.catalog, "look", lambda look=made.catalog.look: hangs.wait(120) and look())
         monkeypatch.setattr(
-            made.book, "_replace", lambda text, put=made.book._replace: hangs.wait(30) and put(text)
+            made.book, "_replace", lambda text, put=made.book._replace: hangs.wait(120) and put(text)
         )
         began = time.monotonic()
         made.pin("a", True)
         text = "[models.new]\ntemperature = 0.5\n[models.nobody]\ntemperature = 0.5\n"
         made.apply_settings(settings(tmp_path, text, model_dir=str(tmp_path / "other")))
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         hangs.set()
         await until(lambda: "new" in states(made))
         assert made.resolve("new").settings.temperature == 0.5

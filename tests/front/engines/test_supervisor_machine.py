@@ -436,7 +436,7 @@ class Machine(RuleBasedStateMachine):
             self.recovers()
         if self.link is not None:
             self.link.frozen = True  # Nothing is waited for.
-        self.run(asyncio.wait_for(self.made.close(1.0), 5))
+        self.run(asyncio.wait_for(self.made.close(1.0), 60))
         self.ticks(50)
         for asked in self.asked.values():
             assert asked.ended or asked.cancelled
