@@ -43,6 +43,8 @@ for."""
 REPEATED_ROWS = (1, 3, 12)
 """Steps of so many rows, and passes of `PASS` times as many tokens: each form of the products' kernel beside
 another, and more tokens than one of its sets has, where a pass may have these."""
+UNEQUAL_TOKENS = 1500
+"""Of the longest of the rows that checks draw: several spans of attention."""
 
 PASS = 4
 """Tokens of a row in a check's pass."""
@@ -293,7 +295,7 @@ class FusedStep:
     ) -> list[mx.array]:
         """What comes out of the first group of layers and of attention behind it, for rows of unequal lengths
         with `count` tokens each; and their keys and values. `own`: each row has arrays of its own."""
-        weights, length = self._layers[self._groups[0]], 1500
+        weights, length = self._layers[self._groups[0]], UNEQUAL_TOKENS
         its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
         starts, ends = _unequal_rows(rows, length)
         begin, end, owners = _places(starts, ends, range(count))
@@ -339,7 +341,7 @@ class FusedStep:
     def _repeats(
         self, rows: int, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None
     ) -> bool:
-        heads, n, length = self.heads, PASS, 700
+        heads, n, length = self.heads, PASS, UNEQUAL_TOKENS // 2
         starts, ends = _unequal_rows(rows, length)
         keys = [mx.random.key(i) for i in range(3)]
         x = mx.random.normal((rows, n, self._embedding.weight.shape[1]), key=keys[0]).astype(heads.dtype)

@@ -21,6 +21,7 @@ from omlxd.engine.mlx_adapter import (
     attention_kernel,
     attention_packed,
     compiled_step,
+    fused_step,
     index_kernel,
     latent_kernel,
     row_attention,
@@ -462,6 +463,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
     def install() -> None:
         for module in (attention, row_attention):
             monkeypatch.setattr(module, "backend", lambda: "cuda")
+        monkeypatch.setattr(fused_step, "UNEQUAL_TOKENS", 200)  # These kernels have no spans.
         monkeypatch.setattr(attention, "kernel_for", lambda *_: kernel)
         monkeypatch.setattr(segments, "kernel_for", lambda *_: over_segments)
         monkeypatch.setattr(segment_attention, "in_use", lambda: True)
