@@ -12,8 +12,8 @@ first, so no merge crosses a cut. Which added tokens cut:
 
 A segment begins with its token, so its text is at no text's start, where some pre-tokenizers write a space.
 All of this is probed at load time; where it does not hold, texts are tokenised in one piece. A segment of
-more than `PIECE_CHARS` is cut too (token_bound.py): several threads tokenise its pieces, and a text too long
-for the model is noticed early.
+more than `PIECE_CHARS` is cut too (token_bound.py), which takes less time, and a text too long for the model
+is noticed early.
 
 Figures: `tools/bench/tokenise.py`.
 """
@@ -24,12 +24,10 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import os
 import re
 import threading
 from array import array
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...common.bounded_map import BoundedMap
@@ -40,14 +38,12 @@ CACHE_BYTES = 32 << 20
 """Of ids and keys: about eight million tokens, or eighty prompts of 96k that share nothing."""
 
 PIECE_CHARS = 1 << 14
-"""Of a segment's pieces, at most where it can be cut, and about half of it as a rule; likewise of what one
-thread tokenises at a time: some 10 ms."""
+"""Of a segment's pieces, at most where it can be cut, and about half of it as a rule; likewise of what is
+tokenised at a time. 32,000 tokens take 60 ms so, 95 in one piece (processor time on a small machine). Eight
+threads on 16 cores took 336 ms: they wait for one another in the backend."""
 BATCH_CHARS = 1 << 18
 """Tokenised before the tokens are counted: 0.1 s of one thread, and 90 MB while it lasts if each is a
 token."""
-THREADS = min(8, os.cpu_count() or 1)
-"""That tokenise one text. 32,000 tokens take 110 ms of one, which was most of what passed before a read from
-the SSD began (`tools/bench/restart.py`)."""
 UNCUT_CHARS = 1 << 20
 """Of a piece that can't be cut."""
 _AROUND_CUT = 32
@@ -136,27 +132,17 @@ class TokenCache:
                 raise PromptTooLong(count - len(parts), most, least=True)
             with _readable():
                 encoded = self._encoded([parts[i] for i in batch])
-            new = {keys[i]: ids for i, ids in zip(batch, encoded, strict=True)}
+                new = {keys[i]: ids for i, ids in zip(batch, encoded, strict=True)}
             count += sum(map(len, new.values()))
             self._remember(new)
             ids_of |= new
         return [ids_of[key] for key in keys]
 
-    def _encoded(self, parts: list[str]) -> list[array[int]]:
-        """The ids of each of `parts`, by several threads if there is work for them: the backend lets go of
-        the interpreter."""
-
-        def encode(group: list[int]) -> list[array[int]]:
-            encoded = self._backend.encode_batch_fast([parts[i] for i in group], add_special_tokens=False)
-            return [array("I", one.ids) for one in encoded]
-
-        groups = [*_batches([*range(len(parts))], [len(part) for part in parts], PIECE_CHARS)]
-        each = map(encode, groups) if len(groups) == 1 else self._threads.map(encode, groups)
-        return [*itertools.chain.from_iterable(each)]
-
-    @functools.cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
+    def _encoded(self, parts: list[str]) -> Iterator[array[int]]:
+        """The ids of each of `parts`, a few at a time: less of it leaves the processor's cache."""
+        for group in _batches([*range(len(parts))], [len(part) for part in parts], PIECE_CHARS):
+            for one in self._backend.encode_batch_fast([parts[i] for i in group], add_special_tokens=False):
+                yield array("I", one.ids)
 
     def cuts_at(self, content: str) -> bool:
         """Whether texts are cut before the added token `content`."""

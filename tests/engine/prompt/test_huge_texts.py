@@ -68,7 +68,7 @@ def cache_of(name: str) -> TokenCache:
 def test_pieces_give_the_ids_of_the_whole(name, text):
     cache = cache_of(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_cache, "PIECE_CHARS", 8)  # So several threads tokenise most of these texts, too.
+        patch.setattr(token_cache, "PIECE_CHARS", 8)  # So most of these texts are cut.
         assert cache.encode(text) == cache._tokenizer.encode(text, add_special_tokens=False)
         assert cache.encode(text, special=True) == cache._tokenizer.encode(text, add_special_tokens=True)
 
