@@ -92,23 +92,22 @@ def test_prose_is_cut_in_many_pieces():
 @pytest.mark.parametrize(
     "unit", ["The user asks.\n", "aine 31 bine 62 ", '{"a":["kestrel","wing"]},', "第一行。\n"]
 )
-def test_a_prompt_of_usual_length_is_work_for_several_threads(unit):
-    """Its pieces have the ids of the whole, and no thread has more than a small part of it."""
+def test_a_prompt_of_usual_length_is_tokenised_in_pieces(unit):
+    """They have the ids of the whole, and none is more than a small part of it."""
     cache, text = TokenCache(fast(_zoo()["demo"])), unit * (40_000 // len(unit))
-    asked: list[tuple[str, int]] = []
+    asked: list[int] = []
 
     class Watched:
         def encode_batch_fast(self, parts, **named):
-            asked.append((threading.current_thread().name, sum(map(len, parts))))
+            asked.append(sum(map(len, parts)))
             return backend.encode_batch_fast(parts, **named)
 
     assert cache.bound
     backend, cache._backend = cache._backend, Watched()
     numbered = "".join(f"{text[at : at + 2000]} of {at} " for at in range(0, len(text), 2000))
     assert cache.encode(numbered) == cache._tokenizer.encode(numbered, add_special_tokens=False)
-    aside = [chars for thread, chars in asked if thread.startswith("tokens")]
-    assert sum(aside) >= len(numbered)
-    assert max(aside) <= token_cache.PIECE_CHARS
+    assert sum(asked) >= len(numbered)
+    assert max(asked) <= token_cache.PIECE_CHARS
 
 
 def test_a_run_of_spaces_of_any_length_has_the_ids_of_the_whole(monkeypatch):
