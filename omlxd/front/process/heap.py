@@ -11,7 +11,34 @@ from ..engines.watch import resident
 
 LOOK_S = 15.0
 GROWN = 4 << 20
-"""Bytes by which the process grew since it was trimmed; less is not worth the time (2 to 10 ms)."""
+"""Bytes over the least that the process had; fewer are not worth the time (2 to 10 ms)."""
+MOST_SKIPPED = 40
+"""Looks between two trims that give nothing: what is in use now may be free later, and nothing says when."""
+
+
+class TrimSchedule:
+    """When a process is trimmed: while it is larger than it was, less and less often if that does not help.
+
+    size: bytes that it has now."""
+
+    def __init__(self, size: int):
+        self._least = self._last = size
+        self._skip = self._pause = 0
+
+    def wants_trim(self, size: int) -> bool:
+        """Whether a look that finds `size` bytes is followed by a trim."""
+        if size > self._last + GROWN:
+            self._skip = self._pause = 0
+        self._last, self._least = size, min(self._least, size)
+        if size <= self._least + GROWN:
+            return False
+        self._skip -= 1
+        return self._skip < 0
+
+    def trimmed(self, size: int) -> None:
+        """A trim left `size` bytes."""
+        self._pause = 0 if size < self._last - GROWN else min(2 * self._pause + 1, MOST_SKIPPED)
+        self._skip, self._last, self._least = self._pause, size, min(self._least, size)
 
 
 async def keep_heap_trimmed(
@@ -19,10 +46,10 @@ async def keep_heap_trimmed(
     size: Callable[[], int] = lambda: resident(os.getpid()) or 0,
     look_s: float = LOOK_S,
 ) -> None:
-    """Call `trim` whenever the process has grown by `GROWN` bytes since the last time. Never returns."""
-    least = size()
+    """Call `trim` at looks of `look_s` as `TrimSchedule` says. Never returns."""
+    schedule = TrimSchedule(size())
     while True:
         await asyncio.sleep(look_s)
-        if size() > least + GROWN:
+        if schedule.wants_trim(size()):
             await asyncio.to_thread(trim)
-        least = size()
+            schedule.trimmed(size())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 
 import psutil
 import pytest
 
 from omlxd.common import heap
-from omlxd.front.process.heap import GROWN, keep_heap_trimmed
+from omlxd.front.process.heap import GROWN, MOST_SKIPPED, TrimSchedule, keep_heap_trimmed
 
 
 async def test_the_process_is_trimmed_each_time_that_it_has_grown():
@@ -29,6 +30,26 @@ async def test_the_process_is_trimmed_each_time_that_it_has_grown():
     with contextlib.suppress(asyncio.CancelledError):
         await keeper
     assert len(trims) == 2
+
+
+def trims(*sizes: int, free: int = 0) -> list[int]:
+    """At which looks a process is trimmed that has so many times GROWN, of which a trim frees what is over
+    `free`."""
+    schedule, at = TrimSchedule(GROWN), list[int]()
+    for look, size in enumerate(sizes):
+        if schedule.wants_trim(size * GROWN):
+            at.append(look)
+            schedule.trimmed(min(size, free or size) * GROWN)
+    return at
+
+
+def test_what_was_in_use_at_a_trim_is_given_back_once_it_is_free():
+    assert trims(*[40] * 12) == [0, 2, 6], "nothing is free, and less and less is tried"
+    assert trims(*[40] * 3, 80, 80, 80) == [0, 2, 3, 5], "growth is looked at anew"
+    assert trims(40, 40, 40, 2, 2, 2, free=2) == [0, 1, 2], "each helps"
+    assert trims(1, 2, 1, 2, 2, 2) == [], "so little is not worth it"
+    late = trims(*[40] * 2000)
+    assert max(b - a for a, b in itertools.pairwise(late)) == MOST_SKIPPED + 1
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="what the C library keeps differs")
