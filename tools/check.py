@@ -5,7 +5,8 @@
 Changed files are those that differ from REF (default: where this branch left main, else HEAD), and new
 files that git does not ignore. A file of omlxd/ROOM/ runs the fast tests of tests/ROOM/, a changed test
 file runs itself, and a helper in tests/support/ runs the test files that import it. Types are checked in
-changed files only. All steps run side by side; what is still running at the limit is ended and reported.
+changed files only. Subjects of commits since REF are `room: what it does`. All steps run side by side; what
+is still running at the limit is ended and reported.
 
 Exit status: 0 if all passed, 1 if something failed, 3 if nothing failed and a step did not finish or start.
 """
@@ -30,6 +31,9 @@ READERS = ("tests/config/test_config.py", "tests/tools/test_documents.py")
 """Tests that read documents and example files."""
 QUIET = re.compile(r" (PASSED|SKIPPED|XFAIL)\b|^tests/\S+ *$|^scheduling tests|^$")
 """Lines of pytest that say nothing is wrong."""
+MOST_SUBJECT = 72
+SUBJECT = re.compile(rf"(?=.{{1,{MOST_SUBJECT}}}$)[a-z_]+(/[a-z_]+)*: [^\sA-Z][^\n]*[^.\s]$")
+"""Of a commit: its room, and what it does as an imperative."""
 END_S = 5.0
 """pytest gets the last seconds of the limit to print its summary."""
 
@@ -40,11 +44,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=55.0, help="time limit of all steps together")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
-    changed = changed_files(args.base or base())
+    since = args.base or base()
+    changed = changed_files(since)
     tests = tests_for(ROOT, changed)
     print(f"{len(changed)} files changed; tests: {' '.join(tests) or 'none'}", flush=True)
     steps = [Step(name, command) for name, command in commands(changed, tests).items()]
-    status = 0
+    bad = bad_subjects(git("log", "--format=%s", f"{since}..HEAD").splitlines())
+    for subject in bad:
+        print(
+            f"failed      commit subject {subject!r}: `room: what it does`, {MOST_SUBJECT} characters at most"
+        )
+    status = 1 if bad else 0
     for step in steps:
         result = step.wait(deadline)
         print(f"{result:<11} {step.name} ({step.seconds:.1f} s)", flush=True)
@@ -118,6 +128,11 @@ def importers(tests: Path, module: str, root: Path) -> set[str]:
     """Test files that import a helper module."""
     line = re.compile(rf"^\s*(?:from|import) {re.escape(module)}\b", re.MULTILINE)
     return {str(f.relative_to(root)) for f in tests.rglob("test_*.py") if line.search(f.read_text())}
+
+
+def bad_subjects(subjects: Sequence[str]) -> list[str]:
+    """Those that are too long or name no room; reverts are git's own words."""
+    return [one for one in subjects if not SUBJECT.match(one) and not one.startswith('Revert "')]
 
 
 # --------------------------------------------------------------------------- the steps

@@ -70,3 +70,17 @@ def test_a_step_says_whether_it_passed_failed_or_was_cut(tmp_path: Path):
     assert result("raise SystemExit(1)") == "failed"
     assert result("import time; time.sleep(60)", check.END_S + 0.5) == "unfinished"
     assert check.Step("types", [str(tmp_path / "pyright")]).wait(0.0) == "unfinished"
+
+
+def test_subjects_name_a_room_and_are_short():
+    good = ["schedule: measure prefill before the first chunk", "front/http: close after both lengths"]
+    assert check.bad_subjects([*good, 'Revert "kv: keep two"']) == []
+    bad = [
+        "Measure prefill",
+        "Schedule: measure",
+        "kv:no space",
+        "kv: ",
+        "kv: ends with a dot.",
+        "kv: " + "x" * 69,
+    ]
+    assert check.bad_subjects(bad) == bad
