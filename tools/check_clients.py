@@ -2,10 +2,10 @@
 
     python tools/check_clients.py [--home DIR] [--only CLIENT …] [--turns] [--template FILE] [--vision]
 
-Clients: claude-code (two versions), codex, opencode, openai, anthropic, ollama. They are installed from npm
-and PyPI at pinned versions under --home (about 1.6 GB), and run with an environment and a home of their own,
-with no key, against 127.0.0.1 alone. Only the model's logits follow the script (clients/script.py):
-tokenizer, template, KV and parsers are real.
+Clients: claude-code (two versions), codex, opencode, gemini, continue, openai, anthropic, ollama. They are
+installed from npm and PyPI at pinned versions under --home (about 2 GB), and run with an environment and a
+home of their own, with no key, against 127.0.0.1 alone. Only the model's logits follow the script
+(clients/script.py): tokenizer, template, KV and parsers are real.
 
 Each client plays a tool loop with file reads, a second turn, an interrupted turn and what follows it, a PDF,
 a turn after the daemon was killed (-9), and a new session; Claude Code also a sub-agent, it and Codex a
@@ -42,6 +42,7 @@ from clients.agents import (
     write_files,
 )
 from clients.install import InstallError, python_with
+from clients.launched import LAUNCHED, Continue, GeminiCli, LaunchedSession
 from clients.own_daemon import OwnDaemon, first_model
 from clients.recorder import Recorder
 from clients.run import start_client
@@ -57,13 +58,14 @@ class Entry:
 
     name: str
     version: str
-    kind: type[ClaudeCode] | type[Codex] | type[OpenCode] | None = None
+    kind: type[ClaudeCode | Codex | OpenCode | LaunchedSession] | None = None
 
 
 CLIENTS = [
     *(Entry("claude-code", version, ClaudeCode) for version in CLAUDE_CODE),
     Entry("codex", CODEX, Codex),
     Entry("opencode", OPENCODE, OpenCode),
+    *(Entry(kind.name, LAUNCHED[kind.name].version, kind) for kind in (GeminiCli, Continue)),
     *(Entry(name, version) for name, version in SDKS.items()),
 ]
 HEAD = (

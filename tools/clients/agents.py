@@ -6,6 +6,7 @@ import json
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from media_files import pdf, png
 
@@ -44,6 +45,7 @@ class Agent:
     url: str
     model: str
     sees: bool = False
+    reads_pdf: ClassVar[bool] = True
 
     @property
     def home(self) -> Path:
@@ -132,6 +134,8 @@ class OpenCode(Agent):
 class Codex(Agent):
     """`codex exec`, over /v1/responses. It reads files by running `cat`: what it runs is what the script
     says, so its own sandbox, which not every machine can give, is off."""
+
+    reads_pdf = False
 
     @classmethod
     def install(cls, home: Path, version: str) -> Path:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .agents import write_files
+from .agents import Agent, write_files
 from .install import InstallError, npm_folder, npm_program, python_with
-from .run import Ended, start_client
+from .run import Ended, Running, start_client
 
 REPO = Path(__file__).resolve().parents[2]
 NODE = "22.23.3"
@@ -84,10 +84,7 @@ class LaunchedAgent:
 
     def __init__(self, name: str, home: Path, scratch: Path, url: str):
         self._name, self._agent, self._url = name, LAUNCHED[name], url
-        program = self._agent.install(home)
-        paths = [str(program.parent), str(node(home)), "/usr/local/bin", "/usr/bin", "/bin"]
-        self._env = {"HOME": str(scratch / "home"), "PATH": os.pathsep.join(paths)}
-        self._env |= {"PYTHONPATH": str(REPO), **self._agent.quiet}
+        self._env = environment(name, self._agent.install(home), node(home), scratch / "home")
         self._project = scratch / "project"
         for folder in (self._project, scratch / "home"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -96,5 +93,46 @@ class LaunchedAgent:
     def ask(self, scenario: str) -> Ended:
         """Run once, with one question."""
         question = f"Scenario {scenario} in {self._project}."
-        launch = [sys.executable, "-m", "omlxd", "launch", self._name, "--save", "--url", self._url, "--"]
-        return start_client([*launch, *self._agent.flags, question], self._env, self._project).wait(180)
+        command = [*launch(self._name, self._url), *self._agent.flags, question]
+        return start_client(command, self._env, self._project).wait(180)
+
+
+def launch(name: str, url: str) -> list[str]:
+    """What starts an agent at a daemon, without its own flags."""
+    return [sys.executable, "-m", "omlxd", "launch", name, "--save", "--url", url, "--"]
+
+
+def environment(name: str, program: Path, node: Path, home: Path) -> dict[str, str]:
+    paths = [str(program.parent), str(node), "/usr/local/bin", "/usr/bin", "/bin"]
+    own = {"HOME": str(home), "PATH": os.pathsep.join(paths), "PYTHONPATH": str(REPO)}
+    return {**own, **LAUNCHED[name].quiet}
+
+
+class LaunchedSession(Agent):
+    """An agent of `omlxd launch` that goes on with its conversations."""
+
+    name: str
+    goes_on: tuple[str, ...]
+
+    @classmethod
+    def install(cls, home: Path, version: str) -> Path:
+        node(home)
+        return LAUNCHED[cls.name].install(home)
+
+    def ask(self, prompt: str, *, go_on: bool = False) -> Running:
+        env = environment(self.name, self.program, node(self.program.parents[3]), self.home)
+        flags = [*(self.goes_on if go_on else ()), *LAUNCHED[self.name].flags]
+        return start_client([*launch(self.name, self.url), *flags, prompt], env, self.project)
+
+
+class GeminiCli(LaunchedSession):
+    """`gemini -p`, over /v1beta/models."""
+
+    name, goes_on = "gemini", ("--resume", "latest")
+
+
+class Continue(LaunchedSession):
+    """`cn -p`, over /v1/chat/completions."""
+
+    name, goes_on = "continue", ("--resume",)
+    reads_pdf = False

@@ -161,7 +161,7 @@ def agent_turns(client: str, agent: Agent, recorder: Recorder, daemon: OwnDaemon
             ask = partial(agent.ask_compacting, asked, limit, provider)
             yield _shorter(session.turn(f"compacted by {provider}", ask, "Both are read"))
             yield session.turn("after compaction", play("two-files"), "beta of saucers")
-    else:  # Codex reads no PDFs.
+    if agent.reads_pdf:
         yield session.turn("PDF", play("pdf"), "tell of a kettle")
     if agent.sees:
         yield session.turn("picture", play("picture"), "red and blue")

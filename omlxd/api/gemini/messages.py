@@ -42,6 +42,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self._waiting: dict[str, str] = {}
+        self._answered: dict[str, FunctionResponse] = {}
         self._count = 0
 
     def call(self, call: FunctionCall, param: str) -> chat.ToolCallPart:
@@ -50,9 +51,12 @@ class _Calls:
         self._waiting[id] = call.name
         return chat.ToolCallPart(id, call.name, free_json(call.args or {}, f"{param}.args"))
 
-    def answered(self, response: FunctionResponse, param: str) -> str:
-        """The id of the call that `response` is the result of; it no longer waits."""
+    def answered(self, response: FunctionResponse, param: str) -> str | None:
+        """The id of the call that `response` is the result of; it no longer waits. None: `response` stood
+        there before, as Gemini CLI sends each twice when it resumes a session."""
         found = response.id if response.id in self._waiting else None
+        if found is None and response.id and self._answered.get(response.id) == response:
+            return None
         if found is None:
             named = (id for id, name in self._waiting.items() if name == response.name)
             found = next(named, None)
@@ -62,6 +66,7 @@ class _Calls:
                 f"no functionCall of {response.name[:100]!r} without a result stands before this result",
             )
         del self._waiting[found]
+        self._answered[found] = response
         return found
 
 
@@ -124,7 +129,8 @@ def _sent(part: Part, role: str | None, calls: _Calls, param: str) -> tuple[chat
     if part.function_call is not None:
         raise misplaced("a functionCall", role or "user", f"{param}.functionCall")
     if part.function_response is not None:
-        return "tool", [_result(part.function_response, calls, f"{param}.functionResponse")]
+        result = _result(part.function_response, calls, f"{param}.functionResponse")
+        return "tool", [result] if result else []
     if part.inline_data is not None or part.file_data is not None:
         if role == "system":
             raise misplaced("a document or an image", role, f"{param}.inlineData")
@@ -132,11 +138,12 @@ def _sent(part: Part, role: str | None, calls: _Calls, param: str) -> tuple[chat
     return "system" if role == "system" else "user", [chat.TextPart(part.text)] if part.text else []
 
 
-def _result(response: FunctionResponse, calls: _Calls, param: str) -> chat.ToolResultPart:
+def _result(response: FunctionResponse, calls: _Calls, param: str) -> chat.ToolResultPart | None:
     text, is_error = _result_text(response.response or {}, param)
     media = [_media(part, f"{param}.parts.{at}") for at, part in enumerate(response.parts or ())]
     parts = [*([chat.TextPart(text)] if text else []), *media]
-    return tool_result(calls.answered(response, param), parts, is_error)
+    id = calls.answered(response, param)
+    return tool_result(id, parts, is_error) if id else None
 
 
 def _result_text(response: dict[str, Any], param: str) -> tuple[str, bool]:

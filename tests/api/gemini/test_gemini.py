@@ -113,6 +113,16 @@ def test_results_find_their_calls_by_id_or_by_name_in_order():
     )
 
 
+def test_a_result_that_is_sent_twice_stands_once():
+    """As Gemini CLI does with all results when it resumes a session."""
+    calls = {"role": "model", "parts": [call("look", "a"), call("look", "b")]}
+    seen = [result("look", {"output": name}, name) for name in "aabb"]
+    tools = talk(HI, calls, {"parts": seen}).messages[2].parts
+    assert [part.call_id for part in tools if isinstance(part, ToolResultPart)] == ["a", "b"]
+    other = [*seen, result("look", {"output": "c"}, "a")]
+    assert "'look'" in refused("contents.2.parts.4.functionResponse.name", HI, calls, {"parts": other})
+
+
 @pytest.mark.parametrize(
     ("response", "text", "is_error"),
     [
