@@ -43,6 +43,10 @@ class Parser:
         self.in_answer = True
 
     @property
+    def current(self) -> Parser:
+        return self
+
+    @property
     def ended(self) -> bool:
         return self.stopped is not None
 
