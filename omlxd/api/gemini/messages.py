@@ -38,9 +38,13 @@ def system_of(instruction: Content | str | None) -> list[chat.Message]:
 
 
 class _Calls:
-    """Calls that have no result yet. Some clients name ids, others only the function."""
+    """Calls that have no result yet. Some clients name ids, others only the function.
 
-    def __init__(self) -> None:
+    excerpt  a result whose call is elsewhere is the user's text
+    """
+
+    def __init__(self, excerpt: bool) -> None:
+        self._excerpt = excerpt
         self._waiting: dict[str, str] = {}
         self._answered: dict[str, FunctionResponse] = {}
         self._count = 0
@@ -50,6 +54,11 @@ class _Calls:
         id = call.id or f"call_{self._count}"
         self._waiting[id] = call.name
         return chat.ToolCallPart(id, call.name, free_json(call.args or {}, f"{param}.args"))
+
+    def lacks(self, response: FunctionResponse) -> bool:
+        """Whether `response` is the result of a call outside of an excerpt."""
+        known = response.id in self._waiting or response.id in self._answered
+        return self._excerpt and not known and response.name not in self._waiting.values()
 
     def answered(self, response: FunctionResponse, param: str) -> str | None:
         """The id of the call that `response` is the result of; it no longer waits. None: `response` stood
@@ -70,10 +79,12 @@ class _Calls:
         return found
 
 
-def messages_of(contents: Sequence[Content]) -> list[chat.Message]:
-    """Raises InvalidRequest naming the part."""
+def messages_of(contents: Sequence[Content], *, excerpt: bool = False) -> list[chat.Message]:
+    """`excerpt`: it may be a part of a conversation, as clients have its tokens counted.
+
+    Raises InvalidRequest naming the part."""
     messages: list[chat.Message] = []
-    calls = _Calls()
+    calls = _Calls(excerpt)
     for index, content in enumerate(contents):
         param = f"contents.{index}.parts"
         if content.role == "model":
@@ -129,7 +140,10 @@ def _sent(part: Part, role: str | None, calls: _Calls, param: str) -> tuple[chat
     if part.function_call is not None:
         raise misplaced("a functionCall", role or "user", f"{param}.functionCall")
     if part.function_response is not None:
-        result = _result(part.function_response, calls, f"{param}.functionResponse")
+        param += ".functionResponse"
+        if calls.lacks(part.function_response):
+            return "user", _result_parts(part.function_response, param)[0]
+        result = _result(part.function_response, calls, param)
         return "tool", [result] if result else []
     if part.inline_data is not None or part.file_data is not None:
         if role == "system":
@@ -139,11 +153,16 @@ def _sent(part: Part, role: str | None, calls: _Calls, param: str) -> tuple[chat
 
 
 def _result(response: FunctionResponse, calls: _Calls, param: str) -> chat.ToolResultPart | None:
-    text, is_error = _result_text(response.response or {}, param)
-    media = [_media(part, f"{param}.parts.{at}") for at, part in enumerate(response.parts or ())]
-    parts = [*([chat.TextPart(text)] if text else []), *media]
+    parts, is_error = _result_parts(response, param)
     id = calls.answered(response, param)
     return tool_result(id, parts, is_error) if id else None
+
+
+def _result_parts(response: FunctionResponse, param: str) -> tuple[list[chat.Part], bool]:
+    """What a result holds, and whether it is an error."""
+    text, is_error = _result_text(response.response or {}, param)
+    media = [_media(part, f"{param}.parts.{at}") for at, part in enumerate(response.parts or ())]
+    return [*([chat.TextPart(text)] if text else []), *media], is_error
 
 
 def _result_text(response: dict[str, Any], param: str) -> tuple[str, bool]:

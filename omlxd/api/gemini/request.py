@@ -63,14 +63,16 @@ def parse(stream: bool) -> Callable[[bytes, Mapping[str, str]], GeminiRequest]:
 def parse_count(body: bytes, headers: Mapping[str, str]) -> GeminiRequest:
     """A body of `countTokens`: `contents` alone, or a whole `generateContentRequest`."""
     request = bodies.read(_count, body)
-    return _request(request.generate_content_request or request, headers, False)
+    return _request(request.generate_content_request or request, headers, False, excerpt=True)
 
 
-def _request(body: GenerateContentBody, headers: Mapping[str, str], stream: bool) -> GeminiRequest:
+def _request(
+    body: GenerateContentBody, headers: Mapping[str, str], stream: bool, *, excerpt: bool = False
+) -> GeminiRequest:
     config = body.generation_config or GenerationConfig()
     _refuse(body, config)
     contents = [body.contents] if isinstance(body.contents, Content) else body.contents or []
-    messages = messages_of(contents)
+    messages = messages_of(contents, excerpt=excerpt)
     if not messages:
         raise bad_field("contents", "at least one content with a part is required")
     tools = _tools([body.tools] if isinstance(body.tools, ToolBody) else body.tools or [])

@@ -123,6 +123,15 @@ def test_a_result_that_is_sent_twice_stands_once():
     assert "'look'" in refused("contents.2.parts.4.functionResponse.name", HI, calls, {"parts": other})
 
 
+def test_the_tokens_of_a_result_alone_are_counted():
+    """Gemini CLI asks for those of a file that a tool has read."""
+    body = {"contents": [{"parts": [result("read", {"output": "a kettle"}, "r"), PNG]}]}
+    prompt = parse_count(json.dumps(body).encode(), {}).generate.prompt
+    assert isinstance(prompt, Conversation)
+    (asked,) = prompt.messages
+    assert asked.role == "user" and asked.parts[0] == TextPart("a kettle") and len(asked.parts) == 2
+
+
 @pytest.mark.parametrize(
     ("response", "text", "is_error"),
     [
