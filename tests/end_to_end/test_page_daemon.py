@@ -111,6 +111,9 @@ async def test_a_model_is_named_and_deleted_and_the_address_is_there_to_copy(tmp
             await page.click("text=Keep it")
             assert (fetched / "snapshots" / "1" / "config.json").exists()
             await page.click("[aria-label='Delete org/fetched']")
+            for _ in range(2):  # The second look is asked after the first was drawn.
+                async with page.expect_response("**/omlxd/models"):
+                    pass
             await page.click("text=Yes, delete")
             await page.wait_for_selector(card, state="detached")
             assert not fetched.exists()

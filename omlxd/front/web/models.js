@@ -20,6 +20,7 @@ let pulling = null;
 let looks = 0;
 let opened = new Set(); // Whose settings are shown.
 const drafts = new Map(); // What is written in the fields of settings, by their labels.
+let asked = ""; // Of which model it is asked whether its files go.
 let lost = false; // What is shown says that the daemon did not answer.
 
 export function start(section) {
@@ -144,19 +145,23 @@ function card(model) {
     settings(model));
 }
 
-/** Asks once more before the files go. */
+/** Asks once more before the files go. The question outlives the list's being drawn anew. */
 function removal(model) {
   const box = h("span", { class: "row" });
-  const first = button("Delete", () => {
-    const yes = button(`Yes, delete ${model.disk_bytes ? bytes(model.disk_bytes) : "it"}`, async () => {
-      const { folder } = await json("/omlxd/models/remove", { body: { model: model.id } });
-      say(`${model.id} is deleted: ${folder}`);
-      await look();
-    }, { class: "danger", failed: (error) => { failed(error); box.replaceChildren(first); } });
-    box.replaceChildren(yes, button("Keep it", () => { box.replaceChildren(first); first.focus(); }));
-    yes.focus();
-  }, { class: "quiet", "aria-label": `Delete ${model.id}` });
-  box.append(first);
+  const keep = () => { asked = ""; box.replaceChildren(first); };
+  const first = button("Delete", () => { ask(); yes.focus(); }, { class: "quiet", "aria-label": `Delete ${model.id}` });
+  const yes = button(`Yes, delete ${model.disk_bytes ? bytes(model.disk_bytes) : "it"}`, async () => {
+    const { folder } = await json("/omlxd/models/remove", { body: { model: model.id } });
+    asked = "";
+    say(`${model.id} is deleted: ${folder}`);
+    await look();
+  }, { class: "danger", "data-act": `delete ${model.id}`, failed: (error) => { failed(error); keep(); } });
+  const ask = () => {
+    asked = model.id;
+    box.replaceChildren(yes, button("Keep it", () => { keep(); first.focus(); }, { "data-act": `keep ${model.id}` }));
+  };
+  if (asked === model.id) ask();
+  else box.append(first);
   return box;
 }
 

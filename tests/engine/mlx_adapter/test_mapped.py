@@ -230,4 +230,4 @@ def test_a_daemon_loads_a_file_that_was_written_to_again_and_says_that_one_is_cu
         os.truncate(file, file.stat().st_size // 2)
         until_ended()
         cut = daemon.http.post("/v1/completions", json=asked)
-        assert cut.status_code == 503 and "is truncated" in cut.text, cut.text
+        assert cut.status_code == 400 and "is truncated" in cut.text, cut.text
