@@ -132,7 +132,7 @@ async def test_the_keyboard_alone_sends_stops_edits_and_asks_again():
 
 async def until(page: Any, true: str, *given: Any) -> None:
     """Wait for an expression. Playwright's own way is an `eval` in the page, which the policy forbids."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not await page.evaluate(true, *given):
             await asyncio.sleep(0.05)
 

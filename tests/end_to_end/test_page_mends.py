@@ -299,7 +299,7 @@ async def test_a_look_that_fails_after_its_view_was_left_is_the_last_one():
         assert len(held) == 1
         await page.click("nav >> text=Cache")
         await until(page, "!document.querySelector('#cache').hidden")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while len(held) < 2:
                 await asyncio.sleep(0.05)
         await held[1].abort()

@@ -92,7 +92,7 @@ async def browser() -> AsyncIterator[Any]:
 async def tab(launched: Any, url: str, **options: Any) -> AsyncIterator[Tab]:
     """A tab that had nothing to complain of in the end."""
     context = await launched.new_context(**options)
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(240_000)  # The reader of a cache has what others leave of the machine.
     try:
         made = Tab(context, await context.new_page(), url)
         yield made
