@@ -23,6 +23,7 @@ from ..config.address import recorded_address
 from ..config.keys import NONE_LEFT
 from ..errors import ConfigError, OmlxdError
 from ..kv.files.paths import LOCK_NAME
+from .agent import user_agent
 from .owner_api import DaemonStatus
 
 ANSWER_S = 10.0
@@ -136,7 +137,9 @@ class Daemon:
         self, path: str, body: Body | None, seconds: float, headers: Mapping[str, str] | None = None
     ) -> http.client.HTTPResponse:
         body = msgspec.json.encode(body) if isinstance(body, msgspec.Struct) else body
-        request = urllib.request.Request(f"{self.url}{path}", body, dict(headers or {}))
+        request = urllib.request.Request(
+            f"{self.url}{path}", body, {"User-Agent": user_agent(), **(headers or {})}
+        )
         if body is not None:
             kind = "application/json" if isinstance(body, bytes) else "application/octet-stream"
             request.add_header("Content-Type", kind)

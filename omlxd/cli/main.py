@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..config import OPTIONS, add_grouped_flags, closest, load_settings, warnings_of, where_else
 from ..errors import ConfigError, OmlxdError
+from .agent import name_verb
 
 USAGE_ERROR = 2
 """Exit status when a flag, a variable or a line of the file makes no sense."""
@@ -72,6 +73,8 @@ SAME = {
 
 class _Parser(argparse.ArgumentParser):
     """argparse that ends in one sentence instead of a page of usage, and takes no shortened flags."""
+
+    typed: dict[str, str] = {}  # noqa: RUF012  (what the user typed, by the verb that it stands for)
 
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
@@ -129,12 +132,18 @@ def report(error: OmlxdError) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    typed = ""
     if argv and argv[0] in SAME:
-        argv = [*SAME[argv[0]], *argv[1:]]
+        typed = argv[0]
+        argv = [*SAME[typed], *argv[1:]]
     if argv and argv[0] in VERBS:
         module, description = VERBS[argv[0]]
+        name_verb(argv[0])
         verb = importlib.import_module("omlxd." + module)
-        return verb.main(argv[1:], _Parser(prog=f"omlxd {argv[0]}", description=description))
+        made = _Parser(prog=f"omlxd {argv[0]}", description=description)
+        if typed:
+            made.typed = {f"omlxd models {SAME[typed][1]}": f"omlxd {typed}"}
+        return verb.main(argv[1:], made)
     parser = _Parser(prog="omlxd", description="Serve local language models; keep their KV cache.")
     parser.epilog = (
         "`omlxd serve` alone serves a small model; `omlxd VERB --help` explains a verb. "

@@ -68,6 +68,8 @@ def client_of_request(user_agent: str, session: str = "") -> str:
     """The program that sent a request, as its users call it; "" where it does not say."""
     if session.startswith(PAGE_SESSION):
         return "This page"
+    if own := re.match(r"omlxd-([a-z]{1,20})/", user_agent):
+        return f"omlxd {own[1]}"
     agent = user_agent.strip().lower()
     known = next((name for start, name in _AGENTS.items() if agent.startswith(start)), "")
     return known or re.split(r"[/ (]", user_agent.strip(), maxsplit=1)[0][:MOST_CLIENT]

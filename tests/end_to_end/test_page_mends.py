@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
+import httpx
 import pytest
 from app_client import body
 from browser import KEY, READY, browser, needs_chromium, tab
@@ -220,6 +222,65 @@ async def test_names_of_strangers_stay_in_their_line():
             "document.querySelector('#cache').scrollWidth <= document.querySelector('#cache').clientWidth"
         )
         assert await page.evaluate(sideways)
+
+
+async def test_clients_without_a_session_are_entries_of_their_own():
+    """One for each client and beginning; the session's name is short there, and whole in the opened row."""
+    session = "chat-" + "0123456789" * 4
+    async with (
+        served(create_app(FakeEngines(FakeEngine()))) as url,
+        browser() as chromium,
+        tab(chromium, url, viewport={"width": 390, "height": 700}) as one,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        one.expected = ("503",)
+        for agent, words, more in (
+            ("omlxd-cache/0.1.0", "You are a helpful clerk.", {}),
+            ("curl/8", "What is two?", {}),
+            ("foo/1", "What is three?", {}),
+            ("foo/1", "What is three?", {}),
+            ("foo/1", "Named", {"prompt_cache_key": session}),
+        ):
+            asked = body("/v1/chat/completions") | {"messages": [{"role": "user", "content": words}]} | more
+            (
+                await http.post("/v1/chat/completions", json=asked, headers={"user-agent": agent})
+            ).raise_for_status()
+        page = await one.open("cache")
+        await page.wait_for_selector(".sessions summary >> nth=3")
+        told = [" ".join(each.split()) for each in await page.locator(".sessions summary").all_inner_texts()]
+        begins = [each.partition(" turn")[0] for each in told]
+        assert begins == [
+            "foo Named 1",
+            "foo What is three? 1",
+            "curl What is two? 1",
+            "omlxd cache You are a helpful clerk. 1",
+        ]
+        assert [re.search(r"(\d+) request", each)[1] for each in told] == ["1", "2", "1", "1"]
+        assert session not in told[0] and session[:17] + "…" in told[0]
+        assert session in await page.inner_text(".sessions details >> nth=0 >> p.hint")
+
+
+async def test_the_bars_of_a_phone_hold_all_their_buttons():
+    async with (
+        served(app_of(FakeEngine(), api_key=KEY)) as url,
+        browser() as chromium,
+        tab(chromium, url, viewport={"width": 390, "height": 700}) as one,
+    ):
+        one.expected = ("401",)
+        page = await one.open()
+        await one.give_key()
+        await one.ready()
+        key = await page.locator("#key-button").bounding_box()
+        for name in await page.locator("nav a").all():
+            box = await name.bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= 390, box
+            assert box["y"] >= key["y"] + key["height"] - 1 or box["x"] + box["width"] <= key["x"], box
+        options = await page.locator(".bar >> text=Options").bounding_box()
+        new = await page.locator(".bar >> text=New chat").bounding_box()
+        assert options["y"] == new["y"]
+        await page.click("text=Chats")
+        head, aside = await page.locator(".top").bounding_box(), await page.locator("#chats").bounding_box()
+        assert aside["y"] >= head["y"] + head["height"] - 1
 
 
 @pytest.mark.parametrize("size", [(360, 560), (360, 740), (1000, 450), (1200, 800)])

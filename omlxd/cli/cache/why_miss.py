@@ -216,5 +216,5 @@ def _listed_row(each: RequestLine) -> tuple[str, ...]:
         str(each.prompt_tokens) if known else "-",
         str(each.cached_tokens) if known else "-",
         each.outcome,
-        each.session[:36] or "-",
+        (each.session if each.session.isprintable() else repr(each.session)) or "-",
     )

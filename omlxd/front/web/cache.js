@@ -11,6 +11,8 @@ let els = {};
 let shownLook = 0; // Which read of the daemon's is shown.
 let turn = 0; // Of the looks at the tree; the newest goes on.
 let sessions = [];
+const looked = new Set(); // Ids of requests whose files are in `owners`.
+const owners = new Map(); // Of the first block of a row: the clients of requests that are restored from it.
 let pins = null;
 let loading = null;
 let again = 0;
@@ -87,8 +89,9 @@ function grouped(requests) {
   const found = new Map();
   for (const request of requests) {
     const name = request.session || `${request.model}, no session`;
-    if (!found.has(name)) found.set(name, { name, named: Boolean(request.session) && !request.logged, requests: [] });
-    found.get(name).requests.push(request);
+    const key = request.session || JSON.stringify([name, request.client, request.opening]); // Two clients are two.
+    if (!found.has(key)) found.set(key, { key, name, session: request.session, named: Boolean(request.session) && !request.logged, requests: [] });
+    found.get(key).requests.push(request);
   }
   return [...found.values()];
 }
@@ -105,10 +108,11 @@ function sessionList() {
     const part = prompt ? `, ${Math.round((100 * cached) / prompt)}% of its prompts from the cache` : "";
     const { client, turns, began } = session.requests[0];
     const opening = tame(firstWords(session), 60);
-    const shownName = tame(session.name, 40);
-    return h("details", { "data-name": session.name, open: open.size ? open.has(session.name) : at === 0 },
+    const shownName = session.session ? shortId(session.session) : session.name;
+    return h("details", { "data-name": session.key, open: open.size ? open.has(session.key) : at === 0 },
       h("summary", {}, chip(client), h("b", {}, h("bdi", {}, opening || shownName)),
-        h("span", { class: "hint" }, ` ${counted(turns, "turn")}, ${counted(session.requests.length, "request")}, ${ago(began)}${part}`, opening ? [" · ", h("bdi", {}, shownName)] : "")),
+        h("span", { class: "hint" }, ` ${counted(turns, "turn")}, ${counted(session.requests.length, "request")}, ${ago(began)}${part}`, opening ? [" · ", h("bdi", { class: session.session ? "nowrap" : null }, shownName)] : "")),
+      session.session ? h("p", { class: "hint" }, "Session ", h("code", { class: "name" }, h("bdi", {}, tame(session.session, 200)))) : null,
       session.named ? pinButton(session.name, { session: session.name }) : null,
       h("div", { class: "wide folds", tabindex: 0, role: "region", "aria-label": `Requests of ${opening || shownName}` }, h("table", {},
         h("thead", {}, h("tr", {}, ...COLUMNS.map((name) => h("th", { scope: "col" }, name)), h("th", { scope: "col" }, h("span", { class: "unseen" }, "Actions")))),
@@ -116,6 +120,10 @@ function sessionList() {
   }));
   if (!sessions.length) els.sessions.append(h("p", { class: "empty" }, "No request has been made since the daemon began."));
 }
+
+const SHORT = 18;
+/** Of a session's name what fits beside its words; the opened row has all of it. */
+const shortId = (name) => (name.length > SHORT ? `${tame(name.slice(0, SHORT - 1))}…` : tame(name));
 
 /** Of the oldest request whose words are still known. */
 const firstWords = ({ requests }) => requests.findLast((request) => request.opening)?.opening ?? "";
@@ -148,7 +156,7 @@ function pinButton(name, asked) {
 function pinName(name) {
   const of = sessions.find((session) => session.named && session.name === name);
   const known = of && firstWords(of);
-  return known ? `${tame(known)} · ${tame(name, 40)}` : tame(name);
+  return known ? `${tame(known)} · ${shortId(name)}` : tame(name);
 }
 
 function pinList() {
@@ -221,6 +229,7 @@ async function loadTree(wait = 0, mine = (turn += 1)) {
   if (mine !== turn) return;
   const reading = first.state === "new" ? "" : first.state === "old" ? ` As of ${ago(first.at)}; it is read anew…` : "";
   if (first.look && (first.look !== shownLook || !els.tree.nodes.length)) await showPieces(first);
+  askOwners().catch(() => {}); // A row without a client's name is no trouble.
   const kept = first.files ? `: ${counted(first.files, "file")}, ${bytes(first.bytes)}` : "";
   els.sums.textContent = first.look ? `${summed(first)}${reading}` : `Reading the folder${kept}…`;
   if (first.state !== "new" && !left) loadTree(WAIT_S, mine).catch(failed);
@@ -301,11 +310,31 @@ function linked(nodes) {
 
 const tokens = (node, blocks) => number(blocks * node.tree.block_size);
 
-/** What the daemon's last requests know of a row whose tokens do not say it. */
+/** Ask which files the last requests are restored from; a model that is not loaded is not loaded for it. */
+async function askOwners() {
+  if (!els.tree.nodes.some((node) => node.said && !node.client)) return;
+  const { models } = await json("/omlxd/status");
+  const ready = models.filter((model) => model.state === "ready").map((model) => model.id);
+  const newest = sessions.flatMap(({ session, requests }) => (session ? requests.slice(0, 1) : requests));
+  const wanted = newest.filter((request) => !request.logged && ready.includes(request.model) && !looked.has(request.id));
+  for (const request of wanted) {
+    if (left) return;
+    const { files } = await json("/omlxd/cache/files", { body: { request_id: request.id } });
+    if (files.length) looked.add(request.id);
+    for (const id of files.map(blockOf)) owners.set(id, (owners.get(id) ?? new Set()).add(request.client));
+  }
+  if (wanted.length) els.tree.draw();
+}
+
+const blockOf = (file) => file.split("/").at(-1).slice(0, 20);
+
+/** The client of a row, by its tokens or else by the requests that are restored from it; "": several, or unknown. */
 function whose(node) {
   if (node.client || !node.said) return node.client;
-  const begins = node.said.slice(0, 40);
-  return sessions.find((session) => firstWords(session).replace(/\s+/g, " ").startsWith(begins))?.requests[0].client ?? "";
+  const [client = "", ...others] = owners.get(node.id) ?? [];
+  const below = els.tree.nodes.slice(node.index + 1, node.end);
+  const same = below.every((each) => owners.get(each.id)?.size === 1 && owners.get(each.id).has(client));
+  return others.length || !same ? "" : client;
 }
 
 const title = (node) => {
@@ -359,7 +388,7 @@ async function clear(node) {
 /** Show where a request's prompt lies: its last file that begins a run. */
 async function find(request) {
   const { files } = await json("/omlxd/cache/files", { body: { request_id: request.id } });
-  const names = files.map((file) => file.split("/").at(-1).slice(0, 20));
+  const names = files.map(blockOf);
   const deepest = els.tree.nodes.filter((each) => each.depth && names.includes(each.id)).at(-1);
   if (!deepest) {
     failed(new Error("Nothing of this prompt is on SSD, or not yet."));

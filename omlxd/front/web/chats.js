@@ -1,7 +1,7 @@
 // The list of kept conversations beside the chat: search, open, rename, delete, export and import.
 
-import { ago, button, counted, h, put, say } from "./dom.js";
-import { headOf, taken, written } from "./keep.js";
+import { ago, button, counted, h, number, put, say } from "./dom.js";
+import { alike, headOf, taken, written } from "./keep.js";
 import { keyNow, onKey } from "./net.js";
 import * as store from "./store.js";
 
@@ -203,6 +203,15 @@ export class Chats {
     this.told.textContent = `${counted(all.length, "conversation")} exported`;
   }
 
+  /** Whether a file's conversation is here: its messages, and its id or its date. */
+  async has(id, at, chat) {
+    for (const head of this.heads.filter((each) => each.id === id || each.at === at)) {
+      const known = await store.read(head.id);
+      if (known && alike(known, chat)) return true;
+    }
+    return false;
+  }
+
   async take() {
     const [file] = this.file.files;
     this.file.value = "";
@@ -211,11 +220,18 @@ export class Chats {
       if (!this.keeping) throw new Error("Conversations are not kept: tick it first.");
       if (file.size > MOST_FILE) throw new Error("This file is larger than 200 MiB.");
       const all = taken(await file.text());
-      for (const { title, at, chat } of all) {
+      let skipped = 0;
+      for (const { id, title, at, chat } of all) {
+        if (await this.has(id, at, chat)) {
+          skipped += 1;
+          continue;
+        }
+        if (id && !await store.read(id)) chat.session = id; // Else it would take another's place.
         await store.write({ ...headOf(chat, this.owner, title ? { title, named: true } : undefined), at }, chat);
       }
       await this.look();
-      this.told.textContent = `${counted(all.length, "conversation")} imported`;
+      const there = skipped ? `, ${number(skipped)} skipped: here already` : "";
+      this.told.textContent = `${counted(all.length - skipped, "conversation")} imported${there}`;
     } catch (error) {
       this.failed(error);
     }

@@ -7,6 +7,7 @@ const ROLES = ["user", "assistant", "tool"];
 const TITLE = 70;
 const FORMAT = "omlxd-conversations-1";
 const MOST = 10000;
+const ID = /^page-[a-z0-9]{1,40}$/;
 
 export function fresh() {
   const random = crypto.getRandomValues(new Uint32Array(3));
@@ -48,18 +49,20 @@ export function keep(chat) {
 export function headOf(chat, owner, former) {
   const asked = chat.messages.filter((message) => message.role === "user");
   const title = former?.named ? former.title : tame(asked[0]?.content ?? "", TITLE) || "Images";
-  return { id: chat.session, owner, title, named: Boolean(former?.named), at: Date.now(), turns: asked.length };
+  const last = tame(asked.at(-1)?.content ?? "", TITLE);
+  const same = former?.at && former.turns === asked.length && (former.last ?? last) === last; // Only a turn dates it anew.
+  return { id: chat.session, owner, title, named: Boolean(former?.named), at: same ? former.at : Date.now(), turns: asked.length, last };
 }
 
 // ------------------------------------------------------------------- files
 
-/** A file's text of `all`: {title, at, chat}. */
+/** A file's text of `all`: {id, title, at, chat}. */
 export const written = (all) => JSON.stringify({
   format: FORMAT,
-  conversations: all.map(({ title, at, chat }) => ({ title, at, messages: chat.messages, options: chat.options })),
+  conversations: all.map(({ id, title, at, chat }) => ({ id, title, at, messages: chat.messages, options: chat.options })),
 }, null, 1);
 
-/** The conversations of a file's text, each with a session of its own. Raises Error in a reader's words. */
+/** The conversations of a file's text: {id, title, at, chat}, each chat with a session of its own. Raises Error in a reader's words. */
 export function taken(text) {
   let file;
   try {
@@ -74,9 +77,15 @@ export function taken(text) {
     const options = Object.fromEntries(Object.entries(each?.options ?? {}).filter(([, value]) => typeof value === "string"));
     const title = typeof each?.title === "string" ? tame(each.title, TITLE) : "";
     const at = Number.isFinite(each?.at) ? Math.min(each.at, Date.now()) : Date.now();
-    return { title, at, chat: { ...fresh(), messages, options } };
+    const id = typeof each?.id === "string" && ID.test(each.id) ? each.id : "";
+    return { id, title, at, chat: { ...fresh(), messages, options } };
   }).filter(({ chat }) => chat.messages.length);
 }
+
+/** Whether two conversations have the same messages, as far as a file holds them. */
+export const alike = (one, other) => said(one) === said(other);
+
+const said = (chat) => JSON.stringify(chat.messages.filter(isMessage).map(message));
 
 /** Of a stranger's message what the page shows and sends, of the right kinds. */
 function message({ role, content, reasoning, model, images, calls, name, id, cut, stopped }) {

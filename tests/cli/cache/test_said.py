@@ -65,6 +65,9 @@ def test_tokens_that_are_nonsense_are_passed_over(tmp_path: Path):
         ("Mozilla/5.0 (X11)", "", "Browser"),
         ("OpenAI/Python 2.1", "", "OpenAI SDK"),
         ("my-tool/1.0", "", "my-tool"),
+        ("omlxd-chat/0.1.0", "chat-1", "omlxd chat"),
+        ("omlxd-cache/0.1.0", "", "omlxd cache"),
+        ("omlxd-/1", "", "omlxd-"),
         ("", "", ""),
     ],
 )
