@@ -79,6 +79,8 @@ class Constraint:
         self.left_out: tuple[str, ...] = ()
         self.error: OmlxdError | None = None
         self.mask: np.ndarray | None = self._next_mask()
+        if thinking:  # What follows is computed later; whether it can be is known now.
+            self._compute_bits()
 
     def advance(self, token: int) -> None:
         """Call it once for each token, in order. Never raises; see `error`."""
@@ -154,9 +156,7 @@ class Constraint:
             return None
         if self._state is _State.THINKING:
             return facts.not_ended
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        if self._matcher.is_error():
-            self._fail()
+        if not self._compute_bits():
             return None
         mask = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: facts.vocab].view(np.bool_)
         self._correct(mask)
@@ -165,6 +165,13 @@ class Constraint:
         elif self._state is _State.GAP and self._gap < GAP_TOKENS:
             mask[facts.space_ids] = True
         return mask
+
+    def _compute_bits(self) -> bool:
+        """Whether the grammar's own mask could be computed; if not, `error` says why."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if self._matcher.is_error():
+            self._fail()
+        return self.error is None
 
     def _correct(self, mask: np.ndarray) -> None:
         """Take from `mask` what llguidance allows against the grammar's meaning.
@@ -235,6 +242,8 @@ class ConstraintCompiler:
         may_think = chat is not None and chat.thinking is not False and not begun
         bounded = wanted.format is None or wanted.format.kind == "json" or bool(wanted.tools)
         constraint = Constraint(matcher, facts, thinking=thinking, may_think=may_think, bounded=bounded)
+        if constraint.error is not None:  # Its first mask: nothing is computed for such a request.
+            raise bad_field(wanted.param, constraint.error.message)
         constraint.left_out = left_out
         return constraint
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .json_schema import NO_SCHEMA, TYPES, is_any, resolved
+from .schema_faults import place_of, told, without_circles
 
 Check = Callable[[dict[str, Any]], str]
 """A JSON schema → why llguidance can't enforce it, or ""."""
@@ -46,9 +47,13 @@ def enforce(
     mend     a schema that allows nothing loses what contradicts, too
     problem  why the returned schema can't be enforced; "": it can
     """
+    schema, circles = without_circles(schema)
     schema = exact(schema)
-    if strict or not (problem := check(schema)):
-        return schema, [], check(schema) if strict else ""
+    if strict and circles:
+        return schema, [], f"`$ref` {place_of(circles[0].removesuffix('/$ref'))} leads only to itself"
+    problem = check(schema)
+    if strict or not problem:
+        return schema, circles, problem and told(schema, check, problem)
     try:
         relaxing = _Relaxing(schema, check, mend)
         relaxed = relaxing.relaxed(schema, "")
@@ -61,8 +66,8 @@ def enforce(
                     relaxing.left_out.append(f"/properties/{_escaped(name)}")
             problem = check(relaxed)
     except NO_SCHEMA:
-        return schema, [], problem
-    return relaxed, relaxing.left_out, problem
+        return schema, circles, told(schema, check, problem)
+    return relaxed, [*circles, *relaxing.left_out], problem and told(relaxed, check, problem)
 
 
 # --------------------------------------------------------------------------- in other words

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+from urllib.parse import unquote
 
 TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 MAX_BRANCHES = 200
@@ -51,17 +52,24 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
         ref = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(ref, str):
             return schema
-        if ref == "#":
-            target: Any = root
-        elif ref.startswith("#/"):
-            target = root
-            for step in ref[2:].split("/"):
-                step = step.replace("~1", "/").replace("~0", "~")
-                target = target.get(step) if isinstance(target, dict) else None
-        else:
-            return None
-        schema = target
+        schema = pointed(ref, root)
     return None
+
+
+def pointed(ref: str, root: dict[str, Any]) -> Any:
+    """What `ref` names in `root`, itself a `$ref` or not; None: nothing."""
+    if not ref.startswith("#") and isinstance(own := root.get("$id"), str) and own:
+        ref = ref.removeprefix(own.rstrip("#"))
+    target: Any = root
+    if ref not in ("", "#") and not ref.startswith("#/"):
+        return None
+    for step in unquote(ref).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list):
+            target = target[int(step)] if step.isdecimal() and int(step) < len(target) else None
+        else:
+            target = target.get(step) if isinstance(target, dict) else None
+    return target
 
 
 def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, Any]]:

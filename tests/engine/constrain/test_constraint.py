@@ -158,6 +158,7 @@ def test_what_cant_be_enforced_is_refused_by_name_if_strict_else_told(host: Host
         AnswerFormat("lark", text="start: nothing"),
         AnswerFormat("lark", text="root ::= ((("),
         AnswerFormat("lark", text="\x00"),
+        AnswerFormat("lark", text="start: start"),  # Has no first mask.
         AnswerFormat("lark", text="start: " + " | ".join(f'"a{i}"' for i in range(100_000))),  # Took 115 s.
     ],
 )
@@ -171,7 +172,6 @@ def test_grammars_that_are_none_are_refused(host: Host, format: AnswerFormat):
 
 TOO_MUCH = (
     AnswerFormat("choice", choices=tuple("x" * 20 + str(i) for i in range(9000)), param="guided_choice"),
-    AnswerFormat("json", schema={"$ref": "#"}, param="guided_json"),
     AnswerFormat("regex", text=".*" * 200 + "x", param="guided_regex"),
     AnswerFormat(
         "lark",
