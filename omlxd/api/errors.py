@@ -97,6 +97,9 @@ _GEMINI: dict[ErrorCode, str] = {
 }
 
 
+_GEMINI_OF_STATUS = {404: "NOT_FOUND", 405: "UNIMPLEMENTED"}
+
+
 class HttpError(msgspec.Struct, frozen=True):
     """A whole answer: status, headers (lower case) and JSON body."""
 
@@ -107,9 +110,9 @@ class HttpError(msgspec.Struct, frozen=True):
 
 _ANTHROPIC = ("/v1/messages", "/v1/complete")
 _LM_STUDIO = ("/api/v0", "/api/v1")
-_GEMINI_PATH = re.compile(
-    r"/v1(?:alpha|beta)(?:/.*)?|/v1/models/.*:(?:generateContent|streamGenerateContent|countTokens)"
-)
+_GEMINI_VERBS = ("generateContent", "streamGenerateContent", "countTokens")
+_GEMINI_PATH = re.compile(rf"/v1(?:alpha|beta)(?:/.*)?|/v1/models/.*:(?:{'|'.join(_GEMINI_VERBS)})")
+_GEMINI_VERB = re.compile(r"/v1(?:alpha|beta)/(?:models|tunedModels)/.*:(\w{1,60})")
 _OPENAI = (
     "/v1/chat",
     "/v1/completions",
@@ -135,6 +138,14 @@ def protocol_of(path: str, versioned: bool = False) -> Protocol:
     if _under(path, ("/v1/completions", "/completions", "/completion")):
         return "completions"
     return "anthropic" if versioned and not _under(path, _OPENAI) else "openai"
+
+
+def no_such_verb(method: str, path: str) -> str:
+    """Why a Gemini path's verb is none that is served; "" for other paths."""
+    found = _GEMINI_VERB.fullmatch(path)
+    if method != "POST" or found is None or found[1] in _GEMINI_VERBS:
+        return ""
+    return f"there is no {found[1]} here, but {', '.join(_GEMINI_VERBS[:-1])} and {_GEMINI_VERBS[-1]}"
 
 
 def _under(path: str, roots: tuple[str, ...]) -> bool:
@@ -216,7 +227,11 @@ def http_error(
     if error.code == "authentication":
         headers.append(("www-authenticate", "Bearer"))
     usual = 529 if protocol == "anthropic" and error.code == "overloaded" else _TABLE[error.code][0]
-    body = msgspec.json.encode(error_body(error, protocol, request_id))
+    told = error_body(error, protocol, request_id)
+    if isinstance(told, GeminiError) and status is not None:
+        told.error.code = status
+        told.error.status = _GEMINI_OF_STATUS.get(status, told.error.status)
+    body = msgspec.json.encode(told)
     return HttpError(status or usual, tuple(headers), body)
 
 

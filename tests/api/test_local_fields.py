@@ -8,8 +8,10 @@ import pytest
 
 from omlxd.api.anthropic import request as anthropic
 from omlxd.api.local_fields import session_of, thinking_of
+from omlxd.api.ollama.request import parse_chat
 from omlxd.api.openai import chat_request, completions
 from omlxd.api.responses import request as openai_responses
+from omlxd.errors import InvalidRequest
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -142,3 +144,22 @@ def test_plain_objects():
     assert thinking_of({}) is None and session_of({}) == ""
     assert thinking_of({"thinking": 10**5000}) is None and session_of({"session": 10**5000}) == ""
     assert session_of({"session_id": True, "chat_id": "  c  "}) == "c"
+
+
+@pytest.mark.parametrize("name", ["num_ctx", "num_keep", "num_batch", "num_gpu", "repeat_last_n"])
+def test_a_field_that_is_ignored_is_an_integer_all_the_same(name):
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "options": {name: 2.0}}
+    parse_chat(json.dumps(body).encode())
+    for value in (2.5, "2"):
+        with pytest.raises(InvalidRequest, match=name):
+            parse_chat(json.dumps({**body, "options": {name: value}}).encode())
+
+
+def test_a_budget_of_thinking_is_an_integer():
+    def read(budget):
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        return anthropic.parse(json.dumps({**HELLO, "max_tokens": 5, "thinking": thinking}).encode())
+
+    read(2.0)
+    with pytest.raises(InvalidRequest, match="budget_tokens"):
+        read(2.5)

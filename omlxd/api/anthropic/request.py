@@ -61,6 +61,7 @@ class _ThinkingConfig(msgspec.Struct):
     """`between_tools` is no thinking either, at Anthropic too."""
 
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
+    budget_tokens: int | None = None
 
 
 MAX_USER_ID = 4096

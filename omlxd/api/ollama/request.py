@@ -47,6 +47,8 @@ from ..openai.content import Content, content_parts, runs_of
 
 
 class Options(msgspec.Struct):
+    """The last ones are about loading, and ignored."""
+
     temperature: LocalTemperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -60,6 +62,13 @@ class Options(msgspec.Struct):
     mirostat: int | None = None
     typical_p: float | None = None
     tfs_z: float | None = None
+    num_ctx: int | None = None
+    num_keep: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    num_thread: int | None = None
+    main_gpu: int | None = None
+    repeat_last_n: int | None = None
 
 
 class _Body(DialectFields, kw_only=True):

@@ -13,7 +13,7 @@ from ...errors import OmlxdError, bad_field
 from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import error_body
 from ..field_types import MAX_INT64, RepetitionPenalty
-from ..sse import data_event
+from ..sse import UsageExtension, data_event, usage_extension
 from .choices import ChoicesCollector, ids_of, text_of
 from .completions import CompletionsBody, parsed_completion
 from .fields import Limit, Timings, timings_of
@@ -76,6 +76,7 @@ class LlamaCompletion(msgspec.Struct):
     stopping_word: str | UnsetType = UNSET
     truncated: bool | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    omlxd: UsageExtension | UnsetType = UNSET
 
 
 def _last(
@@ -94,6 +95,7 @@ def _last(
         stopping_word=word,
         truncated=False,
         timings=timings_of(usage),
+        omlxd=usage_extension(usage),
     )
 
 

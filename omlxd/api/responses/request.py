@@ -153,6 +153,8 @@ def parse(
     earlier = earlier_turns(request.previous_response_id, history, "send the whole conversation as input")
     messages = earlier + _messages(request, tools)
     if not messages:
+        if request.input is None and "messages" in _any_object.decode(body):
+            raise bad_field("input", "it is wanted here; `messages` belongs to /v1/chat/completions")
         raise bad_field("input", "at least one item of a known type is required")
     choice, allowed = tool_choice(request.tool_choice, {tool.name for tool in tools.listed}, tools.called_by)
     if compacts:

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...api.errors import Protocol, http_error, protocol_of
+from ...api.errors import Protocol, http_error, no_such_verb, protocol_of
 from ...errors import OmlxdError, Overloaded, RequestTooLarge
 from .settings import HttpSettings
 from .slow_reader import TooSlow
@@ -81,6 +81,8 @@ def raise_route_error(request: Request, error: Exception) -> NoReturn:
     """Starlette's exception handler: its own 404 and 405 become ours."""
     assert isinstance(error, HTTPException)
     what = f"{request.method[:METHOD_CHARS]} {request.url.path[:200]}"
+    if unknown := no_such_verb(request.method, request.url.path):
+        raise RouteError(f"{what}: {unknown}.", 404)
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         raise RouteError(f"{what}: this path takes {allow}.", 405, allow)

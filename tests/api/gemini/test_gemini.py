@@ -461,3 +461,16 @@ async def test_models_and_names():
             for version in ("v1", "v1beta"):
                 answer = await http.post(f"/{version}/models/{name}:countTokens", json={"contents": [HI]})
                 assert answer.json() == {"totalTokens": 42}, answer.text
+
+
+async def test_an_errors_code_is_the_status_and_verbs_that_are_none_are_named():
+    async with client(app_of(FakeEngine())) as http:
+        for verb in ("embedContent", "frob", "batchEmbedContents"):
+            answer = await http.post(f"/v1beta/models/omlxd-demo:{verb}", json={})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["status"]) == (404, 404, "NOT_FOUND")
+            for word in (verb, "generateContent", "streamGenerateContent", "countTokens"):
+                assert word in error["message"]
+        for method, path in (("PUT", GENERATE), ("POST", "/v1beta/models"), ("GET", "/v1beta/nothing")):
+            answer = await http.request(method, path)
+            assert answer.status_code in (404, 405) and answer.json()["error"]["code"] == answer.status_code

@@ -235,3 +235,9 @@ def test_words_that_mean_nothing_are_refused(body, param):
     with pytest.raises(InvalidRequest) as refused:
         parsed(input="u", **body)
     assert refused.value.param == param
+
+
+def test_messages_in_place_of_input_are_told_their_path():
+    with pytest.raises(InvalidRequest, match="`messages` belongs to /v1/chat/completions") as refused:
+        parsed(messages=[{"role": "user", "content": "hi"}])
+    assert refused.value.param == "input"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from app_client import body, client
 from fake_engine import HELLO, USAGE, FakeEngine, app_of
@@ -84,3 +85,13 @@ async def test_models_without_v1():
         listed, named = await http.get("/models"), await http.get("/models/org/tiny")
         assert listed.json() == (await http.get("/v1/models")).json()
         assert named.json() == (await http.get("/v1/models/org/tiny")).json()
+
+
+async def test_what_of_a_schema_is_not_enforced_is_told():
+    usage = msgspec.structs.replace(USAGE, not_enforced=("json_schema: /type",))
+    async with client(app_of(FakeEngine((TextDelta("1"), Finished("stop", usage))))) as http:
+        whole = (await http.post("/completion", json={"prompt": "Once"})).json()
+        streamed = await http.post("/completion", json={"prompt": "Once", "stream": True})
+    last = json.loads(streamed.text.strip().rpartition("data: ")[2])
+    for answer in (whole, last):
+        assert answer["omlxd"]["not_enforced"] == ["json_schema: /type"]
