@@ -56,6 +56,7 @@ OTHERS_FLAGS = {
         (
             "--bound",
             "--contexts",
+            "--restarts",
             "--grow",
             "--only",
             "--output",
