@@ -139,7 +139,12 @@ def _talk(conversation: Conversation, question: str, args: argparse.Namespace) -
             thoughts=not args.hidethinking,
         ).run()
         return
-    writer = Writer(console, markdown=not args.plain, thoughts=not args.hidethinking)
+    writer = Writer(
+        console,
+        not args.plain,
+        thoughts=not args.hidethinking,
+        is_json="response_format" in conversation.options,
+    )
     try:
         answer = _print_answer(conversation, question, console, writer)
     except DaemonError as error:

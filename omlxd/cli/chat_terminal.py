@@ -21,6 +21,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output.vt100 import Vt100_Output
 from rich.console import Console
 from rich.text import Text
@@ -39,6 +40,7 @@ from .status import table
 PROMPT = "> "
 LEAVE = ("/quit", "/exit", "/bye")
 QUOTES = '"""'
+CONTINUED = f"  ({QUOTES} ends it) "
 HISTORY_BYTES = 1 << 20
 """Of what was typed; the older half goes when a session begins."""
 
@@ -64,6 +66,7 @@ _SWITCHED = {
     "thoughts": ("thoughts", True),
 }
 """Ollama's words for what is on or off."""
+_FORMATS = "json, a JSON Schema, or a file that holds one; or `text`"
 
 
 def history_file(path: Path) -> History:
@@ -156,7 +159,14 @@ class Terminal:
             history=self._kept(),
             output=output,
             multiline=Condition(lambda: _is_open(session.default_buffer.text)),
-            prompt_continuation=lambda width, number, wrapped: "" if wrapped else "  ",
+            prompt_continuation=lambda width, number, wrapped: (
+                ""
+                if wrapped
+                else CONTINUED
+                if number == 1 and _is_open(session.default_buffer.text)
+                else "  "
+            ),
+            key_bindings=_leaves_block(lambda: _is_open(session.default_buffer.text)),
             completer=WordCompleter([*self._commands, *LEAVE], sentence=True),
             complete_while_typing=False,
             reserve_space_for_menu=0,
@@ -179,7 +189,8 @@ class Terminal:
             self._answer(lambda show: self._conversation.ask(unquoted(line), show))
 
     def _answer(self, ask: Callable[[Callable[[Any], None]], Answer]) -> None:
-        answer = Writer(self._console, self._shown["markdown"], self._shown["thoughts"]).answer(ask)
+        is_json = "response_format" in self._conversation.options
+        answer = Writer(self._console, self._shown["markdown"], self._shown["thoughts"], is_json).answer(ask)
         if note := {"stopped": "stopped", "length": CUT}.get(answer.finish_reason):
             self._say(f"({note})", "dim")
         if self._shown["verbose"]:
@@ -193,6 +204,7 @@ class Terminal:
 
     def _retry(self, rest: str) -> None:
         options = {"temperature": _number("temperature", rest)} if rest else {}
+        self._conversation.check_question()  # Before a spinner turns.
         self._answer(lambda show: self._conversation.ask_again(show, **options))
 
     def _system(self, rest: str) -> None:
@@ -234,11 +246,14 @@ class Terminal:
     def _set_format(self, value: str) -> None:
         options = self._conversation.options
         if not value:
-            raise ConfigError("/set format: say json, a JSON Schema, or a file that holds one; or `default`.")
-        if value == "default":
+            raise ConfigError(f"/set format: say {_FORMATS}.")
+        if value.lower() in ("default", "text", "none"):
             options.pop("response_format", None)
         else:
-            options["response_format"] = answer_format(value)
+            try:
+                options["response_format"] = answer_format(value)
+            except ConfigError as error:
+                raise ConfigError(f"/set format: {error.message} Say {_FORMATS}.") from None
         self._say(f"format is {self._format()}.", "dim")
 
     def _format(self) -> str:
@@ -275,6 +290,10 @@ class Terminal:
     def _load(self, rest: str) -> None:
         if not rest:
             raise ConfigError("/load: name a model; /model shows them.")
+        if rest.endswith((".md", ".json")) or Path(rest.strip("'\"")).expanduser().is_file():
+            raise ConfigError(
+                "/load: it takes a model; a saved conversation is a file, and isn't loaded again."
+            )
         talk = self._conversation
         target = find_target(talk.target, rest)
         stays = {name: talk.options[name] for name in ("keep_alive",) if name in talk.options}
@@ -337,7 +356,7 @@ class Terminal:
     def _help(self, rest: str) -> None:
         rows = [(f"{name} {words}".strip(), text) for name, (words, text, _) in self._commands.items()]
         rows += [
-            (QUOTES, "begins a question of several lines, and ends it"),
+            (QUOTES, "begins a question of several lines, and ends it; Ctrl-D leaves it"),
             ("Ctrl-C", "stops an answer"),
             ("Ctrl-D", f"leaves, as {LEAVE[0]} does"),
         ]
@@ -354,6 +373,17 @@ def _is_open(text: str) -> bool:
     r"""Whether `text` began with \"\"\" (perhaps behind /system) that has no end yet: Enter makes a line."""
     text = re.sub(r"^/(set )?system\s+", "", text.lstrip())
     return text.startswith(QUOTES) and not (len(text) >= 6 and text.rstrip().endswith(QUOTES))
+
+
+def _leaves_block(is_open: Callable[[], bool]) -> KeyBindings:
+    """Ctrl-D in an open block leaves it, as Ctrl-C does."""
+    keys = KeyBindings()
+
+    @keys.add("c-d", filter=Condition(is_open), eager=True)
+    def _(event: KeyPressEvent) -> None:
+        event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    return keys
 
 
 def unquoted(text: str) -> str:

@@ -79,13 +79,17 @@ def split_done(text: str) -> tuple[str, str]:
 
 
 class Writer:
-    """Writes one answer. `markdown` False: its text as it is. `thoughts` False: without them."""
+    """Writes one answer. `markdown` False: its text as it is. `thoughts` False: without them.
 
-    def __init__(self, console: Console, markdown: bool = True, thoughts: bool = True):
+    is_json  the answer is JSON: a block of code
+    """
+
+    def __init__(self, console: Console, markdown: bool = True, thoughts: bool = True, is_json: bool = False):
         self._console = console
         self._markdown = markdown and console.is_terminal
         self._thoughts = thoughts
         self._style: str | None = None
+        self._fence = "```json\n" if is_json and self._markdown else ""
         self._text = ""
         """Of the block that is not done."""
         self._live: Live | None = None
@@ -120,7 +124,8 @@ class Writer:
         if style or not self._markdown:
             self._console.print(Text(text, style), end="", soft_wrap=True)
             return
-        done, self._text = split_done(self._text + text)
+        fence, self._fence = self._fence, ""
+        done, self._text = split_done(fence + self._text + text)
         if done:
             self._stop_drawing()
             self._print(done)

@@ -179,13 +179,17 @@ class Conversation:
         content = [*parts, {"type": "text", "text": question}] if parts else question
         return self._ask(self._turns, content, show)
 
+    def check_question(self) -> None:
+        """Raises ConfigError if there is no question to ask again."""
+        if self._asked is None:
+            raise ConfigError("There is no question yet.")
+
     def ask_again(self, show: Callable[[Delta], None], **options: Any) -> Answer:
         """As `ask`, with the last question, whose answer is forgotten. Raises ConfigError if there is none.
 
         options  for this answer alone
         """
-        if self._asked is None:
-            raise ConfigError("There is no question yet.")
+        self.check_question()
         answered = bool(self._turns) and self._turns[-2]["content"] is self._asked
         return self._ask(self._turns[:-2] if answered else self._turns, self._asked, show, **options)
 

@@ -356,7 +356,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.epilog = "What follows -- goes to the agent as it is."
     args, unknown = parser.parse_known_args(own)
     if unknown:
-        raise ConfigError(f"{unknown[0]} is not a flag of `omlxd launch`; flags of {args.agent} go after --.")
+        near = closest(unknown[0], ["--print-env", "--model", "--save", "--list", "--url"])
+        raise ConfigError(
+            f"{unknown[0]} is not a flag of `omlxd launch`{near}; flags of {args.agent} go after --."
+        )
     if args.list:
         print(as_list())
         return 0

@@ -251,6 +251,10 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     named.add_argument("alias")
     named.add_argument("model", nargs="?")
     named.add_argument("--off", action="store_true", help="take the name away")
+    if typed := getattr(parser, "typed", None):
+        for each in verbs.choices.values():
+            each.prog = typed.get(each.prog, each.prog)
+        parser.prog = next(iter(typed.values()))  # It is who finds a flag that none of them has.
 
 
 # --------------------------------------------------------------------------- verbs
@@ -311,6 +315,9 @@ def _say_absence(args: argparse.Namespace, error: NoDaemon) -> None:
 def _pull(args: argparse.Namespace) -> int:
     if args.model == DEFAULT_ID:
         folder = asyncio.run(fetch_default_model(settings_of(args, *_FOLDER_OPTIONS).base_path))
+    elif "/" not in args.model:
+        near = closest(args.model, [DEFAULT_ID])
+        raise ModelError(f"{args.model!r} is no hub id{near}; write ORG/NAME, or {DEFAULT_ID}.")
     else:
         folder = asyncio.run(fetch_from_hub(args.model))
     _say(args, {"id": args.model, "folder": str(folder)}, lambda: str(folder))

@@ -473,6 +473,17 @@ def test_another_model_is_loaded_and_shown(talking, monkeypatch):
     assert take("/set noformat") == "format is text." and take("/show system") == take("/system")
 
 
+def test_json_keeps_its_indentation(talking):
+    answer = '{\n    "a": [\n        1,\n        2\n    ]\n}'
+    take, _ = talking(answer, answer)
+    take("/set format json")
+    assert [line.rstrip() for line in take("list").splitlines() if line.strip()] == [
+        f" {line}" for line in answer.splitlines()
+    ]
+    take("/set format none")
+    assert "        1," not in take("list"), "Markdown has no indentation"
+
+
 def test_what_is_mistyped_names_the_nearest(talking):
     take, _ = talking()
     for line, words in {
@@ -485,7 +496,13 @@ def test_what_is_mistyped_names_the_nearest(talking):
         "/retry nan": "temperature: 'nan' is no number from 0 to 2.",
         "/load": "/load: name a model; /model shows them.",
         "/show licence": "/show: 'licence' is none of info, parameters and system.",
-        "/set format": "/set format: say json, a JSON Schema, or a file that holds one; or `default`.",
+        "/set format": "/set format: say json, a JSON Schema, or a file that holds one; or `text`.",
+        "/set format xml": "/set format: 'xml' is neither `json`, nor a JSON Schema, nor a file that "
+        "holds one. Say json, a JSON Schema, or a file that holds one; or `text`.",
+        "/set format text": "format is text.",
+        "/set format none": "format is text.",
+        "/retry": "There is no question yet.",
+        "/load talk.json": "/load: it takes a model; a saved conversation is a file, and isn't loaded again.",
         "/save": "/save: name a file, as talk.md or talk.json.",
         "/save /tmp/x.md": "There is no answer yet.",
     }.items():

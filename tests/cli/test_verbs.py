@@ -93,6 +93,28 @@ def test_ollama_s_verbs_do_what_they_do_there(omlxd, tmp_path: Path, monkeypatch
     assert omlxd("rm", "tiny") == (0, "tiny is deleted\n") and not folder.exists()
 
 
+@pytest.mark.parametrize("verb", ["list", "ls", "pull", "show", "rm", "stop", "ps"])
+def test_a_verb_speaks_of_itself_as_it_was_typed(omlxd, capsys, verb):
+    status, said = omlxd(verb, "--nonsense", *(["x"] if verb not in ("list", "ls", "ps") else []))
+    assert status == 2 and f"`omlxd {verb}`" in said and "omlxd models" not in said
+    with pytest.raises(SystemExit):
+        command.main([verb, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: omlxd {verb} ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("pull", "smoll"), "did you mean SmolLM2-135M-Instruct?"),
+        (("cache", "pin", "a text of mine"), "give a session, `last`, or a file"),
+        (("launch", "claude", "--print"), "did you mean --print-env?"),
+    ],
+)
+def test_a_near_miss_names_what_is_taken(omlxd, argv, words):
+    status, said = omlxd(*argv)
+    assert status and words in said
+
+
 class Pulled:
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -33,6 +33,10 @@ def named_request(what: str, model: str | None = None, path: str | None = None) 
         return WhyMissBody(request_id=what)
     path_like = what == "-" or what.startswith(("/", "./", "../")) or what.endswith((".json", ".jsonl"))
     if not path_like and not Path(what).is_file():
+        if any(sign.isspace() for sign in what):
+            raise ConfigError(
+                f"{what[:40]!r} is no session: give a session, `{LAST}`, or a file of the text."
+            )
         return WhyMissBody(session=what)
     asked = read_request(what, path)
     if model:
