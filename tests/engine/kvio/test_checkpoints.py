@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache_folder import flip
 from cold_run import Reference, assert_same, prompt
 from families import build_family
 from fast_or_slow import rest_slow
@@ -119,9 +120,7 @@ def test_a_damaged_checkpoint_is_a_miss(model: Path, uncached: Reference, tmp_pa
     files = checkpoint_files(tmp_path)
     assert files
     for path in files:
-        data = bytearray(path.read_bytes())
-        data[-3] ^= 0x10
-        path.write_bytes(data)
+        flip(path, -3, 0x10)
     with Rig(model, tmp_path, record=True) as rig:
         assert_same(rig, tokens, uncached, hot=0, cold=0)
         assert rig.store.stats.corrupt == len(files)

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache_folder import flip
 from cold_run import Reference, assert_same, prompt
 from families import build_family
 from fast_or_slow import SOME_FAMILIES, rest_slow
@@ -196,9 +197,7 @@ def test_a_damaged_file_ends_what_is_joined(tmp_path: Path, bad: int):
         rig.settle()
         assert rig.store.cold is not None
         path = cache / rig.store.cold.path_of(name)
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 0x10
-    path.write_bytes(data)
+    flip(path, -3, 0x10)
     with Rig(model, cache, record=True) as rig:
         assert_same(rig, tokens, reference, hot=(5 - bad) * 64, cold=bad * 64)
         assert rig.store.stats.corrupt == 1
@@ -239,9 +238,7 @@ def test_a_damaged_file_ends_the_prefix(tmp_path: Path):
         rig.settle()
         assert rig.store.cold is not None
         path = cache / rig.store.cold.path_of(third)
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 0x10
-    path.write_bytes(data)
+    flip(path, -3, 0x10)
     with Rig(model, cache, record=True) as rig:
         assert_same(rig, tokens, reference, hot=64, cold=128)  # The fourth is good, and in RAM by then.
         assert rig.store.stats.corrupt == 1
