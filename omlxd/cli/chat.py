@@ -89,10 +89,7 @@ def talk(
     parser.add_argument(
         "--no-history", action="store_true", help="keep nothing of what is typed (~/.omlxd/chat_history)"
     )
-    args, words = parser.parse_known_args(argv)
-    if flag := next((word for word in words if word.startswith("-")), ""):
-        parser.error(f"unrecognized arguments: {flag}")
-    args.question = [*args.question, *words]  # Those behind a flag are among `words`.
+    args = parser.parse_intermixed_args(argv)  # Words of the question may stand behind flags.
     # Words and files may be in another encoding, which JSON can't hold.
     question, system = (
         os.fsencode(t).decode(errors="replace") for t in (" ".join(args.question), args.system)

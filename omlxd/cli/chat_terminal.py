@@ -298,9 +298,8 @@ class Terminal:
         target = find_target(talk.target, rest)
         stays = {name: talk.options[name] for name in ("keep_alive",) if name in talk.options}
         body = {"model": target.model, "stream": False, **stays}
-        with self._console.status(
-            f"loading {target.model}"
-        ):  # Ollama's order, which leaves its time to stay.
+        with self._console.status(f"loading {target.model}"):
+            # Ollama's order leaves the model's time to stay as it is.
             target.fetch("/api/generate", dict, msgspec.json.encode(body), LOAD_S)
         talk.target = target = find_target(target, target.model)
         talk.clear()

@@ -356,7 +356,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.epilog = "What follows -- goes to the agent as it is."
     args, unknown = parser.parse_known_args(own)
     if unknown:
-        near = closest(unknown[0], ["--print-env", "--model", "--save", "--list", "--url"])
+        near = closest(unknown[0], [flag for action in parser._actions for flag in action.option_strings])
         raise ConfigError(
             f"{unknown[0]} is not a flag of `omlxd launch`{near}; flags of {args.agent} go after --."
         )

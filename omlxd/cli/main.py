@@ -74,10 +74,10 @@ SAME = {
 class _Parser(argparse.ArgumentParser):
     """argparse that ends in one sentence instead of a page of usage, and takes no shortened flags."""
 
-    typed: dict[str, str] = {}  # noqa: RUF012  (what the user typed, by the verb that it stands for)
-
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
+        self.typed: dict[str, str] = {}
+        """What the user typed, by the verb that it stands for."""
 
     def print_help(self, file: Any = None) -> None:
         """argparse's own says nothing if a long page can't be written."""
