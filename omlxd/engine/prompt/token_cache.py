@@ -38,12 +38,11 @@ CACHE_BYTES = 32 << 20
 """Of ids and keys: about eight million tokens, or eighty prompts of 96k that share nothing."""
 
 PIECE_CHARS = 1 << 14
-"""Of a segment's pieces, at most where it can be cut, and about half of it as a rule; likewise of what is
-tokenised at a time. 32,000 tokens take 60 ms so, 95 in one piece (processor time on a small machine). Eight
-threads on 16 cores took 336 ms: they wait for one another in the backend."""
-BATCH_CHARS = 1 << 18
-"""Tokenised before the tokens are counted: 0.1 s of one thread, and 90 MB while it lasts if each is a
-token."""
+"""Characters that one call tokenises. A longer segment is cut into pieces of this size or half of it.
+32,000 tokens take 60 ms in pieces and 95 ms whole (processor time on a small machine). Eight threads on 16
+cores took 336 ms: they wait for one another in the backend."""
+FAR_CHARS = 1 << 18
+"""Characters of a piece, or half as many, where a segment has no place to cut near by."""
 UNCUT_CHARS = 1 << 20
 """Of a piece that can't be cut."""
 _AROUND_CUT = 32
@@ -127,22 +126,16 @@ class TokenCache:
         ids_of = self._cached(keys)
         missing = list({key: i for i, key in enumerate(keys) if key not in ids_of}.values())
         count = sum(map(len, ids_of.values()))
-        for batch in _batches(missing, [len(part) for part in parts], BATCH_CHARS):
+        for batch in _batches(missing, [len(part) for part in parts]):
             if most is not None and count > 2 * most + len(parts):  # each may have an id that is dropped
                 raise PromptTooLong(count - len(parts), most, least=True)
             with _readable():
-                encoded = self._encoded([parts[i] for i in batch])
-                new = {keys[i]: ids for i, ids in zip(batch, encoded, strict=True)}
+                encoded = self._backend.encode_batch_fast([parts[i] for i in batch], add_special_tokens=False)
+            new = {keys[i]: array("I", one.ids) for i, one in zip(batch, encoded, strict=True)}
             count += sum(map(len, new.values()))
             self._remember(new)
             ids_of |= new
         return [ids_of[key] for key in keys]
-
-    def _encoded(self, parts: list[str]) -> Iterator[array[int]]:
-        """The ids of each of `parts`, a few at a time: less of it leaves the processor's cache."""
-        for group in _batches([*range(len(parts))], [len(part) for part in parts], PIECE_CHARS):
-            for one in self._backend.encode_batch_fast([parts[i] for i in group], add_special_tokens=False):
-                yield array("I", one.ids)
 
     def cuts_at(self, content: str) -> bool:
         """Whether texts are cut before the added token `content`."""
@@ -161,7 +154,7 @@ class TokenCache:
         while len(text) - at > PIECE_CHARS and self.joins:
             # Where no place near by is one to cut at, one far away may be.
             cut = self._cut_behind(text, at, PIECE_CHARS // 2) or (
-                len(text) - at > BATCH_CHARS and self._cut_behind(text, at, BATCH_CHARS // 2)
+                len(text) - at > FAR_CHARS and self._cut_behind(text, at, FAR_CHARS // 2)
             )
             if not cut:
                 break
@@ -270,12 +263,12 @@ def _uncut(length: int) -> InvalidRequest:
     )
 
 
-def _batches(indexes: list[int], lengths: list[int], most: int) -> Iterator[list[int]]:
-    """`indexes` in groups of up to `most` characters together, or one longer."""
+def _batches(indexes: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    """`indexes` in groups of up to `PIECE_CHARS` together, or one longer."""
     batch: list[int] = []
     size = 0
     for index in indexes:
-        if batch and size + lengths[index] > most:
+        if batch and size + lengths[index] > PIECE_CHARS:
             yield batch
             batch, size = [], 0
         batch.append(index)

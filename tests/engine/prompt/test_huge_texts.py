@@ -127,14 +127,8 @@ def test_a_run_of_spaces_of_any_length_has_the_ids_of_the_whole(monkeypatch):
     assert cache.joins
 
 
-def test_a_short_prompt_needs_no_other_thread():
-    cache = TokenCache(fast(_zoo()["demo"]))
-    assert cache.encode("The user asks.\n" * 100)
-    assert "_threads" not in vars(cache)
-
-
 def test_where_no_place_near_by_is_one_to_cut_at_one_far_away_is(monkeypatch):
-    far = token_cache.BATCH_CHARS // 2
+    far = token_cache.FAR_CHARS // 2
     monkeypatch.setattr(TokenCache, "_parts_at", lambda self, text, at: at >= far)
     lengths = [len(part) for part in cache_of("demo")._parts("The user asks.\n" * 20_000)]
     assert far <= lengths[0] < far + 20
@@ -194,7 +188,6 @@ def test_a_run_that_the_bound_lets_pass_is_refused_in_words(prompts):
 
 
 def test_a_text_is_read_no_further_than_twice_what_is_allowed(prompts, monkeypatch):
-    monkeypatch.setattr(token_cache, "BATCH_CHARS", 4096)
     monkeypatch.setattr(token_cache, "PIECE_CHARS", 1024)
     cache = prompts.tokens
     text = "".join(f"The user asks {number}.\n" for number in range(50_000))
