@@ -285,11 +285,12 @@ class EngineService:
         scheduler = host.scheduler
         while self._connected:
             time.sleep(PULSE_S)
-            if isinstance(host, EngineHost) and (file := host.loaded.mapped.changed()):
-                self._end_now(f"{file} was written to under its mapping")
-            if isinstance(host, EngineHost) and host.disk_hangs:
-                self._end_now("the SSD cache's folder does not answer")
-            read += isinstance(host, EngineHost) and host.media.busy
+            if isinstance(host, EngineHost):
+                if file := host.loaded.mapped.changed():
+                    self._end_now(f"{file} was written to under its mapping")
+                if host.disk_hangs:
+                    self._end_now("the SSD cache's folder does not answer")
+                read += host.media.busy
             if (steps := scheduler.progress + read) != sent:
                 sent = steps
                 self._send(wire.Alive(steps=steps))

@@ -44,7 +44,7 @@ REPEATED_ROWS = (1, 3, 12)
 """Steps of so many rows, and passes of `PASS` times as many tokens: each form of the products' kernel beside
 another, and more tokens than one of its sets has, where a pass may have these."""
 UNEQUAL_TOKENS = 1500
-"""Of the longest of the rows that checks draw: several spans of attention."""
+"""Tokens of the longest row that a check draws. Attention reads them in several spans."""
 
 PASS = 4
 """Tokens of a row in a check's pass."""

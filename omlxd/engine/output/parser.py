@@ -89,7 +89,7 @@ class OutputParser:
 
     @property
     def current(self) -> OutputParser:
-        """Itself: `GuessingParser` may change its own."""
+        """The parser whose state counts: this one. `GuessingParser` may replace its own."""
         return self
 
     @property

@@ -45,9 +45,9 @@ _LINE_LIMIT = 1 << 16
 STOPPED_LOOK_S = 1.0
 """An engine that ends and is stopped at two looks in a row is killed."""
 _REAP_S = 0.5
+"""How long the end of a process may take to show after its socket closed, before it is killed."""
 END_S = 2.0
 """How long a killed process may take to end."""
-"""How long the end of a process may take to show after its socket closed, before it is killed."""
 
 
 def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
