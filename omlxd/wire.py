@@ -132,7 +132,7 @@ class Load(Struct, frozen=True, tag="load"):
     draft_path  folder of a draft model, which guesses tokens; "": none
     kv_reserve  tokens of an answer that its KV has room for at once; None: as memory allows. A longer one is
                 copied as it grows
-    weights_mmap  whether weights are views of their files (engine/mlx_adapter/mapped.py)
+    weights_mmap  whether weights are views of their files (engine/mlx_adapter/runtime/mapped.py)
     """
 
     model_path: str

@@ -41,7 +41,11 @@ SHARED = 4
 LINES = "lines of omlxd/"
 
 ADDED = {
-    "images and PDFs": ("engine/vision/*", "engine/mlx_adapter/vision.py", "engine/mlx_adapter/tower.py"),
+    "images and PDFs": (
+        "engine/vision/*",
+        "engine/mlx_adapter/model/vision.py",
+        "engine/mlx_adapter/model/tower.py",
+    ),
     "Ollama's API": ("api/ollama/*",),
     "discovery by clients": (
         *("front/http/discovery.py", "front/http/model_list.py", "front/http/router_events.py"),
@@ -58,36 +62,45 @@ ADDED = {
         *("front/http/last_hour.py", "cli/cache/tree.py", "cli/cache/said.py"),
     ),
     "pinned prefixes": ("cli/cache/pin.py", "front/engines/pins.py", "front/owner/pins.py"),
-    "weights by mmap": ("engine/mlx_adapter/mapped.py",),
+    "weights by mmap": ("engine/mlx_adapter/runtime/mapped.py",),
     "embeddings, rerank, scores": (
         *("api/embeddings.py", "front/http/embeddings.py", "engine/embedding.py"),
-        *("engine/mlx_adapter/embedder.py", "api/openai/scores.py"),
+        *("engine/mlx_adapter/model/embedder.py", "api/openai/scores.py"),
     ),
     "GGUF files": ("models/gguf/*",),
     "models of other programs": ("models/local_stores.py",),
     "a default model that answers": ("models/smollm.py", "models/offer.py", "models/builder.py"),
     "omlxd chat": ("cli/chat.py", "cli/own_daemon.py", "front/process/start_page.py"),
-    "omlxd bench, perplexity": ("cli/bench.py", "engine/perplexity.py", "engine/mlx_adapter/perplexity.py"),
-    "LoRA training": ("cli/tune.py", "engine/tune.py", "engine/mlx_adapter/tuning.py", "models/tuning.py"),
+    "omlxd bench, perplexity": (
+        "cli/bench.py",
+        "engine/perplexity.py",
+        "engine/mlx_adapter/model/perplexity.py",
+    ),
+    "LoRA training": (
+        "cli/tune.py",
+        "engine/tune.py",
+        "engine/mlx_adapter/model/tuning.py",
+        "models/tuning.py",
+    ),
     "cache export, import, warm": (
         *("cli/cache/carry.py", "cli/cache/warm.py", "cli/cache/archive.py", "cli/cache/prompt_cache.py"),
-        *("engine/mlx_adapter/prompt_cache.py", "front/owner/carry.py"),
+        *("engine/mlx_adapter/cache/file.py", "front/owner/carry.py"),
     ),
     "LoRA adapters, served": (
-        *("engine/adapters.py", "engine/mlx_adapter/multi_lora.py", "front/engines/adapters.py"),
+        *("engine/adapters.py", "engine/mlx_adapter/model/lora.py", "front/engines/adapters.py"),
         *("front/engines/guest.py", "models/adapters.py"),
     ),
     "load or compute": ("engine/kvio/rates.py", "engine/kvio/tail_read.py"),
-    "memory and key inspection": ("cli/memory.py", "engine/mlx_adapter/inspection.py"),
+    "memory and key inspection": ("cli/memory.py", "engine/mlx_adapter/model/inspection.py"),
     "guessed tokens": (
-        *("engine/schedule/speculation.py", "engine/schedule/draft_model.py", "engine/schedule/mtp.py"),
-        "engine/mlx_adapter/mtp.py",
+        *("engine/speculate/controller.py", "engine/speculate/draft_model.py", "engine/speculate/mtp.py"),
+        "engine/mlx_adapter/model/mtp.py",
     ),
     "labels in shared passes": ("engine/schedule/scoring.py",),
     "attention kernels, compiled steps": (
-        *("engine/mlx_adapter/attention*.py", "engine/mlx_adapter/compiled_step.py"),
-        *("engine/mlx_adapter/nvrtc.py", "engine/mlx_adapter/fused_*.py"),
-        "engine/mlx_adapter/products*.py",
+        *("engine/mlx_adapter/cuda/attention*.py", "engine/mlx_adapter/cuda/compiled_step.py"),
+        *("engine/mlx_adapter/cuda/nvrtc.py", "engine/mlx_adapter/cuda/fused_*.py"),
+        "engine/mlx_adapter/cuda/products*.py",
     ),
     "OpenBLAS on CPUs": ("engine/blas.py",),
     "hostile model folders": (

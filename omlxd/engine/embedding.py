@@ -17,7 +17,7 @@ from .. import wire
 from ..chat import Conversation, EmbedRequest, RawPrompt, Vectors
 from ..errors import InvalidRequest, bad_field
 from . import mlx_adapter
-from .mlx_adapter.embedder import Embedder
+from .mlx_adapter.model.embedder import Embedder
 
 BATCH_ROWS = 64
 CPU_TOKENS, GPU_TOKENS = 2048, 16_384

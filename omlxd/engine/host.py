@@ -45,9 +45,9 @@ from .prompt.pipeline import PromptPipeline, RenderedPrompt
 from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
 from .prompt.template import TOOLS_AS_TEXT
 from .prompt.turn_memory import Answer, Scope
+from .sampling import RowSampling, SamplingDefaults
 from .schedule.memory_admission import MemoryAdmission
 from .schedule.rehearsal import rehearse
-from .schedule.sampling import RowSampling, SamplingDefaults
 from .schedule.scheduler import Scheduler
 from .sequence import SamplerRow, Sequence
 from .vision.documents import read_documents

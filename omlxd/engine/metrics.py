@@ -27,10 +27,10 @@ from .kvio.bridge import KVBridge
 from .mlx_adapter import Adapter
 from .prompt.pipeline import RenderedPrompt
 from .prompt.sessions import Standing
-from .schedule.draft_model import DraftModel
 from .schedule.scheduler import Scheduler
-from .schedule.speculation import WIDTHS, GuessCounts
 from .sequence import Sequence
+from .speculate.controller import WIDTHS, GuessCounts
+from .speculate.draft_model import DraftModel
 
 log = logging.getLogger(__name__)
 

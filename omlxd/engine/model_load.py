@@ -18,9 +18,9 @@ from ..models.footprint import Footprint
 from . import blas, mlx_adapter
 from .mlx_adapter import LoadedModel, Quantisation
 from .prompt.pipeline import PromptPipeline
-from .schedule.draft_model import DraftModel, check_tokenizer
-from .schedule.mtp import MtpModel
-from .schedule.speculation import PassTimes, Speculation
+from .speculate.controller import PassTimes, Speculation
+from .speculate.draft_model import DraftModel, check_tokenizer
+from .speculate.mtp import MtpModel
 
 log = logging.getLogger(__name__)
 

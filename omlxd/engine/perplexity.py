@@ -15,7 +15,7 @@ from .__main__ import prepare_mlx
 
 def main(folder: str, text: str, tokens: str, float32: str) -> None:
     prepare_mlx()
-    from .mlx_adapter.perplexity import measure_folder  # It imports MLX.
+    from .mlx_adapter.model.perplexity import measure_folder  # It imports MLX.
 
     for row in measure_folder(Path(folder), Path(text).read_text(), int(tokens), float32 == "1"):
         print(json.dumps(row), flush=True)

@@ -67,7 +67,7 @@ class LabelScores:
 
 @dataclass(slots=True)
 class SamplerRow:
-    """How a sequence's tokens are sampled, and what its sampler remembers (engine/schedule/sampling.py).
+    """How a sequence's tokens are sampled, and what its sampler remembers (engine/sampling.py).
 
     params        its `RowSampling`
     prompt        token ids, kept only for a penalised row
@@ -134,7 +134,7 @@ class Sequence:
     pass_since     on the monotonic clock, when the pass under way began, later by what others' steps in it
                    took; 0: none is under way
     peak_bytes     most that MLX held in its passes
-    drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py), as
+    drafted, accepted  guesses that were checked, and those that held (engine/speculate/controller.py), as
                    far as its answer goes (`RequestSink.count`)
     model_drafted, model_accepted  of these, the draft model's
     predicted, predicted_accepted  of these, those that come from `prediction`

@@ -126,7 +126,7 @@ class Footprint(msgspec.Struct, frozen=True):
 def footprint(folder: Path, float32: bool = False) -> Footprint:
     """Of the model in `folder`; what its config does not say is counted as nothing.
 
-    float32  its weights are made float32 when it is loaded (engine/mlx_adapter/loading.py)
+    float32  its weights are made float32 when it is loaded (engine/mlx_adapter/model/load.py)
     """
     config = read_config(folder)
     text = _text(config)

@@ -27,7 +27,7 @@ from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
 from omlxd.cli.owner_api import InstalledStatus
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import tuning
+from omlxd.engine.mlx_adapter.model import tuning
 from omlxd.engine.tune import LossCurve, draw
 from omlxd.errors import ConfigError, ModelError
 from omlxd.models import demo

@@ -15,7 +15,7 @@ from omlxd import wire
 from omlxd.chat import Conversation, EmbedRequest, Message, RawPrompt, TextPart
 from omlxd.engine import embedding
 from omlxd.engine.embedding import EmbedderHost
-from omlxd.engine.mlx_adapter.embedder import Embedder
+from omlxd.engine.mlx_adapter.model.embedder import Embedder
 from omlxd.errors import InvalidRequest
 from omlxd.models.footprint import kind_of, read_config
 

@@ -17,8 +17,8 @@ from rig import BLOCK, Rig
 from omlxd.chat import Sampling
 from omlxd.engine.kvio import checkpointer, copier
 from omlxd.engine.kvio.restore import Restore
-from omlxd.engine.mlx_adapter import row_attention
-from omlxd.engine.mlx_adapter.batch_kv import EvenBatchKVCache
+from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
+from omlxd.engine.mlx_adapter.cache.batch import EvenBatchKVCache
 from omlxd.errors import OmlxdError
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.store import KVStore

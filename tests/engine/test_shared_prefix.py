@@ -22,9 +22,11 @@ from mlx_lm.models.cache import KVCache
 from rig import BLOCK, Output, Rig
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import Segment, row_attention, segments
-from omlxd.engine.mlx_adapter.cache_kinds import arrays_of, leaves
-from omlxd.engine.mlx_adapter.quantised import Quantisation
+from omlxd.engine.mlx_adapter import Segment
+from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
+from omlxd.engine.mlx_adapter.cache import segments
+from omlxd.engine.mlx_adapter.cache.kinds import arrays_of, leaves
+from omlxd.engine.mlx_adapter.cache.packed import Quantisation
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.errors import OmlxdError
 from omlxd.wire import Budget

@@ -13,7 +13,10 @@ from rig import BLOCK, Output, Rig
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.transport import StagedTransport
-from omlxd.engine.mlx_adapter import LiveSegments, attention, loading, segments
+from omlxd.engine.mlx_adapter import LiveSegments
+from omlxd.engine.mlx_adapter.attention import hooks as attention
+from omlxd.engine.mlx_adapter.cache import segments
+from omlxd.engine.mlx_adapter.model import load as loading
 
 from .test_shared_prefix import Watching, assert_nothing_is_left
 

@@ -16,7 +16,7 @@ from gguf_files import Type, write_gguf
 
 from omlxd.api.errors import message_of
 from omlxd.config import Settings, load_settings
-from omlxd.engine.schedule.sampling import SamplingDefaults
+from omlxd.engine.sampling import SamplingDefaults
 from omlxd.errors import ModelError, PromptTooLong
 from omlxd.models import catalog, smollm
 from omlxd.models import offer as default_model

@@ -16,7 +16,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
-from omlxd.engine.mlx_adapter.cache_kinds import leaves
+from omlxd.engine.mlx_adapter.cache.kinds import leaves
 from omlxd.errors import ModelError
 from omlxd.models import demo
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.schedule.speculation import RowSpeculator, Speculation
+from omlxd.engine.speculate.controller import RowSpeculator, Speculation
 
 Guesser = Callable[[list[int]], list[int]]
 """Tokens so far → guesses."""

@@ -13,8 +13,8 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import loading
-from omlxd.engine.mlx_adapter.vision import import_vlm
+from omlxd.engine.mlx_adapter.model import load as loading
+from omlxd.engine.mlx_adapter.model.vision import import_vlm
 
 NORMS = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight")
 """Names of weights that the files hold less 1."""

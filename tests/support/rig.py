@@ -19,13 +19,13 @@ from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.checkpointer import Checkpointer
-from omlxd.engine.mlx_adapter import arrays
-from omlxd.engine.schedule.draft_model import DraftModel
-from omlxd.engine.schedule.mtp import MtpModel
-from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.mlx_adapter.runtime import arrays
+from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
-from omlxd.engine.schedule.speculation import Speculation
 from omlxd.engine.sequence import LabelScores, Sequence
+from omlxd.engine.speculate.controller import Speculation
+from omlxd.engine.speculate.draft_model import DraftModel
+from omlxd.engine.speculate.mtp import MtpModel
 from omlxd.engine.vision.images import PromptImages
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints

@@ -17,7 +17,7 @@ from family_configs import _LINEAR_ATTENTION, _MOE, COMMON, VOCAB, WINDOW
 from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer
 
-from omlxd.engine.mlx_adapter import vision
+from omlxd.engine.mlx_adapter.model import vision
 from omlxd.models import demo
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

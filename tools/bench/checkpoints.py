@@ -28,7 +28,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from omlxd.engine.kvio.checkpointer import LEAST_FORK, _interval
-from omlxd.engine.mlx_adapter.cache_kinds import StateLayout, StateTensor
+from omlxd.engine.mlx_adapter.cache.kinds import StateLayout, StateTensor
 from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.kv.hashing import BlockHash, hash_blocks
 from omlxd.kv.layout import Group, KVLayout

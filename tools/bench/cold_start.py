@@ -17,7 +17,7 @@ Goal: the daemon's first hit no later for the files than without, read and answe
 Nearly all of the daemon's start is Python importing modules, so it runs with their bytecode, as an
 installed omlxd does. Processor seconds of an engine alone, from its spawn to its first answer, demo
 model, 2 virtual CPUs, least of 5: 0.93 with nothing done about it, 0.45 now. Most of that is
-lean_imports.py (transformers does not read its models twice: 0.32 s), the rest engine/__main__.py (no
+runtime/lean_imports.py (transformers does not read its models twice: 0.32 s), the rest engine/__main__.py (no
 garbage is collected meanwhile) and engine/prompt/token_cache.py (one call for a thousand). What is left:
 huggingface_hub 0.17, NumPy 0.05, our own modules 0.06, loading the demo and probing its template 0.07.
 Compiling our own modules at each start, where PYTHONDONTWRITEBYTECODE is set, costs 0.07 more.

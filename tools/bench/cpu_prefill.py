@@ -26,7 +26,7 @@ from mlx_lm.models import llama  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from omlxd.common.units import CPU_PREFILL_CHUNK  # noqa: E402
-from omlxd.engine.mlx_adapter.loading import load  # noqa: E402
+from omlxd.engine.mlx_adapter.model.load import load  # noqa: E402
 
 spent: Counter[str] = Counter()
 """Seconds by kind of operation."""

@@ -26,7 +26,8 @@ blas.put_first()  # As an engine does, before anything imports MLX.
 import mlx.core as mx  # noqa: E402
 
 from omlxd.engine import mlx_adapter  # noqa: E402
-from omlxd.engine.mlx_adapter import attention, row_attention  # noqa: E402
+from omlxd.engine.mlx_adapter.attention import by_rows as row_attention  # noqa: E402
+from omlxd.engine.mlx_adapter.attention import hooks as attention  # noqa: E402
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch  # noqa: E402
 from tools.bench.gpu_rig import Bench  # noqa: E402
 from tools.bench.shapes import SHAPES  # noqa: E402

@@ -29,10 +29,10 @@ from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import DirectBuffers, MLXPayload, append_blocks, copy_blocks, read_payload
 from omlxd.engine.kvio.transport import transport
-from omlxd.engine.mlx_adapter.attention_kernel import Kernel
-from omlxd.engine.mlx_adapter.prompt_attention import PromptKernel
+from omlxd.engine.mlx_adapter.cuda.attention_kernel import Kernel
+from omlxd.engine.mlx_adapter.cuda.prompt_attention import PromptKernel
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
-from omlxd.engine.schedule.speculation import WIDTHS
+from omlxd.engine.speculate.controller import WIDTHS
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import BlockKey
@@ -388,7 +388,7 @@ class GPUBench(Bench):
             row(f"{new}, {tokens}", first, *cells, work / cells[1] / 1e9, f"{far.item():.4f}")
 
     def capacity(self) -> None:
-        """A step where the KV's arrays hold a multiple of 256 tokens, and 64 more (batch_kv.py)."""
+        """A step where the KV's arrays hold a multiple of 256 tokens, and 64 more (cache/batch.py)."""
         print("\n## Decode by what the arrays hold\n")
         row("rows", "context", "multiple of 256, ms", "64 more, ms")
         row(*["---"] * 4)

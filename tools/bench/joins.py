@@ -25,7 +25,8 @@ blas.put_first()  # As an engine does, before anything imports MLX.
 import mlx.core as mx  # noqa: E402
 
 from omlxd.engine import mlx_adapter  # noqa: E402
-from omlxd.engine.mlx_adapter import Quantisation, loading  # noqa: E402
+from omlxd.engine.mlx_adapter import Quantisation  # noqa: E402
+from omlxd.engine.mlx_adapter.model import load as loading  # noqa: E402
 
 WAYS = "own arrays", "one array"
 BETWEEN = 6

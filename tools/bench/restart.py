@@ -50,22 +50,22 @@ print(time.perf_counter() - began)
 LOAD = """
 omlxd.engine.service:EngineService._run_engine
 omlxd.engine.host:load_model
-omlxd.engine.mlx_adapter.loading:read_model
-omlxd.engine.mlx_adapter.loading:_model_and_config
-omlxd.engine.mlx_adapter.loading:load_tokenizer
-omlxd.engine.mlx_adapter.products:compile_activations
-omlxd.engine.mlx_adapter.products:prepare
-omlxd.engine.mlx_adapter.early_compile:begin
-omlxd.engine.mlx_adapter.loading:_try
-omlxd.engine.mlx_adapter.loading:CompiledStep
-omlxd.engine.mlx_adapter.loading:share_prefixes
-omlxd.engine.mlx_adapter.loading:use_own_rows
-omlxd.engine.mlx_adapter.loading:compiles
-omlxd.engine.mlx_adapter.loading:_attend_unequal
-omlxd.engine.mlx_adapter.kernel_store:remembered
-omlxd.engine.mlx_adapter.kernel_store:code
-omlxd.engine.mlx_adapter.prompt_shapes:check_ahead
-omlxd.engine.mlx_adapter.prompt_shapes:check_products
+omlxd.engine.mlx_adapter.model.load:read_model
+omlxd.engine.mlx_adapter.model.load:_model_and_config
+omlxd.engine.mlx_adapter.model.load:load_tokenizer
+omlxd.engine.mlx_adapter.cuda.products:compile_activations
+omlxd.engine.mlx_adapter.cuda.products:prepare
+omlxd.engine.mlx_adapter.cuda.early_compile:begin
+omlxd.engine.mlx_adapter.model.load:_try
+omlxd.engine.mlx_adapter.model.load:CompiledStep
+omlxd.engine.mlx_adapter.model.load:share_prefixes
+omlxd.engine.mlx_adapter.model.load:use_own_rows
+omlxd.engine.mlx_adapter.model.load:compiles
+omlxd.engine.mlx_adapter.model.load:_attend_unequal
+omlxd.engine.mlx_adapter.cuda.kernel_store:remembered
+omlxd.engine.mlx_adapter.cuda.kernel_store:code
+omlxd.engine.mlx_adapter.attention.hooks.prompt_shapes:check_ahead
+omlxd.engine.mlx_adapter.attention.hooks.prompt_shapes:check_products
 omlxd.engine.host:rehearse
 omlxd.engine.host:ModelStore
 omlxd.engine.host:PromptPipeline
@@ -87,7 +87,7 @@ omlxd.engine.kvio.restore:Restore._fill_next
 omlxd.engine.kvio.restore:Restore._join
 omlxd.engine.kvio.restore:Restore._settle
 omlxd.engine.kvio.cold_reads:ColdReads._promote
-omlxd.engine.schedule.prompt_passes:PromptPasses.compute_next
+omlxd.engine.schedule.forward:PromptPasses.compute_next
 omlxd.engine.schedule.scheduler:Scheduler.decode
 """
 

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import LoadedModel, Quantisation
-from omlxd.engine.mlx_adapter.cache_kinds import quantised
+from omlxd.engine.mlx_adapter.cache.kinds import quantised
 from omlxd.models.demo import SPECIALS, VOCAB, build_demo
 
 FAVOUR = 0.3

@@ -18,7 +18,7 @@ from ...common.units import available_ram, total_ram
 from ...kv.block_pool import BlockPool
 from ...kv.store import KVStore
 from .. import mlx_adapter
-from ..mlx_adapter import cuda_driver
+from ..mlx_adapter.cuda import driver as cuda_driver
 
 REFRESH_S = 0.5
 RESERVE_FRACTION = 0.1

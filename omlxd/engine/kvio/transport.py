@@ -30,7 +30,8 @@ import numpy as np
 
 from ...kv.files.block_file import READ_BYTES
 from ...kv.layout import KVLayout
-from ..mlx_adapter import backend, blank_arrays, cuda_driver, storage_dtype
+from ..mlx_adapter import backend, blank_arrays, storage_dtype
+from ..mlx_adapter.cuda import driver as cuda_driver
 
 log = logging.getLogger(__name__)
 

@@ -1,32 +1,38 @@
-"""The one package that touches mlx-lm's and mlx-vlm's (vision.py) internals. Pinned to mlx-lm 0.32.2.
+"""The one package that touches mlx-lm's and mlx-vlm's (model/vision.py) internals. Pinned to mlx-lm 0.32.2.
 
 What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_adapter.py:
 - `KVCache` keeps `keys` and `values` of shape (1, heads, capacity, dim) and `offset`; it grows by
-  `step` tokens, an attribute that only growing reads (`GrowingStep` of batch_kv.py is put in its place);
+  `step` tokens, an attribute that only growing reads (`GrowingStep` of cache/batch.py is put in its place);
 - a cache class that can be batched has `merge`; its batch class has `extend`, `filter`, `_idx`;
 - a batch cache is padded on the left, so row r of length n lies in columns `_idx - n` to `_idx`;
 - state that exists only at a position is a `RotatingKVCache`'s last `max_size` tokens in temporal
   order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
 - `mx.load` of a file-like object allocates each array and has the object fill it
-  (engine/mlx_adapter/arrays.py);
+  (engine/mlx_adapter/runtime/arrays.py);
 - `nn.Linear` and `nn.Embedding.as_linear` multiply by their `weight` as it is, and may be replaced in their
-  classes (products.py; tests/engine/mlx_adapter/test_products.py);
-- a CUDA kernel may write into an array that it was given (attention_kernel.py, fused_attention.py);
-- layers of llama, qwen2 and qwen3 keep their weights under the names of fused_step.py, which checks the rest;
-- `mlx::core::clear_cache` and `set_cache_limit` are symbols of its library (engine/mlx_adapter/arrays.py);
+  classes (cuda/products.py; tests/engine/mlx_adapter/test_products.py);
+- a CUDA kernel may write into an array that it was given (cuda/attention_kernel.py, cuda/fused_attention.py);
+- layers of llama, qwen2 and qwen3 keep their weights under the names of cuda/fused_step.py, which checks the
+  rest;
+- `mlx::core::clear_cache` and `set_cache_limit` are symbols of its library
+  (engine/mlx_adapter/runtime/arrays.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
   `as_linear` of its embedding;
-- `model.layers` are the modules that a pass calls one after the other (loading.py, `LayerHook`);
+- `model.layers` are the modules that a pass calls one after the other (model/load.py, `LayerHook`);
 - transformers finds its models' names by `define_import_structure` and keeps them in `_LazyModule`
-  (lean_imports.py; tests/engine/mlx_adapter/test_lean_imports.py).
+  (runtime/lean_imports.py; tests/engine/mlx_adapter/test_lean_imports.py).
 """
 
-from . import lean_imports  # Before whatever imports transformers.
-from .addressed_rows import Tail, let_go
-from .arrays import blank_arrays, give_memory_back, give_outgrown_back, limits, rows_at, set_limits
-from .attention import reads_own_rows
-from .batch_kv import EvenBatchKVCache, round_up
-from .cache_kinds import (
+from .runtime import lean_imports  # Before whatever imports transformers.
+
+# isort: split
+from .attention.by_rows import pays as rows_attend_alone
+from .attention.by_rows import ratio as rows_alone_ratio
+from .attention.hooks import reads_own_rows
+from .attention.prompt_shapes import fixed_shapes
+from .cache.batch import EvenBatchKVCache, round_up
+from .cache.file import PromptCacheFile, checked_kv, open_prompt_cache, unwritable, write_prompt_cache
+from .cache.kinds import (
     Cache,
     StateLayout,
     append_tokens,
@@ -54,14 +60,16 @@ from .cache_kinds import (
     token_range,
     trim,
 )
-from .compiled_step import CompiledStep
-from .cuda_driver import give_spare_back
-from .device import backend, compute_dtype, storage_dtype, versions
-from .fused_attention import MOST_NEW
-from .inspection import attention_from, write_keys
-from .kernel_store import use_folder as use_kernel_folder
-from .live_segments import LiveSegments
-from .loading import (
+from .cache.live_segments import LiveSegments
+from .cache.packed import Quantisation
+from .cache.segments import SEGMENT, Segment, add_segment, segmented_layers
+from .cuda.addressed_rows import Tail, let_go
+from .cuda.compiled_step import CompiledStep
+from .cuda.driver import give_spare_back
+from .cuda.fused_attention import MOST_NEW
+from .cuda.kernel_store import use_folder as use_kernel_folder
+from .model.inspection import attention_from, write_keys
+from .model.load import (
     LayerHook,
     LoadedModel,
     has_own_rows,
@@ -76,18 +84,8 @@ from .loading import (
     tree_bytes,
     use_own_rows,
 )
-from .mtp import MtpHeads, MtpState, load_mtp
-from .multi_lora import Adapter, may_share_pass, row_adapters
-from .prompt_cache import (
-    PromptCacheFile,
-    checked_kv,
-    open_prompt_cache,
-    unwritable,
-    write_prompt_cache,
-)
-from .prompt_shapes import fixed_shapes
-from .quantised import Quantisation
-from .row_attention import pays as rows_attend_alone
-from .row_attention import ratio as rows_alone_ratio
-from .segments import SEGMENT, Segment, add_segment, segmented_layers
-from .vision import VLM_VERSION, blindness
+from .model.lora import Adapter, may_share_pass, row_adapters
+from .model.mtp import MtpHeads, MtpState, load_mtp
+from .model.vision import VLM_VERSION, blindness
+from .runtime.arrays import blank_arrays, give_memory_back, give_outgrown_back, limits, rows_at, set_limits
+from .runtime.device import backend, compute_dtype, storage_dtype, versions

@@ -5,10 +5,11 @@ A step is started before the one before it has been read, so the device never wa
 A row that ends is noticed one step late; its extra token is thrown away.
 
 One row keeps the cache that it was prefilled into: no merge, no padding, no mask. So do the rows of a batch
-where attention goes row by row, or reads rows by address (own_rows.py, addressed_rows.py of mlx_adapter/).
-Elsewhere joining copies every row's KV, as stock attention wants one array, so `best_batch` weighs it.
+where attention goes row by row, or reads rows by address (cache/rows.py, cuda/addressed_rows.py of
+mlx_adapter/). Elsewhere joining copies every row's KV, as stock attention wants one array, so `best_batch`
+weighs it.
 
-A step may also check guesses (speculation.py); such a pass is read before the next one starts.
+A step may also check guesses (speculate/controller.py); such a pass is read before the next one starts.
 """
 
 from __future__ import annotations
@@ -25,11 +26,9 @@ import mlx.core as mx
 
 from .. import mlx_adapter
 from ..mlx_adapter import CompiledStep, LoadedModel
+from ..sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
 from ..sequence import Likelihood, SamplerRow, Sequence
-from .draft_model import DraftRows, Wanted, clock, drafting, seeded
-from .mtp import MtpRows
-from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import (
+from ..speculate.controller import (
     DRAFT,
     MOST_FLAT_ROWS,
     STEADY,
@@ -39,6 +38,8 @@ from .speculation import (
     Speculation,
     filled_up,
 )
+from ..speculate.draft_model import DraftRows, Wanted, clock, drafting, seeded
+from ..speculate.mtp import MtpRows
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -333,7 +334,8 @@ class DecodeBatch:
         return plan if any(guess for guess, _ in plan) else []
 
     def _most_flat(self) -> int:
-        """Tokens of a flat pass (speculation.py) at most; 0: passes are as wide as the longest guess."""
+        """Tokens of a flat pass (speculate/controller.py) at most; 0: passes are as wide as the longest
+        guess."""
         if self._speculation is None or self._compiled is None or not (self.rows and self._is_plain()):
             return 0
         most = self._compiled.most_tokens(self._cache)

@@ -1,4 +1,5 @@
-"""Ends of prompts computed as answers are: by passes whose bits are those of decode steps (fused_step.py).
+"""Ends of prompts computed as answers are: by passes whose bits are those of decode steps
+(cuda/fused_step.py).
 
 A row's bits are then its own in any company, so the ends of several prompts share passes, and none waits for
 another's.
@@ -12,7 +13,7 @@ import mlx.core as mx
 
 from .. import mlx_adapter
 from ..mlx_adapter import CompiledStep, LayerHook
-from .speculation import filled_up
+from ..speculate.controller import filled_up
 
 LONGEST = 32
 """Tokens of an end, without the last, that passes of steps compute, `MOST_NEW` of a row at most in each. A

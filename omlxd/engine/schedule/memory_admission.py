@@ -26,9 +26,9 @@ from .. import mlx_adapter
 from ..kvio.hot_budget import memory
 from ..mlx_adapter import Adapter, LoadedModel
 from ..sequence import Sequence, State
-from .draft_model import DraftModel
+from ..speculate.draft_model import DraftModel
+from ..speculate.mtp import MtpModel
 from .hot_blocks import Held, HotBlocks, nbytes_of
-from .mtp import MtpModel
 
 log = logging.getLogger(__name__)
 

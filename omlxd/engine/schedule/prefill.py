@@ -1,4 +1,4 @@
-"""The prefill budget: which prompt is computed next, and how much of it in one pass (prompt_passes.py).
+"""The prefill budget: which prompt is computed next, and how much of it in one pass (forward.py).
 
 | backend | tokens in a pass                          | so KV has the same bits                      |
 |---------|-------------------------------------------|----------------------------------------------|
@@ -11,7 +11,7 @@
 |         | at most `PREFILL_CHUNK`                   |                                              |
 
 Passes end on an absolute grid. They do not shrink for decoding rows, which step between the layers of
-a pass (prompt_passes.py), so bits don't depend on them.
+a pass (forward.py), so bits don't depend on them.
 """
 
 from __future__ import annotations

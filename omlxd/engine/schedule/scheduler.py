@@ -1,6 +1,6 @@
 """Continuous batching: which sequence gets the next piece of the device's time.
 
-Prompts are computed pass by pass (prompt_passes.py), and sequences decode together (decode_batch.py). Runs on
+Prompts are computed pass by pass (forward.py), and sequences decode together (decode_batch.py). Runs on
 the engine thread alone; `submit`, `cancel` and `post` may be called from any thread.
 """
 
@@ -22,15 +22,15 @@ from .. import mlx_adapter
 from ..kvio.bridge import KVBridge
 from ..kvio.hot_budget import evict_unused
 from ..mlx_adapter import Adapter, CompiledStep, LoadedModel
+from ..sampling import NO_TOKEN
 from ..sequence import Drawn, Sequence, State
+from ..speculate.controller import Speculation
 from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
+from .forward import PromptPasses
 from .memory_admission import MemoryAdmission
 from .prefill import SMOOTHING, PrefillBudget, slice_seconds
-from .prompt_passes import PromptPasses
 from .queue import Inbox, RequestQueue, Watchdog
-from .sampling import NO_TOKEN
-from .speculation import Speculation
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ import mlx.core as mx
 
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
+from ..sampling import NO_TOKEN, BatchSampler
+from ..sampling import likelihoods as likelihoods_of
 from ..sequence import LabelScores, Likelihood, Sequence
 from .prefill import TOGETHER
-from .sampling import NO_TOKEN, BatchSampler
-from .sampling import likelihoods as likelihoods_of
 
 COPIED = 1 << 30
 """Bytes of KV that the rows of a pass may copy."""

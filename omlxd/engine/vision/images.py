@@ -28,7 +28,7 @@ from ...chat import ImagePart
 from ...common.bounded_map import BoundedMap
 from ...errors import InvalidRequest, PromptTooLong, bad_field
 from ...kv.hashing import ExtraKey
-from ..mlx_adapter.vision import (
+from ..mlx_adapter.model.vision import (
     Features,
     ImageProcessor,
     Piece,

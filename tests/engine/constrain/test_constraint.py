@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from omlxd.chat import AnswerFormat, Failed, Message, ReasoningDelta, TextDelta, TextPart, Tool, ToolCall
 from omlxd.engine.schedule.scheduler import Scheduler
-from omlxd.engine.schedule.speculation import Speculation
+from omlxd.engine.speculate.controller import Speculation
 from omlxd.errors import InvalidRequest
 
 BOUNDED: dict[str, Any] = {

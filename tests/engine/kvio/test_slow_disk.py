@@ -27,7 +27,7 @@ from rig import BLOCK, Output, Rig
 from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.rates import Rates
 from omlxd.engine.kvio.transport import StagedTransport
-from omlxd.engine.mlx_adapter import cuda_driver
+from omlxd.engine.mlx_adapter.cuda import driver as cuda_driver
 from omlxd.engine.sequence import State
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.hashing import chain_root, hash_blocks

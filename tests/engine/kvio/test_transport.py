@@ -25,7 +25,8 @@ from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.payload import MLXPayload, read_payload
 from omlxd.engine.kvio.restore import Restore, StagedArrival
 from omlxd.engine.kvio.transport import Load, StagedTransport
-from omlxd.engine.mlx_adapter import Cache, cuda_driver, storage_dtype
+from omlxd.engine.mlx_adapter import Cache, storage_dtype
+from omlxd.engine.mlx_adapter.cuda import driver as cuda_driver
 from omlxd.engine.sequence import Sequence
 from omlxd.kv.layout import Group, KVLayout
 

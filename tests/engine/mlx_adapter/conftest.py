@@ -14,22 +14,22 @@ import pytest
 from mlx_lm.models import base
 from mlx_lm.models.cache import RotatingKVCache
 
-from omlxd.engine.mlx_adapter import (
-    Quantisation,
+from omlxd.engine.mlx_adapter import Quantisation
+from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
+from omlxd.engine.mlx_adapter.attention import hooks as attention
+from omlxd.engine.mlx_adapter.cache import segments
+from omlxd.engine.mlx_adapter.cuda import (
     addressed_rows,
-    attention,
     attention_kernel,
     attention_packed,
     compiled_step,
     fused_step,
     index_kernel,
     latent_kernel,
-    row_attention,
     segment_attention,
-    segments,
 )
-from omlxd.engine.mlx_adapter.attention_kernel import Tails
-from omlxd.engine.mlx_adapter.segment_attention import Shared
+from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.segment_attention import Shared
 
 
 class Reference:

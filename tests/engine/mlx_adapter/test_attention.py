@@ -13,8 +13,9 @@ from fast_or_slow import SOME_FAMILIES, diagonal, rest_slow
 from mlx_lm.models import base
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import attention, attention_source
-from omlxd.engine.mlx_adapter.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.attention import hooks as attention
+from omlxd.engine.mlx_adapter.cuda import attention_source
+from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
 
 from .conftest import Reference, known_addresses
 

@@ -11,14 +11,10 @@ import pytest
 from families import build_family
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import (
-    CompiledStep,
-    Quantisation,
-    attention_packed,
-    compiled_step,
-    row_attention,
-)
-from omlxd.engine.mlx_adapter.quantised import QuantisedBatchKVCache, QuantisedKVCache
+from omlxd.engine.mlx_adapter import CompiledStep, Quantisation
+from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
+from omlxd.engine.mlx_adapter.cache.packed import QuantisedBatchKVCache, QuantisedKVCache
+from omlxd.engine.mlx_adapter.cuda import attention_packed, compiled_step
 
 from .conftest import PackedReference, Reference, known_addresses
 from .test_compiled_step import STEPS, Steps, batch_of

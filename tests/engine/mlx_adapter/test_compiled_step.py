@@ -11,8 +11,10 @@ from fast_or_slow import SOME_FAMILIES, diagonal
 from mlx_lm.models.cache import ArraysCache
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, compiled_step, loading
-from omlxd.engine.mlx_adapter.cache_kinds import leaves
+from omlxd.engine.mlx_adapter import CompiledStep
+from omlxd.engine.mlx_adapter.cache.kinds import leaves
+from omlxd.engine.mlx_adapter.cuda import compiled_step
+from omlxd.engine.mlx_adapter.model import load as loading
 
 from .conftest import Reference
 

@@ -1,4 +1,4 @@
-"""The machine over guesses with fused_step.py's flat passes, by MLX's ops in place of its kernels."""
+"""The machine over guesses with cuda/fused_step.py's flat passes, by MLX's ops in place of its kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.mlx_adapter import compiled_step, kernel_store
-from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
+from omlxd.engine.mlx_adapter.cuda import compiled_step, kernel_store
+from omlxd.engine.mlx_adapter.cuda.fused_step import FusedStep, Unfusable
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 

@@ -13,13 +13,15 @@ from families import FAMILIES, build_family
 from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, Quantisation, compiled_step, fused_step, loading
-from omlxd.engine.mlx_adapter.attention_kernel import Tails
-from omlxd.engine.mlx_adapter.fused_attention import MOST_NEW, FusedAttention, Heads, Shape, source_of
-from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
-from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET
-from omlxd.engine.mlx_adapter.segment_attention import Shared
-from omlxd.engine.schedule.speculation import flat_size
+from omlxd.engine.mlx_adapter import CompiledStep, Quantisation
+from omlxd.engine.mlx_adapter.cuda import compiled_step, fused_step
+from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.fused_attention import MOST_NEW, FusedAttention, Heads, Shape, source_of
+from omlxd.engine.mlx_adapter.cuda.fused_step import FusedStep, Unfusable
+from omlxd.engine.mlx_adapter.cuda.products_kernel import FORMS, SET
+from omlxd.engine.mlx_adapter.cuda.segment_attention import Shared
+from omlxd.engine.mlx_adapter.model import load as loading
+from omlxd.engine.speculate.controller import flat_size
 
 from .conftest import SegmentReference, only_seen, put_newest, with_room
 from .test_compiled_step import STEPS, Steps, batch_of
@@ -33,7 +35,7 @@ VARIANTS = {
 
 
 class Attend:
-    """What fused_attention.py's kernel computes. Counts its calls."""
+    """What cuda/fused_attention.py's kernel computes. Counts its calls."""
 
     def __init__(self, heads: Heads):
         self.heads, self.calls, self.by_address = heads, 0, 0

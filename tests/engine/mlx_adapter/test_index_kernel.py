@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.mlx_adapter import index_kernel, segment_attention
-from omlxd.engine.mlx_adapter.attention_kernel import Tails
-from omlxd.engine.mlx_adapter.sparse_rows import best
+from omlxd.engine.mlx_adapter.cache.dsa_rows import best
+from omlxd.engine.mlx_adapter.cuda import index_kernel, segment_attention
+from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
 
 from .conftest import IndexReference, known_addresses
 from .test_segment_attention import Watched

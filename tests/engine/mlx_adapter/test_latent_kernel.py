@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.mlx_adapter import latent_kernel, segment_attention
-from omlxd.engine.mlx_adapter.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda import latent_kernel, segment_attention
+from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
 
 from .conftest import LatentReference, known_addresses
 from .test_segment_attention import Watched

@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from omlxd.engine.mlx_adapter import fused_attention, layer_products, products
-from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads, Launch
-from omlxd.engine.mlx_adapter.layer_products import MOST_SHARED, LayerProducts
-from omlxd.engine.mlx_adapter.products_kernel import FORMS, SET, WARPS, form_of
-from omlxd.engine.mlx_adapter.segment_attention import Shared
+from omlxd.engine.mlx_adapter.cuda import fused_attention, layer_products, products
+from omlxd.engine.mlx_adapter.cuda.fused_attention import FusedAttention, Heads, Launch
+from omlxd.engine.mlx_adapter.cuda.layer_products import MOST_SHARED, LayerProducts
+from omlxd.engine.mlx_adapter.cuda.products_kernel import FORMS, SET, WARPS, form_of
+from omlxd.engine.mlx_adapter.cuda.segment_attention import Shared
 
 HIDDEN, WIDE, FFN = 64, 96, 144
 

@@ -18,8 +18,8 @@ from families import build_family
 from host import Host, finished, raw
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import mapped
-from omlxd.engine.mlx_adapter.mapped import MappedWeights
+from omlxd.engine.mlx_adapter.runtime import mapped
+from omlxd.engine.mlx_adapter.runtime.mapped import MappedWeights
 from omlxd.errors import ModelError
 from omlxd.models import demo
 from tools.bench.weights_mmap import align
@@ -171,7 +171,7 @@ def test_a_file_that_is_cut_while_it_is_mapped_ends_the_process_by_sigbus(tmp_pa
     file = weights(tmp_path, rows=40_000)
     code = (
         "import os, sys, mlx.core as mx\n"
-        "from omlxd.engine.mlx_adapter.mapped import MappedWeights\n"
+        "from omlxd.engine.mlx_adapter.runtime.mapped import MappedWeights\n"
         "views = MappedWeights('on', False)\n"
         "with views.reading():\n"
         "    loaded = mx.load(sys.argv[1])\n"

@@ -21,9 +21,11 @@ from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.payload import DirectBuffers, copy_blocks, join_blocks, read_payload
-from omlxd.engine.mlx_adapter import arrays, batch_kv, cache_kinds
-from omlxd.engine.mlx_adapter.quantised import Quantisation, QuantisedKVCache
-from omlxd.engine.mlx_adapter.segments import SegmentedKVCache
+from omlxd.engine.mlx_adapter.cache import batch as batch_kv
+from omlxd.engine.mlx_adapter.cache import kinds as cache_kinds
+from omlxd.engine.mlx_adapter.cache.packed import Quantisation, QuantisedKVCache
+from omlxd.engine.mlx_adapter.cache.segments import SegmentedKVCache
+from omlxd.engine.mlx_adapter.runtime import arrays
 from omlxd.errors import ModelError
 from omlxd.kv.layout import Group, KVLayout
 from tools.bench.kv_growth import capacities
@@ -43,7 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 def test_every_family_is_told_by_its_caches(family: str, folders):
     loaded = mlx_adapter.load(folders(family))
     cache = mlx_adapter.new_cache(loaded.model, 100)
-    classes = {type(leaf).__name__ for _, leaf in mlx_adapter.cache_kinds.leaves(cache)}
+    classes = {type(leaf).__name__ for _, leaf in mlx_adapter.cache.kinds.leaves(cache)}
     assert classes == CONFIGS[family].classes
     assert loaded.layout is not None and loaded.states is not None and loaded.kv_reuse == ""
     assert bool(loaded.states.tensors) == (family not in TOKEN_KV)

@@ -16,12 +16,14 @@ from mlx_lm.models.cache import ArraysCache
 from vision_families import build_vision_family
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import Quantisation, loading, row_attention
-from omlxd.engine.mlx_adapter import segments as segments_module
-from omlxd.engine.mlx_adapter.batch_kv import WindowBatchKVCache
-from omlxd.engine.mlx_adapter.device import compute_dtype
-from omlxd.engine.mlx_adapter.own_rows import OwnRowsKVCache
-from omlxd.engine.mlx_adapter.segments import Segment, SegmentedKVCache
+from omlxd.engine.mlx_adapter import Quantisation
+from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
+from omlxd.engine.mlx_adapter.cache import segments as segments_module
+from omlxd.engine.mlx_adapter.cache.batch import WindowBatchKVCache
+from omlxd.engine.mlx_adapter.cache.rows import OwnRowsKVCache
+from omlxd.engine.mlx_adapter.cache.segments import Segment, SegmentedKVCache
+from omlxd.engine.mlx_adapter.model import load as loading
+from omlxd.engine.mlx_adapter.runtime.device import compute_dtype
 
 PACKED = ("qwen3 8", "qwen3 4", "gemma3_text 8", "qwen3_next 4")
 """Families, and bits of their per-token KV."""

@@ -9,10 +9,10 @@ import pytest
 from daemon import demo_model
 from mlx_lm.models.cache import make_prompt_cache
 
-from omlxd.engine.mlx_adapter.cache_kinds import quantised
-from omlxd.engine.mlx_adapter.loading import read_model
-from omlxd.engine.mlx_adapter.perplexity import RoundedKVCache, measure
-from omlxd.engine.mlx_adapter.quantised import Quantisation
+from omlxd.engine.mlx_adapter.cache.kinds import quantised
+from omlxd.engine.mlx_adapter.cache.packed import Quantisation
+from omlxd.engine.mlx_adapter.model.load import read_model
+from omlxd.engine.mlx_adapter.model.perplexity import RoundedKVCache, measure
 
 TOKENS = [(i * i + 7 * i) % 90 + 3 for i in range(200)]
 

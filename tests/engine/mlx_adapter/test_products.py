@@ -13,7 +13,8 @@ from families import build_family
 from mlx_lm.models import deepseek_v3
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import loading, products, products_kernel
+from omlxd.engine.mlx_adapter.cuda import products, products_kernel
+from omlxd.engine.mlx_adapter.model import load as loading
 
 K, N = 64, 40
 ROWS = len(products._ROWS)

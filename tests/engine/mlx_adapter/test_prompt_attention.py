@@ -13,7 +13,9 @@ from families import build_family
 from family_configs import WINDOW
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import attention, prompt_attention, prompt_shapes
+from omlxd.engine.mlx_adapter.attention import hooks as attention
+from omlxd.engine.mlx_adapter.attention import prompt_shapes
+from omlxd.engine.mlx_adapter.cuda import prompt_attention
 
 CHUNK = 128
 

@@ -16,10 +16,19 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from rig import BLOCK, Rig
 
-from omlxd.engine.mlx_adapter import Quantisation, attention, products, prompt_shapes
-from omlxd.engine.mlx_adapter.prompt_shapes import FINE, MOST_MORE, PREFILL_CHUNK, fixed_shapes, shape_of
-from omlxd.engine.mlx_adapter.quantised import QuantisedKVCache
-from omlxd.engine.schedule import prompt_passes
+from omlxd.engine.mlx_adapter import Quantisation
+from omlxd.engine.mlx_adapter.attention import hooks as attention
+from omlxd.engine.mlx_adapter.attention import prompt_shapes
+from omlxd.engine.mlx_adapter.attention.prompt_shapes import (
+    FINE,
+    MOST_MORE,
+    PREFILL_CHUNK,
+    fixed_shapes,
+    shape_of,
+)
+from omlxd.engine.mlx_adapter.cache.packed import QuantisedKVCache
+from omlxd.engine.mlx_adapter.cuda import products
+from omlxd.engine.schedule import forward as prompt_passes
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from families import build_family
 from rig import BLOCK, Rig
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import Quantisation, quantised
+from omlxd.engine.mlx_adapter import Quantisation
+from omlxd.engine.mlx_adapter.cache import packed as quantised
 from omlxd.errors import ModelError
 
 WIDE = {"head_dim": 64}

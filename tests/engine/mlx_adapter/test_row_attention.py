@@ -11,8 +11,8 @@ from families import build_family
 from mlx_lm.models import base
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import row_attention
-from omlxd.engine.mlx_adapter.row_attention import HALF, Costs
+from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
+from omlxd.engine.mlx_adapter.attention.by_rows import HALF, Costs
 
 ALWAYS, NEVER = Costs(1.0, 0.0, 0.0, 0.0), Costs(0.0, 0.0, 1.0, 0.0)
 

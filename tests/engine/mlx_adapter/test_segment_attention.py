@@ -19,8 +19,9 @@ from guesses import guess_by, half_right
 from rig import Rig
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import (
-    CompiledStep,
+from omlxd.engine.mlx_adapter import CompiledStep
+from omlxd.engine.mlx_adapter.cache import segments
+from omlxd.engine.mlx_adapter.cuda import (
     addressed_rows,
     attention_kernel,
     attention_source,
@@ -28,12 +29,11 @@ from omlxd.engine.mlx_adapter import (
     fused_attention,
     segment_attention,
     segment_kernel,
-    segments,
 )
-from omlxd.engine.mlx_adapter.addressed_rows import AddressedKVCache
-from omlxd.engine.mlx_adapter.attention_kernel import Tails
-from omlxd.engine.mlx_adapter.fused_attention import FusedAttention, Heads
-from omlxd.engine.mlx_adapter.segment_attention import places_of
+from omlxd.engine.mlx_adapter.cuda.addressed_rows import AddressedKVCache
+from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.fused_attention import FusedAttention, Heads
+from omlxd.engine.mlx_adapter.cuda.segment_attention import places_of
 from omlxd.engine.schedule import decode_batch, end_steps
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 

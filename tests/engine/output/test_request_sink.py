@@ -27,7 +27,7 @@ from omlxd.chat import (
     Usage,
 )
 from omlxd.engine.output.sink import OutputThread, RequestSink, _joined
-from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence
 from omlxd.models import demo

@@ -19,9 +19,10 @@ from omlxd import wire
 from omlxd.chat import AnswerFormat, Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.host import EngineHost
-from omlxd.engine.schedule import draft_model
 from omlxd.engine.schedule.decode_batch import DecodeBatch
-from omlxd.engine.schedule.speculation import (
+from omlxd.engine.sequence import SamplerRow, Sequence
+from omlxd.engine.speculate import draft_model
+from omlxd.engine.speculate.controller import (
     DRAFT,
     KINDS,
     MOST_CREDIT,
@@ -30,7 +31,6 @@ from omlxd.engine.schedule.speculation import (
     RowSpeculator,
     Speculation,
 )
-from omlxd.engine.sequence import SamplerRow, Sequence
 from omlxd.errors import ModelError
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=5)

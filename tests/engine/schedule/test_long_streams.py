@@ -25,7 +25,9 @@ from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.hot_budget import HotTiers
 from omlxd.engine.kvio.open_store import WRITE_QUEUE_FRACTION
 from omlxd.engine.kvio.transport import StagedTransport
-from omlxd.engine.mlx_adapter import batch_kv, cuda_driver, row_attention
+from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
+from omlxd.engine.mlx_adapter.cache import batch as batch_kv
+from omlxd.engine.mlx_adapter.cuda import driver as cuda_driver
 from omlxd.engine.schedule import memory_admission
 from omlxd.engine.schedule.decode_batch import DecodeBatch, Draw
 from omlxd.engine.schedule.memory_admission import MemoryAdmission

@@ -15,9 +15,9 @@ from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine.schedule import prompt_passes
+from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.schedule import forward as prompt_passes
 from omlxd.engine.schedule.prefill import PrefillBudget
-from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence import Sequence
 from omlxd.errors import OmlxdError
 

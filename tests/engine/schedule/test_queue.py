@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omlxd.chat import Sampling
+from omlxd.engine.sampling import UNNAMED, RowSampling, SamplerRow
 from omlxd.engine.schedule.queue import PATIENCE, RequestQueue
-from omlxd.engine.schedule.sampling import UNNAMED, RowSampling, SamplerRow
 from omlxd.engine.sequence import Sequence
 
 GREEDY = RowSampling.of(Sampling(temperature=0.0), UNNAMED)

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from omlxd.chat import Sampling
-from omlxd.engine.schedule.sampling import (
-    NO_TOKEN,
-    BatchSampler,
-    Penalties,
-    RowSampling,
-    SamplerRow,
-    SamplingDefaults,
-)
+from omlxd.engine.sampling import NO_TOKEN, BatchSampler, Penalties, RowSampling, SamplerRow, SamplingDefaults
 
 VOCAB = 50
 RNG = np.random.default_rng(3)

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Finished, GenerateRequest, RawPrompt, Sampling
-from omlxd.engine.mlx_adapter import batch_kv, own_rows
+from omlxd.engine.mlx_adapter.cache import batch as batch_kv
+from omlxd.engine.mlx_adapter.cache import rows as own_rows
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule import scheduler as scheduler_module
 from omlxd.engine.schedule.decode_batch import DecodeBatch

@@ -21,7 +21,8 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Event, GenerateRequest, Scored
 from omlxd.engine import mlx_adapter
-from omlxd.engine.schedule import prompt_passes, scoring
+from omlxd.engine.schedule import forward as prompt_passes
+from omlxd.engine.schedule import scoring
 from omlxd.engine.schedule.prefill import TOGETHER
 from omlxd.errors import InvalidRequest, OmlxdError
 

@@ -20,10 +20,10 @@ from rig import BLOCK, GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
-from omlxd.engine.schedule import decode_batch, speculation
+from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule.decode_batch import DecodeBatch
-from omlxd.engine.schedule.ngram import LONGEST_MATCH, MIN_MATCH, NgramProposer
-from omlxd.engine.schedule.speculation import (
+from omlxd.engine.speculate import controller as speculation
+from omlxd.engine.speculate.controller import (
     EACH_STEP,
     LOOK_S,
     LOOK_SHARE,
@@ -36,6 +36,7 @@ from omlxd.engine.schedule.speculation import (
     RowSpeculator,
     Speculation,
 )
+from omlxd.engine.speculate.ngram import LONGEST_MATCH, MIN_MATCH, NgramProposer
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +246,7 @@ def test_a_recurrent_state_is_put_back_as_its_row_of_the_table_says(monkeypatch:
     def restore(cache: Sum, arrays: Mapping[str, int], tokens: int) -> None:
         cache.total, cache.tokens = arrays["total"], tokens
 
-    kinds = mlx_adapter.cache_kinds
+    kinds = mlx_adapter.cache.kinds
     kind = kinds.CacheKind(Sum, False, lambda cache: {"total": cache.total}, restore, Sum, None)
     monkeypatch.setitem(kinds.KINDS, Sum, kind)
     cache = [Sum(), kinds.ArraysCache(1)]
@@ -257,7 +258,7 @@ def test_a_recurrent_state_is_put_back_as_its_row_of_the_table_says(monkeypatch:
 
 
 def test_recurrent_states_beside_windows_are_never_guessed_on():
-    both = [mlx_adapter.cache_kinds.ArraysCache(2), mlx_adapter.cache_kinds.RotatingKVCache(8)]
+    both = [mlx_adapter.cache.kinds.ArraysCache(2), mlx_adapter.cache.kinds.RotatingKVCache(8)]
     assert all(mlx_adapter.can_take_back([one], 1) for one in both)
     assert not mlx_adapter.can_take_back(both, 1)
     assert [mlx_adapter.can_take_back(mlx_adapter.merge([[one], [one]]), 2) for one in both] == [False, True]

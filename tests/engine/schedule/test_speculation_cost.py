@@ -11,7 +11,7 @@ from fast_or_slow import counts, rest_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlxd.engine.schedule.speculation import (
+from omlxd.engine.speculate.controller import (
     FIRST_CREDIT,
     LOST_SHARE,
     MOST_DEBT,

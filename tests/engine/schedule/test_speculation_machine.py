@@ -22,7 +22,7 @@ from kv_fakes import check_pool
 from rig import GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine.schedule.speculation import GuessCounts
+from omlxd.engine.speculate.controller import GuessCounts
 
 SAMPLED = Sampling(temperature=0.8, top_k=30, seed=4)
 

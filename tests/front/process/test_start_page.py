@@ -74,7 +74,7 @@ def test_what_a_load_says_comes_after_the_page(capsys):
     before = root.handlers[:], root.level, logging.getLogger("omlxd").level
     told = {
         "omlxd.front.engines.supervisor": "m: loading",
-        "omlxd.engine.mlx_adapter.row_attention": "takes 0.49 times as long",
+        "omlxd.engine.mlx_adapter.attention.hooks.by_rows": "takes 0.49 times as long",
         "omlxd.engine.host": "its chat template has no tools",
     }
 

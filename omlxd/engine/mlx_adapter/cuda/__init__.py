@@ -1,0 +1,1 @@
+"""CUDA alone: kernels and compiled decode steps."""

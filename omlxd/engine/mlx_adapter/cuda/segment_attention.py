@@ -1,0 +1,402 @@
+"""Attention on CUDA of rows that hold segments: segment_kernel.py reads each once for all that hold it.
+
+`checked` gives what takes over for `segments.attend`, once it computed what MLX's own does, and a row's bits
+alone were those beside others. fused_step.py's steps read segments by fused_attention.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+
+from ..runtime.arrays import rows_at
+from . import kernel_store, nvrtc, segment_kernel
+from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept, parts_of, put
+from .fused_attention import MOST_GROUP, WIDTHS, Heads
+from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, merge_source, segments_source
+
+log = logging.getLogger(__name__)
+
+Pair = tuple[mx.array, mx.array]
+
+CLOSE = 0.02
+"""As attention/hooks.py's."""
+
+
+class Places(NamedTuple):
+    """Which rows hold which segments: the same for all layers.
+
+    holders  (row, index) of a holder of each segment
+    table    (segments, 1 + 2 * rows) in int32: how many rows hold one, then each such row and the segment's
+             index among its own
+    counts   (rows,) in int32: segments of each row
+    most     of these, the largest
+    widest   rows that hold one, at most
+    """
+
+    holders: list[tuple[int, int]]
+    table: mx.array
+    counts: mx.array
+    most: int
+    widest: int
+
+
+def places_of(rows: Sequence[Sequence[object]]) -> Places:
+    """Of these rows' segments."""
+    known: dict[int, int] = {}
+    return _places(tuple(tuple(known.setdefault(id(one), len(known)) for one in row) for row in rows))
+
+
+@lru_cache(64)
+def _places(rows: tuple[tuple[int, ...], ...]) -> Places:
+    held: dict[int, list[tuple[int, int]]] = {}
+    for row, numbers in enumerate(rows):
+        for index, number in enumerate(numbers):
+            held.setdefault(number, []).append((row, index))
+    every, width = list(held.values()), 2 * len(rows)
+    table = mx.array([[len(own), *sum(own, ()), *[0] * (width - 2 * len(own))] for own in every], mx.int32)
+    counts = mx.array([len(numbers) for numbers in rows], mx.int32)
+    mx.eval(table, counts)
+    return Places([own[0] for own in every], table, counts, max(map(len, rows)), max(map(len, every)))
+
+
+class Shared(NamedTuple):
+    """KV of a layer that rows hold in segments.
+
+    addresses  (segments, 2) in uint64: of keys and values, each (1, KV heads, tokens, width)
+    The rest as `Places` has it.
+    """
+
+    addresses: mx.array
+    table: mx.array
+    counts: mx.array
+    tokens: int
+    most: int
+    widest: int
+
+
+def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
+    """Where each of `arrays`, in one piece each, lies in the GPU's memory, in uint64, evaluated.
+
+    A kernel is told them, since MLX gives none that stays: an array that Python looks at moves for good. So
+    does what a view of it shares: let nobody have one of these.
+    """
+    mx.eval(list(arrays))
+    code, found = _addresses_code(), list[mx.array]()
+    for first in range(0, len(arrays), AT_ONCE):
+        some = arrays[first : first + AT_ONCE]
+        found += code.run(
+            "",
+            [*some, *[some[0]] * (AT_ONCE - len(some))],
+            [],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(AT_ONCE,)],
+            output_dtypes=[mx.uint64],
+            ensure_row_contiguous=False,  # A copy's address would be that of nothing.
+        )
+    addresses = mx.contiguous(mx.concatenate(found)[: len(arrays)])
+    mx.eval(addresses)
+    return addresses
+
+
+def over_tails_of(
+    kernel: Any,
+    queries: mx.array,
+    rows: Sequence[Sequence[mx.array]],
+    places: tuple[Sequence[int], Sequence[int]],
+    newest: Sequence[Any],
+    scale: float,
+    *,
+    before: Sequence[Sequence[mx.array]] = (),
+    **how: Any,
+) -> mx.array:
+    """What `kernel.over_tails` gives of `rows`, the arrays of each, once the `newest` tokens are put there.
+
+    newest  keys and values of as many tokens of each row as there are queries, or their parts; what the rows
+            have in their place is wiped out first
+    before  packed, a segment of each row; its tokens come first in `places`
+    """
+    new, each = queries.shape[2], before[0][0].shape[2] if before else 0
+    parts = [part for held in newest for part in parts_of(held)]
+    ends = [end - each for end in places[1]]
+    for arrays, end in zip(rows, ends, strict=True):
+        for array in arrays:
+            for column in (at % array.shape[2] for at in range(end - new, end)):
+                array[:, :, column : column + 1] = mx.zeros_like(array[:, :, :1])
+    addresses = addresses_of([array for arrays in rows for array in arrays]).reshape(len(rows), -1)
+    more = [[each]] * len(rows) if len(parts) > 2 else [[]] * len(rows)
+    others = mx.array([[arrays[0].shape[2], *own] for arrays, own in zip(rows, more, strict=True)], mx.uint64)
+    table = [addresses, others]
+    if before:
+        table.append(addresses_of([array for arrays in before for array in arrays]).reshape(len(rows), -1))
+    most = max(arrays[0].shape[2] for arrays in rows) + each
+    tails = Tails(mx.concatenate(table, axis=1), most, each)
+    behind = put(parts, tails, mx.array(ends, mx.int32)) if new > 1 else None
+    out = kernel.over_tails(
+        queries, tails, places, scale, fresh=() if new > 1 else newest, behind=behind, **how
+    )
+    mx.eval(out)
+    return out
+
+
+AT_ONCE = 24
+"""Arrays of a launch that asks for addresses."""
+
+
+_machine_code = cache(lambda source: nvrtc.machine_code(source))
+
+
+class Code:
+    """Machine code by what a source is made of. Raises what NVRTC and the driver raise."""
+
+    def __init__(self, sources: dict[Any, tuple[str, str]]):
+        with ThreadPoolExecutor(len(sources), thread_name_prefix="nvrtc") as aside:
+            codes = list(aside.map(lambda source: _machine_code(source[1]), sources.values()))
+        self._held = {
+            key: (source[0], code) for (key, source), code in zip(sources.items(), codes, strict=True)
+        }
+
+    def run(self, key: Any, inputs: list[mx.array], scalars: list[int], **how: Any) -> list[mx.array]:
+        function, code = self._held[key]
+        return mx.fast.precompiled_cuda_kernel(
+            name=function,
+            compiled_source=code,
+            inputs=inputs,
+            scalars=scalars,
+            **{"ensure_row_contiguous": True, **how},
+        )
+
+
+@cache
+def _addresses_code() -> Code:
+    return Code({"": segment_kernel.addresses_source(AT_ONCE)})
+
+
+class SegmentKernel:
+    """Attention of rows that hold segments, beside `tails`, which reads the rest of each.
+
+    sinks  it has these
+
+    Its kernels compile now. Raises what NVRTC, the driver and MLX raise.
+    """
+
+    def __init__(self, tails: Kernel, sinks: bool = False):
+        self._tails = tails
+        self.most_new = tails.most_new
+        cuts = dict.fromkeys((tails.span, TILE_SPAN))
+        self._code = Code(
+            {"": segments_source(tails.width, tails.group, tails.dtype)}
+            | {cut: merge_source(tails.width, tails.dtype, cut, sinks) for cut in cuts}
+        )
+
+    def __call__(
+        self,
+        queries: mx.array,
+        shared: Shared,
+        keys: mx.array,
+        values: mx.array,
+        places: tuple[Sequence[int], Sequence[int]],
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """As `attention_kernel.Kernel`, whose `keys` and `values` are the rows' tails here."""
+        return self._attend(queries, shared, (keys, values), *constants_of(places), scale, sinks)
+
+    def over_tails(
+        self,
+        queries: mx.array,
+        tails: Tails,
+        places: tuple[Sequence[int], Sequence[int]],
+        scale: float,
+        *,
+        shared: Shared,
+        fresh: Sequence[mx.array] = (),
+        behind: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """As `Kernel.over_tails`."""
+        return self._attend(queries, shared, tails, *constants_of(places), scale, sinks, fresh, behind)
+
+    def step(
+        self,
+        queries: mx.array,
+        fresh: Sequence[mx.array],
+        held: Held,
+        shared: Shared,
+        starts: mx.array,
+        ends: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> tuple[mx.array, Any, Any]:
+        """As `Kernel.step`."""
+        return self._attend(queries, shared, held, starts, ends, scale, sinks, fresh), *kept(held)
+
+    def _attend(
+        self,
+        queries: mx.array,
+        shared: Shared,
+        held: Held,
+        starts: mx.array,
+        ends: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        fresh: Sequence[mx.array] = (),
+        behind: mx.array | None = None,
+    ) -> mx.array:
+        scales = constant("scale", (scale,), mx.float32)
+        tail_sums, tail_weights, cut = self._tails.parts(
+            queries, held, starts, ends, scales, fresh=fresh, behind=behind
+        )
+        kv_heads = queries.shape[1] // self._tails.group
+        rows, heads, new, width = queries.shape
+        last = [] if sinks is None else [sinks]
+        parts, segments = -(-shared.tokens // SPAN), shared.table.shape[0]
+        most, most_tiles = parts * shared.most, segment_kernel.most_tiles(width)
+        tiles = -(-rows * self._tails.group * new // (8 * most_tiles))
+        ring = WARPS * STAGES * 2 * 16 * width * 2
+        sums, weights = self._code.run(
+            "",
+            [queries, shared.addresses, shared.table, scales],
+            [segments, shared.tokens, rows, new, most, kv_heads],
+            grid=(tiles * 32 * WARPS, kv_heads, segments * parts),
+            threadgroup=(32 * WARPS, 1, 1),
+            shared_memory=max(ring, WARPS * 8 * most_tiles * (width + 4) * 4),
+            output_shapes=[(rows, heads * new, most, width), (rows, heads * new, most, 2)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
+        return self._code.run(
+            cut,
+            [sums, weights, shared.counts, tail_sums, tail_weights, starts, ends, *last],
+            [parts, most, tail_sums.shape[-2], heads * new, new],
+            grid=(rows * heads * new * (32 * MERGE_WARPS + width), 1, 1),
+            threadgroup=(32 * MERGE_WARPS + width, 1, 1),
+            output_shapes=[queries.shape],
+            output_dtypes=[self._tails.dtype],
+        )[0]
+
+
+# --------------------------------------------------------------------------- the check
+
+
+def in_use() -> bool:
+    """Whether a kernel reads segments."""
+    return bool(_used)
+
+
+_used: list[SegmentKernel] = []
+
+
+@cache
+def checked(tails: Kernel, sinks: bool = False) -> SegmentKernel | None:
+    """What reads segments beside `tails`; None, and a line in the log, where it does not compute what MLX's
+    own attention does, or not the same bits for a row alone."""
+    began, far = time.perf_counter(), 0.0
+    if tails.width not in WIDTHS or tails.group > MOST_GROUP:
+        return None
+    try:
+        kernel = SegmentKernel(tails, sinks)
+        far = kernel_store.remembered(
+            "attention over segments",
+            (tails.width, tails.group, tails.dtype, tails.span, sinks),
+            lambda: max(
+                _difference(kernel, tails, tokens, rows, new, sinks)
+                for new in {1, min(5, tails.most_new)}
+                for tokens, rows in _CASES
+            ),
+            lambda far: far < CLOSE,
+        )
+    except Exception as error:
+        log.warning("KV in segments is read by MLX's own products: our kernel does not run here (%s)", error)
+        return None
+    if not far < CLOSE:  # NaN too
+        log.warning("KV in segments is read by MLX's own products: our kernel differs by %.3g", far)
+        return None
+    log.info(
+        "KV in segments is read by omlxd's kernel, once for all rows: within %.4f of MLX's own, a row's bits "
+        "alone those beside others, checked in %.1f s",
+        far,
+        time.perf_counter() - began,
+    )
+    _used.append(kernel)
+    return kernel
+
+
+def _shared_of(held: Sequence[Pair], rows: Sequence[Sequence[int]]) -> Shared:
+    """Of rows that hold these of the segments `held`, by number, which must stay."""
+    places = places_of([[held[number] for number in row] for row in rows])
+    arrays = [array for row, index in places.holders for array in held[rows[row][index]]]
+    addresses = addresses_of(arrays).reshape(-1, 2)
+    return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most, places.widest)
+
+
+def example(heads: Heads, rows: int, count: int = 1) -> tuple[Shared, mx.array, list[Pair]]:
+    """(what so many rows hold in segments of random numbers, each row's tokens, what must stay as long).
+
+    Each row comes `count` times, one behind the other.
+    """
+    shape = 1, heads.kv_heads, SPAN, heads.width
+    own = [[0, 1, 2][: (row + 1) % 4] for row in range(rows) for _ in range(count)]
+    held = [
+        cast(
+            Pair,
+            tuple(mx.random.normal(shape, key=mx.random.key(2 * at + i)).astype(heads.dtype) for i in (0, 1)),
+        )
+        for at in range(3)
+    ]
+    return _shared_of(held, own), mx.array([len(row) * SPAN for row in own]), held
+
+
+_CASES = ((2 * SPAN, ([0, 1, 2], [0, 1], [], [0, 1])), (16, (list(range(19)), [2], [*range(9)], [])))
+"""Tokens of a segment, and each row's segments, by number."""
+
+
+def _difference(
+    kernel: SegmentKernel, tails: Kernel, tokens: int, rows: Any, new: int, sinks: bool = False
+) -> float:
+    """The largest from MLX's own in float32; infinite where a row alone has other bits. NaN too."""
+    width, kv_heads, scale = tails.width, 2, tails.width**-0.5
+    ends, capacity = [900, 77, 130, new][: len(rows)], 1024
+
+    def random(*shape: int, seed: int) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(seed)).astype(tails.dtype)
+
+    count = 1 + max(number for row in rows for number in row)
+    held = [
+        cast(Pair, tuple(random(1, kv_heads, tokens, width, seed=2 * number + i) for i in (0, 1)))
+        for number in range(count)
+    ]
+    keys, values = (random(len(rows), kv_heads, capacity, width, seed=500 + i) for i in (0, 1))
+    queries = random(len(rows), kv_heads * tails.group, new, width, seed=502)
+    its = random(kv_heads * tails.group, seed=503) + 5 if sinks else None
+
+    def attend(which: list[int]) -> mx.array:
+        own = [rows[row] for row in which]
+        asked, given = rows_at(queries, which), (rows_at(keys, which), rows_at(values, which))
+        places = [0] * len(which), [ends[row] for row in which]
+        if not any(own):
+            return tails(asked, *given, places, scale, sinks=its)
+        return kernel(asked, _shared_of(held, own), *given, places, scale, sinks=its)
+
+    together, far = attend(list(range(len(rows)))), 0.0
+    for row, (numbers, end) in enumerate(zip(rows, ends, strict=True)):
+        own = [
+            *(held[number] for number in numbers),
+            (keys[row : row + 1, :, :end], values[row : row + 1, :, :end]),
+        ]
+        exact = [mx.concatenate(list(parts), axis=2).astype(mx.float32) for parts in zip(*own, strict=True)]
+        query = queries[row : row + 1].astype(mx.float32)
+        want = mx.fast.scaled_dot_product_attention(
+            query, *exact, scale=scale, mask="causal", sinks=None if its is None else its.astype(mx.float32)
+        )
+        if not mx.array_equal(attend([row]), together[row : row + 1]).item():
+            return float("inf")
+        one = cast(float, mx.abs(together[row : row + 1].astype(mx.float32) - want).max().item())
+        far = max(far, one if one == one else float("inf"))
+    return far

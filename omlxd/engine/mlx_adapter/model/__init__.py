@@ -1,0 +1,1 @@
+"""Models: load, adapters, vision, embeddings, MTP heads, training, perplexity and inspection."""

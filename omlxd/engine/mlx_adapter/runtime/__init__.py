@@ -1,0 +1,1 @@
+"""The device, arrays and their memory, weights mapped from files, and lean imports of transformers."""

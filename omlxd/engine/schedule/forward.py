@@ -1,0 +1,459 @@
+"""Passes over prompts: chunks, images, ends of several together, labels, and the first token.
+
+Between the layers of a pass that may take long, or beside which others decode, the engine looks up: rows
+whose step is due get it, a request that was cancelled or whose time is up ends the pass, and a layer counts
+as progress.
+
+Requests with one and the same prompt, as the choices of n > 1, compute its end once. Where decode steps are
+fused (CUDA), ends are computed as answers are (end_steps.py).
+
+Passes end on block boundaries, and the last one begins at the last boundary before the prompt's
+end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
+the same shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ...chat import Progress
+from ...errors import OmlxdError
+from .. import mlx_adapter
+from ..mlx_adapter import LoadedModel, PromptCacheFile
+from ..sampling import sample_one
+from ..sequence import Sequence, State
+from ..speculate.draft_model import clock
+from .end_steps import LONGEST, EndSteps
+from .prefill import TOGETHER
+from .scoring import score, tokens_to_score
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+LONG_PASS_S = 0.2
+"""Seconds above which a pass is looked into between its layers."""
+
+
+class Interrupted(Exception):
+    """The requests whose pass is being computed have been cancelled."""
+
+
+class PromptPasses:
+    """Computes the prompts of one scheduler's sequences. Engine thread.
+
+    computing   sequences of the pass under way
+    last_alone  the prompt's last token gets a pass of its own. On a GPU that costs as much as a whole last
+                chunk: it reads all the weights. A CPU takes about as long a token either way, and saves the
+                last layer's MLP for all but the last token (tools/bench's `cpu` shape, 50 tokens: 718 ms
+                against 960)
+    layer_s     seconds of the newest layer that was looked up behind
+    """
+
+    def __init__(self, scheduler: Scheduler, loaded: LoadedModel, block_size: int):
+        self._scheduler = scheduler
+        self._budget = scheduler.prefill_budget
+        self._loaded = loaded
+        self._block = block_size
+        self.last_alone = mlx_adapter.backend() == "cpu"
+        states = loaded.states
+        plain = loaded.batchable and states is not None and not states.tensors
+        example = mlx_adapter.new_cache(loaded.model, 1)
+        self._step_tokens = scheduler.compiled.most_tokens(example) if plain else 0
+        self._merges = plain and (self._step_tokens > 0 or mlx_adapter.backend() != "cuda")  # See `TOGETHER`.
+        self.computing: Seq[Sequence] = ()
+        self.layer_s = self._looked_at = 0.0
+
+    def compute_next(self) -> bool:
+        """One pass of one sequence, or over the ends of several. False: none is prefilling."""
+        sequences = self._prefilling()
+        if not sequences:
+            return False
+        if len(sequences) > 1:
+            for sequence in sequences:
+                if (bridge := self._scheduler.bridge_of(sequence)) is not None:
+                    with self._over_if_broken([sequence]):
+                        bridge.look_again(sequence)
+            if not (sequences := self._prefilling()):
+                return True
+        together = [self._budget.pick_sequence(sequences)]
+        if self._merges and not self._same_prompt(together[0]):
+            together = self._of_one_pass(together[0], sequences)
+        with self._over_if_broken(together):
+            if len(together) > 1:
+                self._compute_ends(together)
+            else:
+                self.compute(together[0])
+        for sequence in together:
+            sequence.end_pass()
+        return True
+
+    def _of_one_pass(self, first: Sequence, sequences: list[Sequence]) -> list[Sequence]:
+        """Those whose ends are computed with that of `first`; or one that goes before, so that more are."""
+        if self._step_tokens:
+            fit = [sequence for sequence in sequences if self._takes_steps(sequence)]
+            return self._budget.ends_together(first, fit) if first in fit else [first]
+        keys = [self._key(sequence) for sequence in sequences]
+        once = [sequence for sequence, key in zip(sequences, keys, strict=True) if keys.count(key) == 1]
+        other = self._budget.before_its_end(first, once)
+        return self._budget.ends_together(first, sequences) if other is None else [other]
+
+    def _prefilling(self) -> list[Sequence]:
+        return [sequence for sequence in self._scheduler.running if sequence.state is State.PREFILLING]
+
+    @contextmanager
+    def _over_if_broken(self, sequences: Seq[Sequence]) -> Iterator[None]:
+        """Compute something of `sequences`, which end if that is interrupted or fails."""
+        try:
+            yield
+        except Interrupted:
+            for sequence in sequences:
+                sequence.cache = None  # Half written. What earlier passes computed has been offered.
+                self._scheduler.release(sequence)
+        except Exception as error:
+            if not isinstance(error, OmlxdError):
+                log.exception("prefill failed")
+            for sequence in sequences:
+                self._scheduler.fail(sequence, error)
+
+    def _is_matched(self, sequence: Sequence) -> bool:
+        """Match it again. False: the disk is read first, or that failed, which ends it and no other."""
+        waits = True
+        with self._over_if_broken([sequence]):
+            waits = self._scheduler.match(sequence)
+        return not waits
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Before a pass of a sequence that has been matched again: its time runs from here."""
+        sequence.begin_pass()
+        if sequence.cache is None:
+            sequence.cache = mlx_adapter.new_cache(self._loaded.model, sequence.capacity)
+        self._tell_begin(sequence, sequence.kv_length)
+        if sequence.kv_length >= sequence.last_boundary(self._block):
+            # Whatever was restored and whoever shares: bits follow the cuts.
+            length, capacity = sequence.prompt_length, sequence.capacity
+            self._loaded.segments.cut(
+                sequence.cache, sequence.hashes, self._block, length, capacity, last=True
+            )
+
+    def _tell_begin(self, sequence: Sequence, restored: int) -> None:
+        """Report, once, of how many tokens its KV was `restored`."""
+        if not sequence.begun:
+            sequence.begun = True
+            sequence.sink.progress(Progress(restored, sequence.prompt_length, cold=sequence.restored_cold))
+
+    # ----------------------------------------------------------------- one sequence
+
+    def compute(self, sequence: Sequence) -> None:
+        """The next pass of `sequence`."""
+        memory = self._scheduler.memory
+        if sequence.kv_from is not None:
+            self._take_file(sequence, sequence.kv_from)
+            return
+        if self._scheduler.match(sequence):
+            return  # Somebody has computed it meanwhile, and it lies on disk.
+        self._prepare(sequence)
+        length, start = sequence.prompt_length, sequence.kv_length
+        if start and start >= sequence.last_boundary(self._block) and self._takes_steps(sequence):
+            self._finish_ends([sequence])
+            return
+        stop = self._budget.next_stop(sequence)
+        if sequence.images is not None:
+            # A CPU may take minutes.
+            with self._looking_up([sequence], mlx_adapter.backend() == "cpu"):
+                saw = sequence.images.see_next(start, stop)
+            if saw:
+                self._scheduler.steps += 1
+                return  # A turn for each image: what else waits has its own in between.
+        if sequence.labels and stop == length:
+            self._score(sequence)
+            return
+        if memory is not None:
+            memory.begin_chunk()
+        began, decoded = time.perf_counter(), self._scheduler.decode_s
+        compared = clock()
+        with self._looking_up([sequence], self._is_long(stop - start)):
+            logits = compute_chunk(self._loaded.model, sequence, stop, last_alone=self.last_alone)
+        if self._scheduler.speculation is not None and decoded == self._scheduler.decode_s:
+            mx.eval(logits if stop == length else [])
+            self._scheduler.speculation.times.record_prompt(stop - start, clock() - compared)
+        if stop < length:
+            seconds = time.perf_counter() - began - (self._scheduler.decode_s - decoded)
+            self._budget.record_pass(stop - start, seconds)
+            if (bridge := self._scheduler.bridge_of(sequence)) is not None:
+                bridge.reads.rates.prefill = self._budget.rate
+            if memory is not None and decoded == self._scheduler.decode_s:
+                memory.end_chunk(start, stop)
+        self._scheduler.steps += 1
+        self._scheduler.count_prompt(sequence, stop - start)
+        sequence.kv_length = stop
+        sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
+        if stop < length:
+            del logits
+            self._scheduler.offer(sequence)
+            sequence.sink.progress(Progress(stop, length))
+            return
+        last, others = logits[:, -1, :], self._same_prompt(sequence)
+        held = [(other, mlx_adapter.copied(sequence.cache or []), sequence.hidden) for other in others]
+        before_s = sequence.prefill_s
+        self.first_token(sequence, last)
+        for other, cache, hidden in held:  # As if each had computed it: the pass counts for all.
+            with self._over_if_broken([other]):
+                self._take_copy(other, cache)
+                other.hidden = hidden
+                other.prefill_s += sequence.prefill_s - before_s
+                self.first_token(other, last)
+
+    def _take_copy(self, other: Sequence, cache: mlx_adapter.Cache) -> None:
+        """Go on behind a copy of what another sequence with the same prompt has computed."""
+        if (bridge := self._scheduler.bridge_of(other)) is None:
+            other.cache, other.kv_length = cache, other.prompt_length
+        else:
+            bridge.take_copy(other, cache)
+        cached = other.restored_hot + other.restored_cold
+        self._scheduler.count_prompt(other, other.prompt_length - cached)
+        self._tell_begin(other, cached)
+
+    def _same_prompt(self, sequence: Sequence) -> list[Sequence]:
+        """Other sequences that wait for a pass over the same prompt; none where the model keeps state at a
+        position."""
+        states = self._loaded.states
+        if (
+            states is None
+            or states.tensors
+            or not self._loaded.batchable
+            or (key := self._key(sequence)) is None
+        ):
+            return []
+        return [other for other in self._prefilling() if other is not sequence and self._key(other) == key]
+
+    def _key(self, sequence: Sequence) -> tuple[Any, ...] | None:
+        """Equal for sequences whose prompts have the same KV and logits; None: more is done with it."""
+        more = sequence.images, sequence.labels, sequence.keys_file, sequence.write_kv, sequence.kv_from
+        if any(more) or sequence.compute_to or sequence.cancelled:
+            return None
+        rest = sequence.tokens[len(sequence.hashes) * self._block :]
+        return sequence.root, sequence.adapter, sequence.prompt_length, sequence.hashes[-1:], rest
+
+    def _take_file(self, sequence: Sequence, file: PromptCacheFile) -> None:
+        """Verify some of the KV in `file`; once all is done, go on behind it as behind a cached prefix."""
+        bridge = self._scheduler.bridge_of(sequence)
+        assert bridge is not None
+        if sequence.checked is None:
+            sequence.checked = mlx_adapter.checked_kv(self._loaded, file, sequence.tokens, self._block)
+        self._scheduler.steps += 1
+        sequence.begin_pass()
+        with mlx_adapter.row_adapters([sequence.adapter]):
+            cache = next(sequence.checked)
+        if cache is not None:
+            sequence.kv_from = sequence.checked = None
+            bridge.adopt(sequence, cache, file.at)
+
+    def first_token(self, sequence: Sequence, logits: mx.array) -> None:
+        """Draw it by the `logits` (1, vocabulary) of the prompt's end; the sequence decodes from now on."""
+        assert sequence.cache is not None
+        if sequence.keys_file:
+            attention: list[mx.array] | None = None
+            if sequence.query is not None:
+                at = sequence.query % sequence.prompt_length
+                with mlx_adapter.row_adapters([sequence.adapter]):
+                    attention = mlx_adapter.attention_from(
+                        self._loaded.model, sequence.cache, sequence.tokens[at], at
+                    )
+            mlx_adapter.write_keys(
+                Path(sequence.keys_file), sequence.cache, sequence.kv_length, sequence.values, attention
+            )
+        if sequence.write_kv is not None:
+            sequence.write_kv(sequence.cache)
+        drawn = sample_one(sequence.sampler, logits)
+        if self._scheduler.accept(sequence, [drawn]):
+            # The token is out; now there is time to store the last blocks.
+            self._scheduler.offer(sequence)
+            sequence.state = State.DECODING
+            batch = self._scheduler.batch_for(sequence)
+            with self._scheduler.dropped_if_joined(batch, sequence):
+                batch.add_row(sequence)
+        else:
+            self._scheduler.release(sequence)
+
+    # ----------------------------------------------------------------- several together
+
+    def _compute_ends(self, sequences: Seq[Sequence]) -> None:
+        """Compute the ends of several prompts in one pass; their batch's next step draws the first tokens."""
+        waits = False
+        for sequence in sequences:  # What one cuts the next one shares, before it has its own.
+            if self._is_matched(sequence):
+                self._prepare(sequence)
+            else:
+                waits = True
+        if waits:
+            return  # As in `compute`; the others' turn comes again.
+        if any(sequence.kv_length < sequence.last_boundary(self._block) for sequence in sequences):
+            for sequence in sequences:
+                sequence.end_pass()
+            self.compute(sequences[0])  # Blocks have gone meanwhile.
+            return
+        self._finish_ends(sequences)
+
+    def _takes_steps(self, sequence: Sequence) -> bool:
+        """Whether its prompt's end is computed as its answer is: on CUDA, by fused steps.
+
+        Then its bits are those that it has beside others. An end that fills a block has a pass of its own:
+        what is stored of a prompt has been computed as prompt.
+        """
+        more = sequence.adapter, sequence.images, sequence.labels, sequence.keys_file, sequence.write_kv
+        plain = self._step_tokens > 0 and not any(more) and not mlx_adapter.keeps_hidden()
+        return plain and 0 < sequence.prompt_length % self._block <= LONGEST + 1
+
+    def _finish_ends(self, sequences: Seq[Sequence]) -> None:
+        """Compute ends of prompts but for the last tokens. Their batch's next step draws the first tokens."""
+        first, before_s, steps = sequences[0], sequences[0].prefill_s, None
+        others = self._same_prompt(first) if len(sequences) == 1 else []
+        tokens = [sequence.remaining_prefill for sequence in sequences]
+        if self._step_tokens:
+            steps = EndSteps(self._scheduler.compiled, self._step_tokens, self._loaded.hook)
+        with self._looking_up(sequences, self._is_long(sum(tokens))):
+            cache = compute_ends(self._loaded.model, sequences, steps)
+        self._scheduler.steps += 1
+        for sequence, computed in zip(sequences, tokens, strict=True):
+            self._scheduler.count_prompt(sequence, computed)
+        copies = [mlx_adapter.copied(cache) for _ in others]
+        self._add_prompts(sequences, cache if len(sequences) > 1 else mlx_adapter.merge([cache]))
+        first.end_pass()
+        for other, copy in zip(others, copies, strict=True):  # As if each had computed it.
+            with self._over_if_broken([other]):
+                self._take_copy(other, copy)
+                other.prefill_s += first.prefill_s - before_s
+                self._add_prompts([other], mlx_adapter.merge([other.take_cache()]))
+
+    def _add_prompts(self, sequences: Seq[Sequence], cache: mlx_adapter.Cache) -> None:
+        """Let them decode, from the last tokens of their prompts on."""
+        for sequence in sequences:
+            sequence.kv_length = sequence.prompt_length - 1
+        batch = self._scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
+        with self._scheduler.dropped_if_joined(batch, sequences[0]):
+            batch.add_prompts(sequences, cache)
+        for sequence in sequences:
+            sequence.state = State.DECODING
+        self._scheduler.leave(batch, [sequence for sequence in sequences if sequence.cancelled])
+
+    def _score(self, first: Sequence) -> None:
+        """Score the labels of `first`, which stands at its prompt's end, and of others that do."""
+        together, tokens = [first], tokens_to_score(first)
+        for other in sorted(self._scheduler.running, key=lambda sequence: sequence.arrival):
+            alone = first.images or other.images or not self._loaded.batchable
+            if other is first or alone or not other.labels or other.state is not State.PREFILLING:
+                continue
+            if not self._is_matched(other) or other.kv_length < other.last_boundary(self._block):
+                continue
+            if tokens + (more := tokens_to_score(other)) > TOGETHER:
+                break
+            self._prepare(other)
+            together.append(other)
+            tokens += more
+        with self._over_if_broken(together):
+            with self._looking_up(together, self._is_long(tokens)):
+                scores = [*score(self._loaded, together)]
+            self._scheduler.steps += 1
+            for sequence, its_scores in scores:
+                self._scheduler.count_prompt(sequence, sequence.remaining_prefill)
+                if its_scores is None:
+                    self._scheduler.spoiled(sequence)
+                elif not sequence.cancelled:
+                    self._scheduler.note_good(sequence)
+                    sequence.sink.scored(its_scores)
+                    sequence.sink.finished(sequence, "stop")
+                self._scheduler.release(sequence)
+
+    # ----------------------------------------------------------------- between layers
+
+    def _is_long(self, tokens: int) -> bool:
+        return self._budget.seconds(tokens) > LONG_PASS_S
+
+    @contextmanager
+    def _looking_up(self, sequences: Seq[Sequence], long: bool) -> Iterator[None]:
+        """Compute something of `sequences`; look up between layers if it is `long`, or rows decode.
+
+        Raises Interrupted, the caches half written, once all of them are cancelled.
+        """
+        hook = self._loaded.hook
+        if self._scheduler.decodes or long:
+            hook.call = self.between_layers
+        self.computing = sequences
+        self._looked_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            hook.call, self.computing = None, ()
+
+    def between_layers(self) -> None:
+        hook = self._loaded.hook
+        self.layer_s = time.perf_counter() - self._looked_at
+        self._scheduler.steps += 1
+        self._scheduler.look_up()
+        if all(sequence.cancelled for sequence in self.computing):
+            raise Interrupted
+        if self._scheduler.step_due():
+            hook.call = None
+            # Not those of the pass under way.
+            with mlx_adapter.row_adapters(()), mlx_adapter.fixed_shapes(False):
+                self._scheduler.decode(beside_prefill=True)
+            hook.call = self.between_layers
+        self._looked_at = time.perf_counter()
+
+
+def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool) -> mx.array:
+    """Compute the KV of `sequence` from where it stands to `stop`, into its cache.
+
+    Returns the logits (1, tokens, vocabulary) of its last pass, not evaluated: before the prompt's
+    end only the KV is.
+    """
+    start, length = sequence.kv_length, sequence.prompt_length
+    assert sequence.cache is not None
+    if last_alone and start < length - 1 and stop == length and sequence.may_end(stop - 1):
+        _pass(model, sequence, start, stop - 1)
+        mx.eval(mlx_adapter.state_arrays(sequence.cache))
+        start = stop - 1
+    logits = _pass(model, sequence, start, stop)
+    sequence.hidden = mlx_adapter.take_hidden()
+    if stop < length:
+        mx.eval(mlx_adapter.state_arrays(sequence.cache))
+    return logits
+
+
+def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
+    inputs = sequence.images.inputs(start, stop) if sequence.images is not None else {}
+    early = stop < sequence.prompt_length
+    with mlx_adapter.row_adapters([sequence.adapter]), mlx_adapter.fixed_shapes(early):
+        return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache, **inputs)
+
+
+def compute_ends(model: Any, sequences: Seq[Sequence], steps: EndSteps | None = None) -> mlx_adapter.Cache:
+    """Compute the ends of several prompts, but for their last tokens, into a batch cache: in one pass, or by
+    `steps`. Of one sequence it is that one's cache.
+
+    Only where layers keep per-token KV alone, and some of each sequence.
+    """
+    caches = [sequence.take_cache() for sequence in sequences]
+    if steps is not None:
+        for cache in caches:
+            mlx_adapter.open_tails(cache)
+    cache = mlx_adapter.merge(caches) if len(caches) > 1 else caches[0]
+    ends = [sequence.tokens[sequence.kv_length : sequence.prompt_length - 1] for sequence in sequences]
+    if steps is not None:
+        ends = steps.compute(cache, ends)
+    if width := max(map(len, ends)):
+        with mlx_adapter.row_adapters([sequence.adapter for sequence in sequences]):
+            model(mx.array([[*end, *[0] * (width - len(end))] for end in ends]), cache=cache)
+        mlx_adapter.trim(cache, [width - len(end) for end in ends])
+        mx.eval(mlx_adapter.state_arrays(cache))
+    return cache
