@@ -84,7 +84,7 @@ ADDED = {
     ),
     "cache export, import, warm": (
         *("cli/cache/carry.py", "cli/cache/warm.py", "cli/cache/archive.py", "cli/cache/prompt_cache.py"),
-        *("engine/mlx_adapter/cache/file.py", "front/owner/carry.py"),
+        *("engine/mlx_adapter/model/prompt_cache_file.py", "front/owner/carry.py"),
     ),
     "LoRA adapters, served": (
         *("engine/adapters.py", "engine/mlx_adapter/model/lora.py", "front/engines/adapters.py"),

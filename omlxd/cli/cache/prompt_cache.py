@@ -2,7 +2,7 @@
 
 `mlx_lm.cache_prompt` writes such files, and `mlx_lm.generate --prompt-cache-file` goes on from one. They hold
 no tokens, but for those that omlxd writes: the owner says of which prompt one is, and the daemon's model
-computes enough of it again to believe that (engine/mlx_adapter/cache/file.py).
+computes enough of it again to believe that (engine/mlx_adapter/model/prompt_cache_file.py).
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from .attention.by_rows import ratio as rows_alone_ratio
 from .attention.hooks import reads_own_rows
 from .attention.prompt_shapes import fixed_shapes
 from .cache.batch import EvenBatchKVCache, round_up
-from .cache.file import PromptCacheFile, checked_kv, open_prompt_cache, unwritable, write_prompt_cache
 from .cache.kinds import (
     Cache,
     StateLayout,
@@ -86,6 +85,13 @@ from .model.load import (
 )
 from .model.lora import Adapter, may_share_pass, row_adapters
 from .model.mtp import MtpHeads, MtpState, load_mtp
+from .model.prompt_cache_file import (
+    PromptCacheFile,
+    checked_kv,
+    open_prompt_cache,
+    unwritable,
+    write_prompt_cache,
+)
 from .model.vision import VLM_VERSION, blindness
 from .runtime.arrays import blank_arrays, give_memory_back, give_outgrown_back, limits, rows_at, set_limits
 from .runtime.device import backend, compute_dtype, storage_dtype, versions

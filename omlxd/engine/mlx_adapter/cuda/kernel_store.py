@@ -179,8 +179,8 @@ def _machine() -> str:
 
 @cache
 def _sources() -> str:
-    """A digest of this package's own files: kernels, and what checks them."""
+    """A digest of mlx_adapter's own files: kernels, and what checks them."""
     state = xxhash.xxh3_128()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parent.parent.rglob("*.py")):
         state.update(file.read_bytes())
     return state.hexdigest()

@@ -35,9 +35,7 @@ from mlx_lm.models.cache import (
 from safetensors import SafetensorError, safe_open
 
 from ....errors import InvalidRequest
-from ..model.load import LoadedModel
-from ..runtime.device import SAFETENSORS_DTYPE
-from .kinds import (
+from ..cache.kinds import (
     KINDS,
     Cache,
     filled_cache,
@@ -49,8 +47,10 @@ from .kinds import (
     state_tensors,
     token_range,
 )
-from .packed import PARTS, QuantisedKVCache
-from .segments import SegmentedKVCache, SegmentedQuantisedKVCache
+from ..cache.packed import PARTS, QuantisedKVCache
+from ..cache.segments import SegmentedKVCache, SegmentedQuantisedKVCache
+from ..runtime.device import SAFETENSORS_DTYPE
+from .load import LoadedModel
 
 SAMPLED = 7
 CHUNK = 1024
