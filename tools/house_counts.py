@@ -287,7 +287,7 @@ def checkout_of(commit: str, folder: Path) -> Path:
     """The files of `commit` in a folder below `folder`. Exits where there is no such commit."""
     target = folder / commit.replace("/", "-")
     target.mkdir()
-    archive = subprocess.Popen(["git", "archive", commit, "omlxd"], cwd=HERE, stdout=subprocess.PIPE)
+    archive = subprocess.Popen(["git", "archive", commit, "omlxd", "tests"], cwd=HERE, stdout=subprocess.PIPE)
     subprocess.run(["tar", "x"], cwd=target, stdin=archive.stdout, check=True)
     if archive.wait():
         sys.exit(f"git has no commit {commit}")

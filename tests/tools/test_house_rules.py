@@ -1,0 +1,42 @@
+"""What tools/house_rules.py counts, on small graphs and sources."""
+
+from __future__ import annotations
+
+import ast
+
+import house_rules
+import pytest
+
+
+def test_a_circle_is_one_floor():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert sorted(map(sorted, house_rules.groups(graph))) == [["a"], ["b", "c"], ["d"]]
+    assert house_rules.floors(graph) == 3
+
+
+def test_boxes_of_a_folder_import_what_their_modules_import():
+    imports = {"o.a": {"o.b.x"}, "o.b.x": {"o.b.y"}, "o.b.y": set(), "o": set()}
+    inner = house_rules.folders(imports)
+    assert inner["o"]["a"] == {"b"} and inner["o.b"]["x"] == {"y"} and len(inner["o"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "counts"),
+    [
+        ("assert time.monotonic() - began < 5", True),
+        ("SOON_S = 2.0\ndef test():\n    assert took < SOON_S", True),
+        ("LATE_S = 60.0\ndef test():\n    assert took < LATE_S", False),
+        ("assert time.monotonic() < deadline", False),
+        ("assert time.monotonic() - began > 5", False),
+        ("assert len(asked) < 5", False),
+    ],
+)
+def test_a_bound_that_a_busy_machine_breaks(source: str, counts: bool):
+    assert house_rules.timed(ast.parse(source)) is counts
+
+
+def test_fields_and_constants():
+    tree = ast.parse("A = 3\nB = 'text'\nclass C:\n    x: int\n    def f(self):\n        self.y = self.z\n")
+    owner = tree.body[2]
+    assert isinstance(owner, ast.ClassDef)
+    assert house_rules.fields(owner) == {"x", "y"} and list(house_rules.numbers(tree)) == ["A"]
