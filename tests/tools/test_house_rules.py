@@ -15,7 +15,7 @@ def test_a_circle_is_one_floor():
 
 
 def test_boxes_of_a_folder_import_what_their_modules_import():
-    imports = {"o.a": {"o.b.x"}, "o.b.x": {"o.b.y"}, "o.b.y": set(), "o": set()}
+    imports = {"o": set(), "o.a": {"o.b.x"}, "o.b": set(), "o.b.x": {"o.b.y"}, "o.b.y": set()}
     inner = house_rules.folders(imports)
     assert inner["o"]["a"] == {"b"} and inner["o.b"]["x"] == {"y"} and len(inner["o"]) == 2
 
@@ -24,10 +24,11 @@ def test_boxes_of_a_folder_import_what_their_modules_import():
     ("source", "counts"),
     [
         ("assert time.monotonic() - began < 5", True),
-        ("SOON_S = 2.0\ndef test():\n    assert took < SOON_S", True),
+        ("SOON_S = 2.0\ntook = time.monotonic() - began\ndef test():\n    assert took < SOON_S", True),
         ("LATE_S = 60.0\ndef test():\n    assert took < LATE_S", False),
         ("assert time.monotonic() < deadline", False),
         ("assert time.monotonic() - began > 5", False),
+        ("took = time.thread_time() - began\nassert took < 5", False),
         ("assert len(asked) < 5", False),
     ],
 )
