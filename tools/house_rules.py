@@ -40,7 +40,7 @@ SPECULATION = (
 )
 """Patterns below omlxd/, of commits before and after the room was made."""
 CLOCKS = re.compile(r"\b(monotonic|perf_counter|time\.time)\(|\b(took|elapsed)\b")
-"""What an assert compares that a clock measured; processor time is none, which other programs don't count for."""
+"""What an assert compares that a clock measured; not processor time, which is one's own."""
 SURE_S = 30.0
 """A bound of so many seconds breaks on no machine that is merely busy."""
 
