@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import exact_blas
 import httpx
 import pytest
 from hypothesis import HealthCheck
@@ -37,6 +38,9 @@ hypothesis_settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 hypothesis_settings.load_profile("omlxd")
+
+
+exact_blas.put_first()
 
 
 def be_patient() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import itertools
 import json
 import os
 import stat
@@ -11,6 +13,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import exact_blas
+import mlx.core
+import numpy as np
 import pytest
 
 from omlxd.engine import blas
@@ -91,3 +96,55 @@ def test_the_first_slow_products_do_not_count(monkeypatch: pytest.MonkeyPatch):
     times = iter([0.0, 0.0, 0.045, 0.046, 0.0465, 0.06])
     monkeypatch.setattr(blas, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     assert blas.gflops() == pytest.approx(2 * 256**3 / 0.0005 / 1e9)
+
+
+# --------------------------------------------------------------------------- what this suite computes with
+
+
+def products(shape: tuple[int, int, int], transposed: tuple[bool, bool], alpha: float, beta: float) -> list:
+    """A product by the library and by the wheel's own, in rows that lie further apart than they are long."""
+    m, n, k = shape
+    rng = np.random.default_rng(m * n * k)
+    a, b, c = (
+        rng.standard_normal((rows + 1, columns + 3), np.float32)
+        for rows, columns in (
+            (k, m) if transposed[0] else (m, k),
+            (n, k) if transposed[1] else (k, n),
+            (m, n),
+        )
+    )
+    (own,) = (Path(mlx.core.__file__).parents[1] / "mlx_cpu.libs").glob("libblas-*")
+    results = []
+    for path in (exact_blas.library(), own):
+        out = c.copy()
+        pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (a, b, out)]
+        strides = [array.shape[1] for array in (a, b, out)]
+        flags = [112 if flag else 111 for flag in transposed]
+        ctypes.CDLL(str(path)).cblas_sgemm(
+            101,
+            *flags,
+            m,
+            n,
+            k,
+            ctypes.c_float(alpha),
+            pointers[0],
+            strides[0],
+            pointers[1],
+            strides[1],
+            ctypes.c_float(beta),
+            pointers[2],
+            strides[2],
+        )
+        results.append(out.view(np.uint32))
+    return results
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac has a BLAS of its own")
+@pytest.mark.parametrize("transposed", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 0.0), (0.3, 1.0), (-1.7, 0.7), (0.0, 0.5)])
+def test_the_products_of_this_suite_have_the_bits_of_the_wheels(
+    transposed: tuple[bool, bool], alpha: float, beta: float
+):
+    for shape in [(1, 64, 64), (3, 17, 9), (4, 16, 8), (7, 33, 40), (64, 48, 100), (5, 20, 1100), (2, 3, 0)]:
+        got, want = products(shape, transposed, alpha, beta)
+        assert np.array_equal(got, want), shape
