@@ -90,7 +90,7 @@ ADDED = {
         *("engine/adapters.py", "engine/mlx_adapter/model/lora.py", "front/engines/adapters.py"),
         *("front/engines/guest.py", "models/adapters.py"),
     ),
-    "load or compute": ("engine/kvio/rates.py", "engine/kvio/tail_read.py"),
+    "load or compute": ("engine/kvio/rates.py", "engine/kvio/read.py"),
     "memory and key inspection": ("cli/memory.py", "engine/mlx_adapter/model/inspection.py"),
     "guessed tokens": (
         *("engine/speculate/controller.py", "engine/speculate/draft_model.py", "engine/speculate/mtp.py"),

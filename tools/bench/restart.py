@@ -82,10 +82,10 @@ omlxd.engine.schedule.scheduler:Scheduler._admit
 omlxd.kv.store:KVStore.extend_match
 omlxd.kv.store:KVStore._record_use
 omlxd.engine.kvio.cold_reads:ColdReads.begin
-omlxd.engine.kvio.restore:Restore._allocate
-omlxd.engine.kvio.restore:Restore._fill_next
-omlxd.engine.kvio.restore:Restore._join
-omlxd.engine.kvio.restore:Restore._settle
+omlxd.engine.kvio.read:Restore._allocate
+omlxd.engine.kvio.read:Restore._fill_next
+omlxd.engine.kvio.read:Restore._join
+omlxd.engine.kvio.read:Restore._settle
 omlxd.engine.kvio.cold_reads:ColdReads._promote
 omlxd.engine.schedule.forward:PromptPasses.compute_next
 omlxd.engine.schedule.scheduler:Scheduler.decode

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Any, cast
 
 import mlx.core as mx
 
+from ...kv.block import Block
 from ...kv.block_pool import BlockTable
 from ...kv.checkpoint import checkpoint_name
 from ...kv.hashing import BlockHash
@@ -30,10 +32,10 @@ from .. import mlx_adapter
 from ..mlx_adapter import LiveSegments
 from ..sequence import Sequence
 from .checkpointer import MOST_RESTORES, Checkpointer
-from .cold_reads import ColdReads
+from .cold_reads import ColdReads, MatchPlan
 from .copier import BlockCopier, Rows
 from .payload import MLXPayload, append_blocks
-from .tail_read import TailRead
+from .read import TailRead
 from .transport import transport
 
 log = logging.getLogger(__name__)
@@ -244,19 +246,36 @@ class KVBridge:
         up to `sequence.compute_to` (cold_reads.py). True: the scheduler waits, and `ready()` follows on the
         engine thread.
         """
-        admitted = sequence.table is None
-        if admitted:
-            self.on_match()
-            sequence.table = self.store.new_table()
-            self._pin(sequence)
-        fresh = sequence.kv_length == 0 and self.reads.tail_of(sequence) is None
-        if fresh and self._needs_disk(sequence) and self.reads.begin(sequence, ready):
-            return True
-        if tail := self.reads.tail_of(sequence):
-            return not admitted and self._advance(sequence, tail, ready)
-        if not admitted:  # Before the first pass, so what others compute until then is a hit too.
-            self._catch_up(sequence)
-        return False
+        first = sequence.table is None
+        if first:
+            self._admit(sequence)
+        waits = self.reads.begin(sequence, self._plan(sequence), ready)
+        if not (waits or first):  # Before the first pass, so what others compute until then is a hit too.
+            if tail := self.reads.tail_of(sequence):
+                waits = self._advance(sequence, tail, ready)
+            else:
+                self._catch_up(sequence)
+        return waits
+
+    def _admit(self, sequence: Sequence) -> None:
+        self.on_match()
+        sequence.table = self.store.new_table()
+        self._pin(sequence)
+
+    def _plan(self, sequence: Sequence) -> MatchPlan:
+        """Take the longest cached prefix into the table of a sequence that has nothing; say how to get it."""
+        if sequence.kv_length or self.reads.tail_of(sequence):
+            return MatchPlan()
+        assert sequence.table is not None
+        table, limit = sequence.table, self._limit(sequence)
+        if self._layout.groups:
+            self.store.extend_match(table, sequence.hashes, limit)
+            limit = len(table.blocks)
+        if self.states is not None:
+            table.truncate(self.states.match(sequence, limit))
+        elif sequence.restores >= MOST_RESTORES:
+            table.truncate(sum(1 for _ in takewhile(lambda block: block.payload is not None, table.blocks)))
+        return self.reads.plan(sequence)
 
     def look_again(self, sequence: Sequence) -> None:
         """Before a sequence's first pass: take what others have computed since into its table."""
@@ -299,23 +318,6 @@ class KVBridge:
         """Blocks that a hit may cover: at least one token is left to compute."""
         return sequence.last_boundary(self._block) // self._block
 
-    def _needs_disk(self, sequence: Sequence) -> bool:
-        """Take the longest cached prefix into the sequence's table. True: the disk must be read for it."""
-        assert sequence.table is not None
-        table, limit = sequence.table, self._limit(sequence)
-        if self._layout.groups:
-            self.store.extend_match(table, sequence.hashes, limit)
-            limit = len(table.blocks)
-        if self.states is not None:
-            table.truncate(self.states.match(sequence, limit))
-            if sequence.resume_at and self.states.hot(sequence) is None:
-                return True
-        cold = [block.payload is None for block in table.blocks]
-        if any(cold) and sequence.restores >= MOST_RESTORES:
-            table.truncate(cold.index(True))
-            return False
-        return any(cold)
-
     def _advance(self, sequence: Sequence, tail: TailRead[MLXPayload], ready: Callable[[], None]) -> bool:
         """Append what has come of the prefix's end, if it follows; say up to where to compute. As `match`."""
         start = tail.at
@@ -330,9 +332,9 @@ class KVBridge:
             return False
         if count := tail.claim():
             sequence.compute_to = (tail.at + count) * self._block
-            return False
-        tail.wait(ready)
-        return True
+        else:
+            tail.wait(ready)
+        return not count
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Append blocks that are hot by now and follow what the sequence has: engine thread, one copy.
@@ -341,22 +343,16 @@ class KVBridge:
         """
         table = sequence.table
         if self.states is not None:
-            self._catch_up_to_checkpoint(sequence)
-            return
-        if table is None or sequence.kv_length % self._block:
-            return
-        have = sequence.kv_length // self._block
-        assert len(table.blocks) >= have
-        if len(table.blocks) == have:
-            self.store.extend_match(table, sequence.hashes, self._limit(sequence))
-        payloads: list[MLXPayload] = []
-        for block in table.blocks[have:]:
-            if not isinstance(block.payload, MLXPayload):
-                break
-            payloads.append(block.payload)
-        table.truncate(have + len(payloads))
-        if payloads:
-            self._append(sequence, payloads)
+            self._catch_up_to_checkpoint(sequence, self.states)
+        elif table is not None and sequence.kv_length % self._block == 0:
+            have = sequence.kv_length // self._block
+            assert len(table.blocks) >= have
+            if len(table.blocks) == have:
+                self.store.extend_match(table, sequence.hashes, self._limit(sequence))
+            payloads = _hot_payloads(table.blocks[have:])
+            table.truncate(have + len(payloads))
+            if payloads:
+                self._append(sequence, payloads)
 
     def _append(self, sequence: Sequence, payloads: list[MLXPayload]) -> None:
         """Hot blocks at the end of what the sequence has; none for a model without per-token KV."""
@@ -396,19 +392,18 @@ class KVBridge:
         sequence.kv_length += most * self._block
         return most
 
-    def _catch_up_to_checkpoint(self, sequence: Sequence) -> None:
+    def _catch_up_to_checkpoint(self, sequence: Sequence, states: Checkpointer) -> None:
         """As `_catch_up`, for a sequence that has nothing yet and whose match is hot, state and all."""
         table, blocks = sequence.table, sequence.resume_at
-        if self.states is None or table is None or sequence.kv_length or not blocks:
+        if table is None or sequence.kv_length or not blocks:
             return
-        payloads = [b.payload for b in table.blocks if isinstance(b.payload, MLXPayload)]
-        state = self.states.hot(sequence)
+        payloads, state = _hot_payloads(table.blocks), states.hot(sequence)
         if state is None or len(payloads) != len(table.blocks):
             table.truncate(0)
             sequence.resume_at = 0
             return
         sequence.cache = mlx_adapter.new_cache(self._model, sequence.capacity)
-        self.states.put_into(sequence.cache, state, blocks * self._block)
+        states.put_into(sequence.cache, state, blocks * self._block)
         self._append(sequence, payloads)
         if not payloads:
             sequence.kv_length = sequence.restored_hot = blocks * self._block
@@ -417,3 +412,13 @@ class KVBridge:
         """Flush what is queued. False: the deadline came first."""
         self.reads.close()
         return self.store.close(deadline_s)
+
+
+def _hot_payloads(blocks: Iterable[Block]) -> list[MLXPayload]:
+    """Those of the first blocks, up to one that is not in RAM."""
+    payloads: list[MLXPayload] = []
+    for block in blocks:
+        if not isinstance(block.payload, MLXPayload):
+            break
+        payloads.append(block.payload)
+    return payloads

@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Set
+from collections.abc import Sequence as Seq
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from ...kv.checkpoint import checkpoint_name
@@ -26,13 +28,12 @@ from ...kv.hashing import BlockHash
 from ...kv.layout import KVLayout
 from ...kv.store import KVStore
 from .. import mlx_adapter
-from ..mlx_adapter import LiveSegments
+from ..mlx_adapter import LiveSegments, Segment
 from ..sequence import Sequence
 from .checkpointer import Checkpointer
 from .payload import MLXPayload, copy_blocks, read_payload
 from .rates import Rates
-from .restore import Restore
-from .tail_read import TailRead
+from .read import Restore, TailRead
 from .transport import transport
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,35 @@ Ready = Callable[[], None]
 class _Shared:
     """A read under way: names that it reads, and sequences that wait for it."""
 
-    names: set[BlockHash]
+    names: Set[BlockHash]
     waiting: list[Ready] = field(default_factory=list)
+
+
+class Way(Enum):
+    """How a sequence gets what the disk alone has."""
+
+    NONE = auto()  # It lacks nothing.
+    WAIT = auto()  # for another sequence's read
+    RESTORE = auto()  # All of it is read.
+    TAIL = auto()  # Its end is read while the engine computes its front.
+    COMPUTE = auto()  # Nothing is read.
+
+
+@dataclass(slots=True, frozen=True)
+class MatchPlan:
+    """What a sequence takes of its cached prefix, and from where.
+
+    cold        names of its blocks, and of its checkpoint, that the disk alone has; all others are hot
+    live        segments that running sequences hold, which it begins with, and which nobody reads
+    checkpoint  where it is computed: blocks after which it resumes, from a state in RAM
+    behind      the read that it waits for
+    """
+
+    way: Way = Way.NONE
+    cold: Set[BlockHash] = frozenset()
+    live: Seq[Segment] = ()
+    checkpoint: int = 0
+    behind: _Shared | None = None
 
 
 class ColdReads:
@@ -76,7 +104,7 @@ class ColdReads:
         self._block = store.block_size
         self.rates = Rates(self._block, layout.nbytes(self._block))
         self.threads = threads
-        self.readers = ThreadPoolExecutor(threads, thread_name_prefix="kv-reader")
+        self.readers: Executor = ThreadPoolExecutor(threads, thread_name_prefix="kv-reader")
         self.recomputed = 0
         self._under_way: list[_Shared] = []
         self._tails: dict[Sequence, tuple[TailRead[MLXPayload], _Shared]] = {}
@@ -101,39 +129,50 @@ class ColdReads:
 
     # ----------------------------------------------------------------- which way
 
-    def begin(self, sequence: Sequence, ready: Ready) -> bool:
-        """Get what the sequence's table has from both tiers. True: `ready()` follows on the engine thread.
+    def plan(self, sequence: Sequence) -> MatchPlan:
+        """How to get what the sequence's table has.
 
-        False: some of it is computed, beside a tail (`tail_of`) or instead. While another sequence reads
-        some of the same files, this one waits for it, and takes what is hot then from RAM. So it does where
-        payloads of several would fill the device's memory before any is joined.
+        While another sequence reads some of the same files, this one waits for it, and takes what is hot then
+        from RAM. So it does where payloads of several would fill the device's memory before any is joined.
         """
-        names = self._cold_names(sequence)
-        sequence.recomputed = 0
+        if not (cold := self._cold_names(sequence)):
+            return MatchPlan()
         most = STAGED_BYTES // max(1, self.layout.nbytes(self._block))
-        full = (
-            not transport().direct and sum(len(other.names) for other in self._under_way) + len(names) > most
-        )
+        under_way = sum(len(other.names) for other in self._under_way)
+        full = not transport().direct and under_way + len(cold) > most
         for other in self._under_way:
-            if full or names & other.names:
-                other.waiting.append(lambda: self._again(sequence, ready))
-                return True
-        if self._is_slow(sequence, names):
-            if self._splits(sequence):
-                self._begin_tail(sequence, _Shared(names))
-            else:
-                self._compute_instead(sequence)
-                self.rates.doubt()
-            return False
-        self._restore(sequence, ready, _Shared(names))
-        return True
+            if full or cold & other.names:
+                return MatchPlan(Way.WAIT, cold, behind=other)
+        if not self._is_slow(sequence, cold):
+            assert sequence.table is not None
+            hashes = sequence.hashes[: len(sequence.table.blocks)]
+            names = self.segments.names(hashes, self._block, sequence.prompt_length)
+            return MatchPlan(Way.RESTORE, cold, live=self.segments.find(names))
+        if self._splits(sequence):
+            return MatchPlan(Way.TAIL, cold)
+        return MatchPlan(Way.COMPUTE, cold, checkpoint=self._hot_end(sequence))
+
+    def begin(self, sequence: Sequence, plan: MatchPlan, ready: Ready) -> bool:
+        """Begin the reads of `plan`. True: `ready()` follows on the engine thread.
+
+        False: there are none, or some of it is computed, beside a tail (`tail_of`) or instead.
+        """
+        if plan.cold:
+            sequence.recomputed = 0
+        if plan.behind is not None:
+            plan.behind.waiting.append(lambda: self._again(sequence, ready))
+        elif plan.way is Way.RESTORE:
+            self._restore(sequence, plan, ready)
+        elif plan.way is Way.TAIL:
+            self._begin_tail(sequence, _Shared(plan.cold))
+        elif plan.way is Way.COMPUTE:
+            self._compute_instead(sequence, plan.checkpoint)
+        return plan.way in (Way.WAIT, Way.RESTORE)
 
     def _again(self, sequence: Sequence, ready: Ready) -> None:
         waits = False
         try:
-            waits = (
-                not sequence.cancelled and bool(self._cold_names(sequence)) and self.begin(sequence, ready)
-            )
+            waits = not sequence.cancelled and self.begin(sequence, self.plan(sequence), ready)
         except Exception:  # It matches again before its next pass, and others wait behind it.
             log.exception("%s: its blocks can't be read", sequence.name)
         if not waits:
@@ -157,7 +196,7 @@ class ColdReads:
         room = self.store.hot_budget() >= self.layout.nbytes(len(sequence.table.blocks) * self._block)
         return self.states is None and sequence.images is None and room
 
-    def _is_slow(self, sequence: Sequence, names: set[BlockHash]) -> bool:
+    def _is_slow(self, sequence: Sequence, names: Set[BlockHash]) -> bool:
         """Whether reading them alone would be."""
         segments = self.segments.names(sequence.hashes, self._block, sequence.prompt_length)
         if not self.rates.read or self.segments.find(segments):
@@ -182,8 +221,8 @@ class ColdReads:
 
     # ----------------------------------------------------------------- reading all of it
 
-    def _restore(self, sequence: Sequence, ready: Ready, shared: _Shared) -> None:
-        splits = self._splits(sequence)
+    def _restore(self, sequence: Sequence, plan: MatchPlan, ready: Ready) -> None:
+        splits, shared = self._splits(sequence), _Shared(plan.cold)
 
         def settled(restore: Restore) -> None:
             if not sequence.cancelled:
@@ -200,7 +239,7 @@ class ColdReads:
                     if sequence not in self._tails:
                         self._wake(shared)
 
-        restore = Restore(self, sequence, settled, splits)
+        restore = Restore(self, sequence, plan.live, settled, splits)
         restore.start()
         self._under_way.append(shared)  # Not if that raised: nobody would settle it.
 
@@ -325,9 +364,10 @@ class ColdReads:
             hot = sequence.resume_at
         return states.deepest_hot(sequence, hot)
 
-    def _compute_instead(self, sequence: Sequence) -> None:
+    def _compute_instead(self, sequence: Sequence, blocks: int) -> None:
+        """Compute all behind the checkpoint after `blocks` blocks."""
         assert sequence.table is not None
-        blocks = self._hot_end(sequence)
         sequence.recomputed = (sequence.resume_at - blocks) * self._block
         sequence.resume_at = blocks
         sequence.table.truncate(min(blocks, len(sequence.table.blocks)))
+        self.rates.doubt()

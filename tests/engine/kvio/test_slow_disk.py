@@ -258,11 +258,11 @@ def test_one_whose_read_can_not_begin_keeps_nobody_waiting(
         reads = rig.scheduler.bridge.reads  # type: ignore[union-attr]
         begin, broken = reads.begin, list[str]()
 
-        def begin_or_not(sequence: Any, ready: Any) -> bool:
+        def begin_or_not(sequence: Any, plan: Any, ready: Any) -> bool:
             if sequence is started[1].sequence and sequence.state is State.RESTORING and not broken:
                 broken.append(sequence.name)
                 raise MemoryError
-            return begin(sequence, ready)
+            return begin(sequence, plan, ready)
 
         monkeypatch.setattr(reads, "begin", begin_or_not)
         held = threading.Event()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omlxd.engine.kvio.rates import LEAST_S, Rates
-from omlxd.engine.kvio.tail_read import TailRead
+from omlxd.engine.kvio.read import TailRead
 
 
 class World:

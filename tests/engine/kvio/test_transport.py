@@ -20,10 +20,11 @@ from fast_or_slow import SOME_FAMILIES, rest_slow
 from kv_fakes import check_pool
 from rig import Rig
 
-from omlxd.engine.kvio import cold_reads, restore
+from omlxd.engine.kvio import arrival, cold_reads
 from omlxd.engine.kvio import transport as staging
+from omlxd.engine.kvio.arrival import StagedArrival
 from omlxd.engine.kvio.payload import MLXPayload, read_payload
-from omlxd.engine.kvio.restore import Restore, StagedArrival
+from omlxd.engine.kvio.read import Restore
 from omlxd.engine.kvio.transport import Load, StagedTransport
 from omlxd.engine.mlx_adapter import Cache, storage_dtype
 from omlxd.engine.mlx_adapter.cuda import driver as cuda_driver
@@ -144,7 +145,7 @@ def test_a_cache_that_can_not_be_filled_is_computed(tmp_path: Path, monkeypatch:
         raise MemoryError
 
     with Rig(model, cache, hot=0, record=True) as rig:
-        monkeypatch.setattr("omlxd.engine.kvio.restore.append_blocks", fail)
+        monkeypatch.setattr("omlxd.engine.kvio.arrival.append_blocks", fail)
         assert_same(rig, tokens, reference, hot=0, cold=0)
         rig.on_engine(lambda: check_pool(rig.pool, {}))
     reference.close()
@@ -168,7 +169,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(StagedArrival, "load_block", wait_and_load)
     monkeypatch.setattr(StagedArrival, "_join", note)
-    monkeypatch.setattr(restore, "JOINED_TOKENS", 128)
+    monkeypatch.setattr(arrival, "JOINED_TOKENS", 128)
     return ends
 
 
@@ -214,7 +215,7 @@ def test_without_memory_to_join_all_is_computed(
     cache = tmp_path / "cache"
     with Rig(model, cache) as rig:
         rig.run(tokens, 4)
-    real = restore.append_blocks
+    real = arrival.append_blocks
 
     def fail_once(layout: Any, cache: Cache, payloads: Any, at: int, *sizes: int) -> None:
         real(layout, cache, payloads, at, *sizes)
@@ -222,7 +223,7 @@ def test_without_memory_to_join_all_is_computed(
             raise MemoryError
 
     with Rig(model, cache, hot=0, record=True) as rig:
-        monkeypatch.setattr(restore, "append_blocks", fail_once)
+        monkeypatch.setattr(arrival, "append_blocks", fail_once)
         assert_same(rig, tokens, reference, hot=0, cold=0)
         assert set(joined) == {2}
         rig.on_engine(lambda: check_pool(rig.pool, {}))
