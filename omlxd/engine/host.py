@@ -5,7 +5,6 @@ Built on the engine thread by `load`; its methods are called by the threads that
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import secrets
@@ -13,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -23,28 +21,29 @@ import msgspec
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt, Sampling, first_image
 from ..common.units import CPU_SLOTS, SLOTS
-from ..errors import InvalidRequest, ModelError, PromptTooLong, bad_field
+from ..errors import ModelError, PromptTooLong, bad_field
 from ..explanation import Explanation
 from ..kv.cold.writer import Lease
 from ..kv.hashing import chain_root, hash_blocks
-from ..models.footprint import footprint
+from ..models.footprint import Footprint, footprint
 from ..token_bytes import COUNTED_CONTEXTS
 from . import mlx_adapter
 from .adapters import Adapters, Served
-from .constrain.constraint import Constraint, ConstraintCompiler
+from .constrain.constraint import Constraint
 from .explain import Explainer, ExtraKeys, Placed
 from .kvio.fingerprint import file_identities
 from .kvio.open_store import ModelStore
 from .metrics import TrafficCounters, adapter_metrics, metrics_of
-from .mlx_adapter import Adapter, Cache, PromptCacheFile
+from .mlx_adapter import Adapter, Cache
 from .model_load import load_model, load_speculation, model_info
-from .output.parser import OutputParser, prepare
+from .output.parser import prepare
 from .output.sink import OutputThread, RequestSink, usage_of
-from .output.unopened import GuessingParser, UnopenedThoughts
+from .output.unopened import UnopenedThoughts
 from .prompt.pipeline import PromptPipeline, RenderedPrompt
 from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
 from .prompt.template import TOOLS_AS_TEXT
 from .prompt.turn_memory import Answer, Scope
+from .request import CheckedRequest, RequestChecks, parser_of
 from .sampling import RowSampling, SamplingDefaults
 from .schedule.memory_admission import MemoryAdmission
 from .schedule.rehearsal import rehearse
@@ -57,8 +56,6 @@ from .vision.media import Media
 log = logging.getLogger(__name__)
 
 TIDY_S = 1.0
-INSPECTED = 8192
-"""Tokens whose keys may be written: of an 8B shape they take 1 GB in float32."""
 
 
 class EngineHost:
@@ -81,6 +78,21 @@ class EngineHost:
         self._path, self._adapter = load.model_path, load.adapter
         self._kv_reserve = load.kv_reserve
         self._output = output
+        self._load_model(load)
+        prints = footprint(Path(load.model_path), self.loaded.float32)
+        self._open_store(load, prints, lease, want)
+        self._make_prompts(load)
+        takes_images = self.images is not None
+        self.info = model_info(load, self.loaded, self.namespace, prints, self.prompts, takes_images)
+        kv_off = self.info.kv_reuse if self.scheduler.bridge is None else None
+        self._checks = RequestChecks(self.loaded, self.prompts, load.cache.block_size, kv_off)
+        self._defaults = SamplingDefaults.of_model(Path(load.model_path))
+        base = Served(None, self._store, self.info)
+        self.adapters = Adapters(base, load.channel, self.loaded, self.scheduler, lease)
+        self._store.read_newest(self.scheduler.post)
+
+    def _load_model(self, load: wire.Load) -> None:
+        """The model, its scheduler, and its store, not opened yet. Digests of weights are made beside it."""
         try:
             files = file_identities(Path(load.model_path), load.adapter)
         except FileNotFoundError as error:
@@ -89,20 +101,23 @@ class EngineHost:
         digests = aside.submit(ModelStore.weight_digests, load) if mlx_adapter.backend() == "cuda" else None
         aside.shutdown(wait=False)
         self.loaded = load_model(load)
-        speculation = load_speculation(load, self.loaded)
         self.scheduler = Scheduler(
             self.loaded,
             None,
             slots=load.max_concurrent or (CPU_SLOTS if mlx_adapter.backend() == "cpu" else SLOTS),
             block_size=load.cache.block_size,
-            speculation=speculation,
+            speculation=load_speculation(load, self.loaded),
         )
         rehearse(self.loaded, load.cache.block_size)
         self._store = ModelStore(load, self.loaded, files, digests)
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
         mlx_adapter.set_limits(self.loaded.weight_bytes, load.budget)
-        prints = footprint(Path(load.model_path), self.loaded.float32)
+
+    def _open_store(
+        self, load: wire.Load, prints: Footprint, lease: Lease, want: Callable[[wire.Wants], None]
+    ) -> None:
+        """Have the scheduler watch memory and reuse KV, as far as `load` says so."""
         memory = None
         if load.guard:
             self.scheduler.memory = memory = MemoryAdmission(
@@ -113,6 +128,7 @@ class EngineHost:
                 chunk=self.scheduler.prefill_budget.largest,
                 tower=prints.tower,
             )
+            speculation = self.scheduler.speculation
             memory.draft_model = speculation and speculation.draft_model
             memory.take_budget(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
@@ -122,6 +138,9 @@ class EngineHost:
             if memory is not None:
                 memory.store = bridge.store
                 self._store.leave_room_for(lambda: memory.promised([*self.scheduler.running]))
+
+    def _make_prompts(self, load: wire.Load) -> None:
+        """What reads prompts and images, and remembers of them."""
         self.media = Media()
         self._most_images = load.prompts.max_images
         self.prompts = PromptPipeline(
@@ -139,16 +158,9 @@ class EngineHost:
         self._traffic = TrafficCounters(load.cache.block_size)
         self._timeout_s = load.prompts.request_timeout_s or math.inf
         prepare(self.loaded.tokenizer)
-        self._constraints = ConstraintCompiler(self.loaded.tokenizer, self.loaded.vocab_size)
         for note in self.prompts.notes:
             log.info("%s: %s", load.model_id, note)
         self._warns_of_tools = not self.prompts.traits.tools
-        self._defaults = SamplingDefaults.of_model(Path(load.model_path))
-        takes_images = self.images is not None
-        self.info = model_info(load, self.loaded, self.namespace, prints, self.prompts, takes_images)
-        base = Served(None, self._store, self.info)
-        self.adapters = Adapters(base, load.channel, self.loaded, self.scheduler, lease)
-        self._store.read_newest(self.scheduler.post)
 
     def _make_images(self) -> Images | None:
         """None for a model that takes none; `loaded.blind` says why."""
@@ -183,10 +195,7 @@ class EngineHost:
 
         `end()` runs on the output thread after the last event.
         """
-        if changed := self.loaded.mapped.changed():
-            raise ModelError(
-                f"{changed} was written to under its mapping; the model is loaded again: ask again"
-            )
+        self._check_mapping()
         served = self.adapters.of_request(id)
         context = self._context(request)
         rendered = self._render(served, request, context)
@@ -194,72 +203,48 @@ class EngineHost:
             self._warns_of_tools = False
             log.warning("%s: its chat template has no tools: %s", self.info.model_id, TOOLS_AS_TEXT)
         tokens, images = place_images(rendered, self.images, context - 1)
-        kv_from = self._kv_from(request, tokens) if request.kv_from else None
-        if kv_from is not None:
-            tokens = tokens[: kv_from.tokens]
-        if request.kv_into:
-            why = "it has images" if images is not None else mlx_adapter.unwritable(self.loaded)
-            if why:
-                raise InvalidRequest(f"This prompt's KV can't be written for mlx-lm: {why}.")
-        room = context - len(tokens)
-        if room <= 0:
-            raise PromptTooLong(len(tokens), context - 1)
-        if not tokens:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if request.keys_file and len(tokens) > INSPECTED:
-            raise bad_field("prompt", f"at most {INSPECTED} tokens are inspected, and it has {len(tokens)}")
-        if request.query is not None and not -len(tokens) <= request.query < len(tokens):
-            raise bad_field("query", f"the prompt has {len(tokens)} tokens, and none at {request.query}")
-        labels = self.prompts.labels(rendered, request.labels, context)
-        stops, biased = request.sampling.stop_token_ids, request.sampling.logit_bias
-        named = [("prompt", tokens), ("stop_token_ids", stops), ("logit_bias", biased)]
-        named += [(f"labels.{index}", label) for index, label in enumerate(labels)]
-        for param, ids in named:
-            least, most = min(ids, default=0), max(ids, default=0)
-            if least < 0 or most >= self.loaded.vocab_size:
-                bad = least if least < 0 else most
-                raise bad_field(param, f"token id {bad} is not in this model's vocabulary")
-        wanted = request.sampling.max_tokens
-        if wanted is None:
-            wanted = request.sampling.usual_max_tokens
-        prediction = self._prediction(request.prediction, context) if request.prediction else []
-        constraint = None
-        if labels:
-            wanted = max(map(len, labels))
-        else:
-            constraint = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
-        if constraint is not None and request.sampling.ignore_eos:
-            raise bad_field("ignore_eos", "the answer ends as its format or its calls do; leave it out")
-        block = self._settings.block_size
-        root = chain_root(served.namespace, request.cache_salt)
-        extra_keys = images.extra_keys(block) if images is not None else {}
-        must_call = getattr(request.prompt, "must_call", False)
-        parser_of = partial(
-            OutputParser,
-            self.loaded.tokenizer,
-            getattr(request.prompt, "tools", ()) if rendered.tool_calls else (),
-            stop=request.sampling.stop,
-            reasoning=rendered.reasoning,
-            one_call=getattr(request.prompt, "one_call", False),
-            must_call=must_call,
-            min_tokens=request.sampling.min_tokens,
-            shows_special=request.sampling.shows_special,
-            shows_stop=request.sampling.shows_stop,
-            held=request.format is not None,
-        )
-        if rendered.begins_openly and not (request.format or must_call or labels):
-            thinks = getattr(request.prompt, "thinking", None) is not False
-            parser = GuessingParser(parser_of, self._unopened, thinks, request.collected)
-        else:
-            parser = parser_of(rendered.starts_in_thinking)
-        ends = () if request.sampling.ignore_eos else self.loaded.tokenizer.eos_token_ids
-        eos = frozenset((*ends, *stops))
+        checked = self._checks.check(request, rendered, tokens, images, context)
 
         def over() -> None:
             self.prompts.end(rendered.place)
             end()
 
+        parser = parser_of(request, rendered, self.loaded.tokenizer, self._unopened)
         sink = RequestSink(id, self._output, parser, over)
+        sequence = self._sequence(id, request, checked, served, sink)
+        if images is not None:
+            images.fetch(self._cached_tokens(sequence))
+        lineage = lineage_of(request, rendered, sequence.hashes)
+        standing = self._sessions.begin(lineage) if lineage else Standing()
+        sequence.pins = standing.pins
+        sink.name = sequence.name
+        sink.over = lambda: self._over(sequence, rendered, lineage, standing)
+        sink.stop = lambda: self.scheduler.cancel(sequence)
+        sink.usage = lambda: usage_of(sequence)
+        sink.is_silent = checked.wanted == 0
+        if request.return_token_ids:
+            sink.prompt = tuple(checked.tokens)
+        sink.shows_stop = request.sampling.shows_stop
+        if not checked.labels and not sink.is_silent and _is_turn(request.sampling):
+            sink.learn = lambda answer, count: self._learn(rendered, sequence, answer, count)
+        if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
+            sink.echo(self.loaded.tokenizer.decode(checked.tokens))
+        self.prompts.begin(rendered)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def _check_mapping(self) -> None:
+        if changed := self.loaded.mapped.changed():
+            raise ModelError(
+                f"{changed} was written to under its mapping; the model is loaded again: ask again"
+            )
+
+    def _sequence(
+        self, id: int, request: GenerateRequest, checked: CheckedRequest, served: Served, sink: RequestSink
+    ) -> Sequence:
+        tokens, images, block = checked.tokens, checked.images, self._settings.block_size
+        root = chain_root(served.namespace, request.cache_salt)
+        extra_keys = images.extra_keys(block) if images is not None else {}
         sequence = Sequence(
             id=id,
             tokens=tokens,
@@ -269,17 +254,17 @@ class EngineHost:
             images=images,
             adapter=served.adapter,
             extra_keys=extra_keys,
-            max_new=room if wanted is None else max(1, min(wanted, room)),
+            max_new=checked.max_new,
             reserve=self._kv_reserve,
-            labels=labels,
-            prediction=prediction,
+            labels=checked.labels,
+            prediction=checked.prediction,
             keys_file=request.keys_file,
             query=request.query,
             values=request.values,
-            kv_from=kv_from,
+            kv_from=checked.file,
             write_kv=self._writes_kv(request, tokens, served.adapter),
-            eos=eos,
-            sampler=self._sampler(request, tokens, constraint, eos),
+            eos=checked.eos,
+            sampler=self._sampler(request, tokens, checked.constraint, checked.eos),
             sink=sink,
             client=request.client,
             session=request.session,
@@ -289,38 +274,8 @@ class EngineHost:
             carried=bool(request.kv_from or request.kv_into),
             asked=request.asked,
         )
-        if images is not None:
-            images.fetch(self._cached_tokens(sequence))
-        lineage = lineage_of(request, rendered, sequence.hashes)
-        standing = self._sessions.begin(lineage) if lineage else Standing()
-        sequence.pins = standing.pins
-        sink.name = sequence.name
-        sink.over = lambda: self._over(sequence, rendered, lineage, standing)
         sequence.deadline = sequence.received + min(self._timeout_s, request.timeout_s or math.inf)
-        sink.stop = lambda: self.scheduler.cancel(sequence)
-        sink.usage = lambda: usage_of(sequence)
-        sink.is_silent = wanted == 0
-        if request.return_token_ids:
-            sink.prompt = tuple(tokens)
-        sink.shows_stop = request.sampling.shows_stop
-        if not labels and not sink.is_silent and _is_turn(request.sampling):
-            sink.learn = lambda answer, count: self._learn(rendered, sequence, answer, count)
-        if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
-            sink.echo(self.loaded.tokenizer.decode(tokens))
-        self.prompts.begin(rendered)
-        self.scheduler.submit(sequence)
         return sequence
-
-    def _prediction(self, text: str, context: int) -> list[int]:
-        """The tokens of a client's prediction that the model has.
-
-        Raises InvalidRequest if the context has no room for them.
-        """
-        with contextlib.suppress(PromptTooLong):
-            tokens = self.prompts.tokens.encode(text, most=context)
-            if len(tokens) <= context:
-                return [token for token in tokens if token < self.loaded.vocab_size]
-        raise bad_field("prediction", f"it has more tokens than the model's context, {context}: shorten it")
 
     def _writes_kv(
         self, request: GenerateRequest, tokens: list[int], adapter: Adapter | None
@@ -331,19 +286,6 @@ class EngineHost:
         told = {"model": self._path, "adapter": adapter.folder if adapter else self._adapter}
         file = Path(request.kv_into)
         return lambda cache: mlx_adapter.write_prompt_cache(file, self.loaded, cache, [*tokens], told)
-
-    def _kv_from(self, request: GenerateRequest, tokens: list[int]) -> PromptCacheFile:
-        """Raises InvalidRequest where the file can't hold the KV of this prompt's first tokens."""
-        file = mlx_adapter.open_prompt_cache(Path(request.kv_from), self.loaded, self._settings.block_size)
-        if self.scheduler.bridge is None:
-            raise InvalidRequest(f"The prompt cache is not taken: {self.info.kv_reuse} is on.")
-        if file.tokens > len(tokens):
-            raise InvalidRequest(
-                f"The prompt cache is not taken: it holds {file.tokens} tokens, and the prompt has only "
-                f"{len(tokens)}; give the prompt that it was made of.",
-                param="prompt",
-            )
-        return file
 
     def _over(
         self, sequence: Sequence, rendered: RenderedPrompt, lineage: Lineage | None, standing: Standing

@@ -412,8 +412,8 @@ def test_a_token_that_the_model_does_not_have_is_not_guessed(
 
 
 def test_masks_along_guesses_are_those_of_taking_them(host: Host):
-    constraint = host.engine._constraints.compile(raw(format=JSON), thinking=False)
-    twin = host.engine._constraints.compile(raw(format=JSON), thinking=False)
+    constraint = host.engine._checks._constraints.compile(raw(format=JSON), thinking=False)
+    twin = host.engine._checks._constraints.compile(raw(format=JSON), thinking=False)
     assert constraint is not None and twin is not None
     rng = np.random.default_rng(2)
     for _ in range(60):
