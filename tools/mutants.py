@@ -41,7 +41,7 @@ TESTS = {
         "tests/engine/schedule/test_speculation.py",
         "tests/engine/test_family_matrix.py",
     ),
-    "output": ("tests/engine/output",),
+    "output": ("tests/engine/output", "tests/engine/test_vllm_limits.py"),
 }
 """Room → the tests that should notice."""
 

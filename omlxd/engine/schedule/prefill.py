@@ -1,4 +1,6 @@
-"""The prefill budget: which prompt is computed next, and how much of it in one pass (forward.py).
+"""Chunked prefill: which prompt is computed next, and how many tokens of it in one pass (forward.py).
+
+vLLM bounds a pass by `max_num_batched_tokens`; here the backend does:
 
 | backend | tokens in a pass                          | so KV has the same bits                      |
 |---------|-------------------------------------------|----------------------------------------------|
