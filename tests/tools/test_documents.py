@@ -21,6 +21,7 @@ READMES = (
     "launchd/README.md",
     "omlxd/README.md",
     "omlxd/api/README.md",
+    "omlxd/engine/mlx_adapter/README.md",
     "tools/bench/README.md",
 )
 LONGEST = 140
