@@ -439,6 +439,15 @@ class IndexReference:
         return mx.array(np.sort(order, axis=-1).astype(np.int32))
 
 
+FEW_CHECKS = {
+    "UNEQUAL_TOKENS": 40,
+    "CHECKED_ROWS": (3, 4),
+    "REPEATED_ROWS": (1, 3),
+    "JOINED": ((1, 1), (2, 3)),
+}
+"""What a load's checks of fused steps draw. These kernels have no spans, and one form for any rows."""
+
+
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test, in modules that the test imports too."""
@@ -460,10 +469,11 @@ def reference(monkeypatch: pytest.MonkeyPatch):
     SegmentReference.calls = SegmentReference.several = LatentReference.calls = IndexReference.calls = 0
     known_addresses(monkeypatch)
 
-    def install() -> None:
+    def install(few_checks: bool = True) -> None:
         for module in (attention, row_attention):
             monkeypatch.setattr(module, "backend", lambda: "cuda")
-        monkeypatch.setattr(fused_step, "UNEQUAL_TOKENS", 200)  # These kernels have no spans.
+        for name, few in FEW_CHECKS.items() if few_checks else ():
+            monkeypatch.setattr(fused_step, name, few)
         monkeypatch.setattr(attention, "kernel_for", lambda *_: kernel)
         monkeypatch.setattr(segments, "kernel_for", lambda *_: over_segments)
         monkeypatch.setattr(segment_attention, "in_use", lambda: True)

@@ -242,7 +242,7 @@ def test_ends_of_prompts_are_computed_as_answers_are(at_once: bool, folder: Path
     lengths = (2 * 256 + 9, 2 * 256 + 64 + 30, 2 * 256 + 64 + 30, 64 + 1, 3 * 64, 30, 64 + 34)
     prompts = [prompt(length - length % 64) + prompt(length % 64, seed=length) for length in lengths]
     with ColdRun(folder) as cold:
-        expected = [cold.once(tokens, 12)[0] for tokens in prompts]
+        expected = [cold.once(tokens, 6)[0] for tokens in prompts]
     reference()
     passes: list[list[int]] = []
     own = end_steps.EndSteps._tokens
@@ -255,9 +255,9 @@ def test_ends_of_prompts_are_computed_as_answers_are(at_once: bool, folder: Path
         passes.clear()
         asked = prompts if at_once else prompts[:1] + prompts[1:2] * 2 + prompts[3:]
         if at_once:
-            outputs = rig.on_engine(lambda: [rig.start(tokens, 12) for tokens in asked])
+            outputs = rig.on_engine(lambda: [rig.start(tokens, 6) for tokens in asked])
         else:
-            outputs = [rig.run(tokens, 12) for tokens in asked]
+            outputs = [rig.run(tokens, 6) for tokens in asked]
         assert [output.tokens() for output in outputs] == expected
         assert sum(map(sum, passes)) >= 8 + 29 and all(sum(counts) <= 32 for counts in passes)
         assert max(map(max, passes)) >= 15
@@ -356,17 +356,17 @@ def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool | st
         monkeypatch.setattr(DecodeBatch, "_forward_flat", forward_flat)
     prompts = [prompt(3 * 256 + 50) + prompt(20 + 9 * i, seed=i + 1) for i in range(4)]
     with ColdRun(folder) as cold:
-        expected = [cold.once(tokens, 40)[0] for tokens in prompts]
+        expected = [cold.once(tokens, 24)[0] for tokens in prompts]
     if speculate:
         guess_by(monkeypatch, half_right([p + w for p, w in zip(prompts, expected, strict=True)], 1))
     reference()
     with Rig(folder, segment=256, speculate=bool(speculate)) as rig:
         SegmentReference.calls = SegmentReference.several = 0
-        running = [rig.start(tokens, 40) for tokens in prompts[:3]]
+        running = [rig.start(tokens, 24) for tokens in prompts[:3]]
         running[0].first.wait(60)
-        running.append(rig.start(prompts[3], 40))
+        running.append(rig.start(prompts[3], 24))
         assert [output.tokens() for output in running] == expected
-        assert rig.run(prompts[0], 40).got == expected[0]
+        assert rig.run(prompts[0], 24).got == expected[0]
         ends = 5 * len(rig.loaded.model.layers)  # Of the prompts, which have several tokens as well.
         assert SegmentReference.calls > ends and (SegmentReference.several > ends) == (speculate is True)
         unequal = any(len(set(guesses)) > 1 for guesses in flat_passes)

@@ -118,13 +118,13 @@ class GuessMachine(RuleBasedStateMachine):
     ("family", "kv_bits", "drafts", "examples"),
     [
         ("qwen3", 0, True, 3),
-        pytest.param("qwen3", 0, False, 12, marks=pytest.mark.slow),
-        pytest.param("qwen3", 0, True, 12, marks=pytest.mark.slow),
-        pytest.param("qwen3", 8, True, 8, marks=pytest.mark.slow),
-        pytest.param("gemma3_text", 0, True, 8, marks=pytest.mark.slow),
-        pytest.param("qwen3_5", 0, True, 8, marks=pytest.mark.slow),
-        pytest.param("gemma3_text", 8, True, 10, marks=pytest.mark.slow),
-        pytest.param("qwen3_5", 8, True, 10, marks=pytest.mark.slow),
+        pytest.param("qwen3", 0, False, 6, marks=pytest.mark.slow),
+        pytest.param("qwen3", 0, True, 8, marks=pytest.mark.slow),
+        pytest.param("qwen3", 8, True, 5, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 0, True, 5, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", 0, True, 5, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 8, True, 5, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", 8, True, 5, marks=pytest.mark.slow),
     ],
 )
 def test_guesses_cancels_and_restarts_change_no_token(
