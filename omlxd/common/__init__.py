@@ -1,4 +1,4 @@
-"""What any program has: units, atomic files, bounded maps, child processes, private traces.
+"""Tools of any program: units, atomic files, bounded maps, child processes, private traces.
 
 Rule: common/ imports nothing of omlxd.
 """

@@ -69,7 +69,7 @@ class BoundedMap(Generic[K, V]):
                 self.cost -= self._cost_of(self._entries.popitem(last=False)[1])
 
     def clear(self) -> int:
-        """Remove all entries; how many there were."""
+        """Remove all entries; returns their number."""
         with self._lock:
             count = len(self._entries)
             self._entries.clear()

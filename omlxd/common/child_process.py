@@ -51,7 +51,7 @@ class _Child:
                 pipe.close()
 
     def ask(self, frame: bytes, seconds: float) -> bytes:
-        """Raises ChildLost, OSError and EOFError."""
+        """Send a call and return the answer. Raises ChildLost, OSError and EOFError."""
         until = time.monotonic() + seconds
         try:
             # The child reads a whole frame before it answers, so that neither waits for the other.
@@ -94,7 +94,7 @@ class _Child:
             self._check_memory()
 
     def _check_memory(self) -> None:
-        """Where the system does not limit it."""
+        """Raise ChildLost if the child takes too much memory, where the system sets no limit."""
         with contextlib.suppress(psutil.Error):
             if psutil.Process(self.process.pid).memory_info().rss > self._memory_bytes:
                 raise ChildLost("it takes more memory than it may have")
@@ -115,7 +115,7 @@ class ChildProcesses:
         self._idle: list[_Child] = []
         self._lock = threading.Lock()
         self.under_way = 0
-        """Calls."""
+        """Calls under way."""
 
     def call(self, arguments: tuple[Any, ...], result: type[T], seconds: float) -> T:
         """Return `answer(*arguments)` of the script as `result`. Raises ChildLost after `seconds`."""

@@ -1,4 +1,4 @@
-"""Which program a request or a prompt is of, and what of it its user wrote."""
+"""Recognises the program that sent a request or wrote a prompt, and the words of its user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROMPTS = [
         ("Cursor", r"operat\w+ in Cursor\b"),
     )
 ]
-"""Programs, and how the system prompt of each is told."""
+"""Programs, and what identifies the system prompt of each."""
 
 _AGENTS = {
     "claude-cli": "Claude Code",
@@ -46,10 +46,10 @@ _AGENTS = {
     "python-httpx": "Python",
     "curl": "curl",
 }
-"""How a User-Agent begins, and whose it is."""
+"""Beginnings of User-Agents, and the programs that send them."""
 
 PAGE_SESSION = "page-"
-"""How the session of a conversation on the daemon's own page begins."""
+"""How the session ids of the daemon's own page begin."""
 MOST_CLIENT = 40
 
 _NOTES = re.compile(
@@ -60,12 +60,12 @@ _NOTES = re.compile(
 
 
 def client_of_prompt(text: str) -> str:
-    """The program whose system prompt `text` begins; "": none that is known."""
+    """Return the program whose system prompt begins `text`; "" if unknown."""
     return next((name for name, pattern in _PROMPTS if pattern.search(text)), "")
 
 
 def client_of_request(user_agent: str, session: str = "") -> str:
-    """The program that sent a request, as its users call it; "" where it does not say."""
+    """Return the program that sent a request, by its users' name; "" where it does not say."""
     if session.startswith(PAGE_SESSION):
         return "This page"
     if own := re.match(r"omlxd-([a-z]{1,20})/", user_agent):
@@ -76,5 +76,5 @@ def client_of_request(user_agent: str, session: str = "") -> str:
 
 
 def own_words(text: str) -> str:
-    """`text` of a user without the notes that clients write into it."""
+    """Return a user's `text` without the notes that clients write into it."""
     return _NOTES.sub("", text).strip() if "<" in text else text.strip()

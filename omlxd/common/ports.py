@@ -12,7 +12,7 @@ CONNECT_S = 1.0
 
 
 def bind(family: int, address: Any) -> socket.socket:
-    """A TCP socket bound to `address`. Raises OSError, EADDRINUSE where another program serves it.
+    """Return a TCP socket bound to `address`. Raises OSError, EADDRINUSE where another program serves it.
 
     macOS lets one address of a port be bound beside a program that listens on all of them, whose connections
     would then come here. So a port at which somebody answers is in use there; it is not asked where it can't

@@ -14,7 +14,7 @@ import traceback
 from types import TracebackType
 
 LOGGABLE = (OSError, ImportError, AttributeError, NameError, MemoryError)
-"""Texts of these describe the machine or the code, not values."""
+"""Errors whose texts describe the machine or the code, not values."""
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 

@@ -13,6 +13,6 @@ SIGNAL = signal.SIGURG
 
 
 def show_threads_on_signal(*, chain: bool = False) -> None:
-    """From now on, also where a thread holds Python's lock for ever. `chain`: another handler gets it too."""
+    """Write all stacks at SIGURG, even while a thread holds Python's lock. `chain`: call the old handler, too."""
     if sys.__stderr__ is not None:
         faulthandler.register(SIGNAL, sys.__stderr__, all_threads=True, chain=chain)

@@ -26,8 +26,10 @@ DRAFT_CONTEXT = 4096
 """Tokens of a prompt that a draft model reads, the newest."""
 
 CPU_PREFILL_CHUNK = 64
-"""The same on a CPU, or a longer block; more gain nothing. Seconds for 1,024 tokens of SmolLM2's shape
-with 6 layers, OpenBLAS, one thread, by pass: 32 1.37, 64 1.15, 128 1.13, 256 1.12, 512 1.16, 1,024 1.48."""
+"""Tokens of a prompt that a pass computes at most on a CPU, or one longer block; more gain nothing. Seconds
+for 1,024 tokens of SmolLM2's shape with 6 layers, OpenBLAS, one thread, by pass: 32 1.37, 64 1.15, 128 1.13,
+256 1.12, 512 1.16, 1,024 1.48.
+"""
 
 SLOTS, CPU_SLOTS = 32, 8
 """Requests that decode at once on a GPU, where memory admits them, and on a CPU.
@@ -37,7 +39,7 @@ its rows."""
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_CHARS = 64
-"""A client may send any text, and looking for units takes the square of its length."""
+"""Characters of a size or duration: looking for units takes the square of its length."""
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _WHOLE = re.compile(r"-?(?:\d+(?:\.\d+)?|(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+)")
 
@@ -54,7 +56,7 @@ def duration(value: str | float) -> float:
 
 
 def spoken(seconds: float | None) -> str:
-    """Format `seconds`: `45 s`, `5 min`, `2.5 h`; None and infinity: `for good`."""
+    """Format `seconds`: `45 s`, `5 min`, `2.5 h`; `for good` for None and infinity."""
     if seconds is None or math.isinf(seconds):
         return "for good"
     for unit, factor in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
@@ -122,7 +124,7 @@ def most_text(capacity: int, limit: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 request`, `2,000 requests`."""
+    """Format a count: `1 request`, `2,000 requests`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 

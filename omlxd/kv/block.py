@@ -77,7 +77,7 @@ class Block:
 
 
 class FreeQueue:
-    """Blocks whose ref_cnt is 0, the next to be evicted first. A block is in one queue at most.
+    """An LRU queue of free blocks (ref_cnt 0), least recently used first. A block is in one queue at most.
 
     An intrusive doubly linked list around a sentinel: every operation is O(1), and none allocates. After
     vLLM's `FreeKVCacheBlockQueue` (v1/core/kv_cache_utils.py).
@@ -99,7 +99,7 @@ class FreeQueue:
         return self._size
 
     def append(self, block: Block) -> None:
-        """To the back: the most recently used."""
+        """Append `block` at the back, as the most recently used."""
         assert block.next_free is None, "already in the free queue"
         sentinel = self._sentinel
         last = sentinel.prev_free
@@ -118,7 +118,7 @@ class FreeQueue:
         self._size -= 1
 
     def popleft(self) -> Block | None:
-        """The least recently used block, or None."""
+        """Remove and return the least recently used block; None if the queue is empty."""
         if not self._size:
             return None
         sentinel = self._sentinel

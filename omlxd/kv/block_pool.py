@@ -43,7 +43,7 @@ class BlockPool:
     # ----------------------------------------------------------------- lookup and references
 
     def __len__(self) -> int:
-        """Records, of any state."""
+        """Count the records of any state."""
         return len(self._blocks)
 
     @property
@@ -52,11 +52,11 @@ class BlockPool:
         return len(self._by_hash)
 
     def get_cached_block(self, block_hash: BlockHash) -> Block | None:
-        """The block of that name, or None. Takes no reference."""
+        """Return the block of that name, or None. Takes no reference."""
         return self._by_hash.get(block_hash)
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Take a reference to each: a hit."""
+        """Take a reference to each block: a hit."""
         cached, spare = self._cached, self._spare
         for block in blocks:
             if block.ref_cnt == 0:
@@ -64,7 +64,7 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free(self, blocks: Sequence[Block]) -> None:
-        """Give a reference to each back. Pass a chain in order: it is queued leaf first.
+        """Give back a reference to each block. Pass a chain in order: it is queued leaf first.
 
         So a parent is younger than its child, and eviction takes leaves first. `KVStore.record_use` says
         later how recent the chain is.
@@ -80,7 +80,7 @@ class BlockPool:
     # ----------------------------------------------------------------- allocation
 
     def allocate(self) -> Block:
-        """An empty block with one reference: a spare record, else a new one, else the oldest cached."""
+        """Return an empty block with one reference: a spare record, else a new one, else the oldest cached."""
         block = self._spare.popleft()
         if block is None and len(self._blocks) >= self._max_records:
             block = self._cached.popleft()
@@ -111,7 +111,7 @@ class BlockPool:
         self.hot_bytes += payload.nbytes
 
     def drop_payload(self, block: Block) -> None:
-        """Leave the hot tier; the record and its name stay."""
+        """Drop a block's payload from the hot tier; the record and its name stay."""
         if block.payload is not None:
             self.hot_bytes -= block.payload.nbytes
             block.payload = None
@@ -137,7 +137,7 @@ class BlockPool:
         self.evicted += 1
 
     def forget(self, block: Block) -> None:
-        """Take a name out of the map: its bytes proved wrong or are gone. References stay valid."""
+        """Take a name out of the map, since its bytes proved wrong or are gone. References stay valid."""
         if block.block_hash is None:
             return
         if block.ref_cnt == 0:
@@ -172,7 +172,7 @@ class BlockTable:
         self.blocks.extend(self._pool.allocate() for _ in range(count))
 
     def cache(self, index: int, block_hash: BlockHash, payload: Payload | None) -> Block:
-        """Name the block at `index`; see `BlockPool.cache`. Returns the name's owner."""
+        """Name the block at `index` (`BlockPool.cache`). Returns the name's owner."""
         return self._pool.cache(self.blocks[index], block_hash, payload)
 
     def truncate(self, length: int) -> None:

@@ -63,7 +63,7 @@ class CheckpointFiles:
         return tier
 
     def has(self, name: BlockHash) -> bool:
-        """Paths don't depend on the layout."""
+        """Return whether the checkpoint has a file. Paths don't depend on the layout."""
         return self._any.has(name)
 
 
@@ -74,12 +74,14 @@ class Checkpoints:
         self._store = store
         self._files = files
         self.missing = 0
-        """Hits that had to end before the chain did, for want of a checkpoint."""
+        """Hits that ended before the chain did, for want of a checkpoint."""
 
     # ----------------------------------------------------------------- looking
 
     def deepest(self, hashes: Sequence[BlockHash], reach: int) -> int:
-        """Blocks up to the deepest checkpoint within the first `reach` blocks; 0: none stands."""
+        """Return the number of blocks up to the deepest checkpoint within the first `reach` blocks; 0: no
+        checkpoint.
+        """
         for length in range(reach, 0, -1):
             name = checkpoint_name(hashes[length - 1])
             hot = self.hot(hashes[length - 1]) is not None
@@ -93,15 +95,15 @@ class Checkpoints:
         return 0
 
     def _may_load(self, name: BlockHash) -> bool:
-        """Whether a file stands there, on a disk that can be read. Any thread."""
+        """Return whether the checkpoint has a file, on a disk that can be read. Any thread."""
         return self._files is not None and self._store.may_read(name) and self._files.has(name)
 
     def stands(self, block_hash: BlockHash) -> bool:
-        """Whether a checkpoint stands after that block, in RAM or on disk. Any thread."""
+        """Return whether a checkpoint follows that block, in RAM or on disk. Any thread."""
         return self.hot(block_hash) is not None or self._may_load(checkpoint_name(block_hash))
 
     def hot(self, block_hash: BlockHash) -> Payload | None:
-        """The checkpoint after that block, if it is in RAM, be it in the write queue. Any thread."""
+        """Return the checkpoint after that block if RAM or the write queue has it. Any thread."""
         name = checkpoint_name(block_hash)
         block = self._store.pool.get_cached_block(name)
         if block is not None and block.payload is not None:

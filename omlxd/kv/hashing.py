@@ -28,13 +28,13 @@ ExtraKey = tuple[str, str]
 
 
 def namespace_of(facts: Mapping[str, Any]) -> BlockHash:
-    """Digest of everything that makes KV valid. `facts` must be plain JSON values."""
+    """Digest everything that makes KV valid. `facts` must be plain JSON values."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return sha256(text.encode()).digest()
 
 
 def chain_root(namespace: BlockHash, cache_salt: str = "") -> BlockHash:
-    """The parent of a first block. A salt gives its holder a chain of his own."""
+    """Return the parent of a first block. A salt gives its holder a chain of his own."""
     if not cache_salt:
         return namespace
     return sha256(namespace + b"salt" + cache_salt.encode("utf-8", "surrogatepass")).digest()
@@ -46,7 +46,7 @@ def hash_blocks(
     block_size: int,
     extra_keys: Mapping[int, Sequence[ExtraKey]] | None = None,
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of `tokens`, in order; a last partial block has none.
+    """Return the hashes of the full blocks of `tokens`, in order; a last partial block has none.
 
     extra_keys  block index → keys of that block; the chain carries them onward
     """

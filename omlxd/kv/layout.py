@@ -1,4 +1,4 @@
-"""Which tensors a token block holds, and in which order its bytes lie.
+"""Tensors of a token block, and the order of their bytes.
 
 A payload is a list of *groups*: tensors of one (heads, dim, dtype) packed into one array of shape
 (tensors, heads, block_size, dim). An ordinary model has one group; MLA has two, its keys and its
@@ -38,9 +38,9 @@ class KVLayout:
     groups: tuple[Group, ...]
 
     def nbytes(self, tokens: int) -> int:
-        """Payload bytes of `tokens` tokens."""
+        """Return the payload bytes of `tokens` tokens."""
         return sum(group.nbytes(tokens) for group in self.groups)
 
     def facts(self) -> list[list[object]]:
-        """Plain JSON, for the namespace."""
+        """Return plain JSON for the namespace."""
         return [[list(g.names), g.heads, g.dim, g.dtype] for g in self.groups]

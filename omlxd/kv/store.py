@@ -32,7 +32,8 @@ UNREADABLE_LIMIT = 10_000
 """Names of bad files that are remembered, so that they are written anew when they are computed again."""
 
 CHAIN_SHARE = 15 / 16
-"""Of the cold tier's limit, what one chain may take; the rest is for leases (a 64th each) and records."""
+"""Share of the cold tier's limit that one chain may take; the rest is for leases (a 64th each) and records.
+"""
 
 
 @dataclass(slots=True)
@@ -126,14 +127,14 @@ class KVStore:
         return added
 
     def where(self, block_hash: BlockHash) -> Literal["hot", "cold", ""]:
-        """Which tier has a block; "" for neither. Any thread, changes nothing."""
+        """Return the tier that has a block; "" for neither. Any thread, changes nothing."""
         block = self.pool.get_cached_block(block_hash)
         if (block is not None and block.payload is not None) or self.queued(block_hash) is not None:
             return "hot"
         return "cold" if self._has_file(block_hash) else ""
 
     def queued(self, block_hash: BlockHash) -> WritablePayload | None:
-        """The payload of that name that a writer has and whose file is not in place. Any thread."""
+        """Return the payload of that name that a writer has and whose file is not in place. Any thread."""
         return None if self.flusher is None else self.flusher.writing.get(block_hash)
 
     def count_match(self, prompt_tokens: int, hot: int, cold: int) -> None:
@@ -145,7 +146,7 @@ class KVStore:
     # ----------------------------------------------------------------- storing
 
     def fits_disk(self, blocks: int, more: int = 0) -> bool:
-        """Whether a chain of `blocks` blocks and `more` bytes go into the cold tier together.
+        """Return whether a chain of `blocks` blocks and `more` bytes fit into the cold tier together.
 
         What doesn't is not written: the chain's own blocks would be evicted for it, and written again by the
         next request.
@@ -164,7 +165,7 @@ class KVStore:
         return fits
 
     def wants(self, block_hash: BlockHash, index: int) -> bool:
-        """Whether `put` would keep this block's payload somewhere; ask before copying it."""
+        """Return whether `put` would keep this block's payload; ask before copying it."""
         block = self.pool.get_cached_block(block_hash)
         if block is not None and block.payload is not None:
             return False
@@ -208,7 +209,7 @@ class KVStore:
         return on_disk
 
     def withdraw(self, names: Mapping[BlockHash, bool]) -> None:
-        """Forget what was just stored under `names` (blocks, checkpoints): its payloads are worth nothing.
+        """Forget what was just stored under `names` (blocks, checkpoints): its payloads are worthless.
 
         names  and whether a file was there before: that one stays
         """
@@ -222,7 +223,7 @@ class KVStore:
             self.flusher.remove([name for name, had_file in names.items() if not had_file])
 
     def may_read(self, block_hash: BlockHash) -> bool:
-        """Whether a file of that name, if one is there, may be counted on. Any thread."""
+        """Return whether the file of that name can be read, if there is one. Any thread."""
         return self.flusher is None or self.flusher.may_read(block_hash)
 
     def _has_file(self, block_hash: BlockHash) -> bool:
@@ -291,16 +292,16 @@ class KVStore:
             self._unreadable.add(block_hash)
 
     def _trust(self, block_hash: BlockHash) -> None:
-        """A file was written anew, or read without an error."""
+        """Trust a file that was written anew, or read without an error."""
         with self._reader_lock:
             self._unreadable.discard(block_hash)
 
     def distrusts(self, block_hash: BlockHash) -> bool:
-        """Whether a file of that name, if one is there, has proved worth nothing."""
+        """Return whether a file of that name has proved worthless."""
         return block_hash in self._unreadable
 
     def lose(self, block: Block, key: BlockKey) -> None:
-        """Forget the file of `key`, which can't be used: a hot copy is written again, else the name goes."""
+        """Forget the unusable file of `key`: a hot copy is written again, else the name goes."""
         if block.block_hash == key.block_hash:
             block.on_disk = False
             if block.payload is None:

@@ -1,4 +1,4 @@
-"""When a hot block is written to the cold tier, and who remembers those that are not written yet.
+"""When a hot block is written to the cold tier, and how blocks that are not written yet are remembered.
 
 | mode            | a block is written                                                              |
 |-----------------|---------------------------------------------------------------------------------|
@@ -50,11 +50,11 @@ SEEN_EACH = 100_000
 
 
 WritePolicy = Callable[[BlockHash, int], bool]
-"""Whether a block is written now that a request of so many tokens stores it or uses it again."""
+"""Decides whether a block is written now that a request of so many tokens stores or uses it."""
 
 
 class SecondUse:
-    """A block is written when it is asked for the second time: stored again, or matched by another request.
+    """Admits a block at its second request: stored again, or matched by another request.
 
     What has been seen is kept in two Bloom filters, the older of which is emptied when the newer is
     full: from 100,000 to 200,000 names, in bounded memory. A name taken for seen that was not costs one
@@ -94,15 +94,16 @@ def write_policy(text: str) -> WritePolicy:
 Post = Callable[[Callable[[], None]], None]
 
 IDLE_S = 30.0
-"""Write-back: a block that nobody has used for so long is written."""
+"""Seconds without use after which write-back writes a block."""
 TRIES = 3
-"""Stores of one block that may fail while others work: then it stays in RAM alone."""
+"""Failed stores of one block, while others work, after which the block stays in RAM alone."""
 RETRY_S = 30.0
-"""Removals that failed are tried again so often."""
+"""Seconds between two tries of a removal that failed."""
 
 
 class Flusher:
-    """One store's. `post(f)` runs `f` on the engine thread, which alone calls all this but `close`.
+    """Decides what one store writes and when. `post(f)` runs `f` on the engine thread, which alone calls all
+    this but `close`.
 
     writing         blocks that a writer has, by name: a hit until the file is in place, hot tier or none
     held_back       stores that the write policy did not admit
@@ -140,15 +141,15 @@ class Flusher:
         return bool(self.unwritten.due or self._removing)
 
     def is_removing(self, block_hash: BlockHash) -> bool:
-        """Whether a file of that name is worth nothing, and on its way out. Any thread."""
+        """Return whether the file of that name is worthless and about to be removed. Any thread."""
         return block_hash in self._removing
 
     def may_read(self, block_hash: BlockHash) -> bool:
-        """Whether a file of that name, if one is there, may be counted on. Any thread."""
+        """Return whether the file of that name can be read, if there is one. Any thread."""
         return block_hash not in self._removing and self.health.may_read()
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """A chain was used, root first."""
+        """Mark a chain as used, root first."""
         for block_hash in reversed(hashes):
             self.unwritten.touch(block_hash)
 
@@ -178,7 +179,9 @@ class Flusher:
         return False
 
     def used(self, block_hash: BlockHash, tokens: int) -> None:
-        """A request of `tokens` tokens uses a block again: one that was held back may be admitted now."""
+        """Note that a request of `tokens` tokens uses a block; a block that was held back may be admitted
+        now.
+        """
         unwritten = self.unwritten
         if block_hash in unwritten.held and self._admits(block_hash, tokens):
             unwritten.admit(block_hash)
@@ -228,7 +231,7 @@ class Flusher:
             self._pool.free([block])
 
     def remove(self, names: Collection[BlockHash]) -> None:
-        """Files of these names go, and those that are on their way. None is counted on from now on.
+        """Remove the files of these names, queued ones too. No hit counts on one from now on.
 
         One that is stored again meanwhile is written once they are gone. What can't be removed is tried
         again by `tick` and `close`.
@@ -253,7 +256,7 @@ class Flusher:
         self._removing.difference_update(gone)
 
     def _leaving(self, block: Block) -> None:
-        """A block without a file is evicted: the last moment to write it."""
+        """Write a block that is evicted without a file: the last moment."""
         assert block.block_hash is not None
         noted = self.unwritten.pop(block.block_hash)
         if noted is None or not noted[1]:

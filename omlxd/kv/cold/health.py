@@ -22,7 +22,7 @@ from typing import Literal
 log = logging.getLogger(__name__)
 
 PAUSE_S = 30.0
-"""After a failure the disk is left alone this long."""
+"""Seconds for which the disk is left alone after a failure."""
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -43,12 +43,12 @@ class ColdHealth:
 
     @property
     def is_on(self) -> bool:
-        """False from the line that says that the disk has failed to the line that says that it works."""
+        """False between the log line that says that the disk failed and the one that says that it works."""
         return not self._faults
 
     @property
     def is_full(self) -> bool:
-        """The disk has no room, and no other fault: reads go on."""
+        """Whether the disk's only fault is that it is full: reads go on."""
         return self._faults == {"store"} and self._store_error in FULL
 
     @property
@@ -64,7 +64,7 @@ class ColdHealth:
     # ----------------------------------------------------------------- stores
 
     def may_store(self) -> Literal["yes", "probe", "no"]:
-        """Whether to try a store. After `probe` the caller must report its end, or call `probe_over`."""
+        """Say whether to try a store. After `probe` the caller must report its end, or call `probe_over`."""
         if self.stores_on:
             return "yes"
         with self._lock:
@@ -92,12 +92,12 @@ class ColdHealth:
         self._fails("store", error)
 
     def store_refused(self) -> None:
-        """No space was granted: whoever refused it has said why."""
+        """Note that no space was granted: whoever refused it has said why."""
         with self._lock:
             self._stores_until, self._probing = self._clock() + PAUSE_S, False
 
     def probe_over(self) -> None:
-        """The probe ended in a way that says nothing about the disk: the next store is one."""
+        """End a probe that says nothing about the disk: the next store is one."""
         with self._lock:
             self._probing = False
 

@@ -30,14 +30,14 @@ class ColdTier:
         return disk_bytes(self.format.file_bytes)
 
     def path_of(self, block_hash: BlockHash) -> str:
-        """Path relative to the cache dir."""
+        """Return the file's path relative to the cache dir."""
         return block_path(self.format.namespace, block_hash)
 
     def _full(self, block_hash: BlockHash) -> str:
         return f"{self.root}/{self.path_of(block_hash)}"
 
     def has(self, block_hash: BlockHash) -> bool:
-        """Whether a file of that name is there; `load` alone checks it."""
+        """Return whether a file of that name exists; `load` alone checks it."""
         return self._fs.is_file(self._full(block_hash))
 
     def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
@@ -61,7 +61,7 @@ class ColdTier:
         )
 
     def remove(self, block_hash: BlockHash) -> OSError | None:
-        """None when the file is gone, else why it isn't."""
+        """Remove a file; returns None once it is gone, else why it isn't."""
         return unlink(self._full(block_hash), self._fs)
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:

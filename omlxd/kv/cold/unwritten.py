@@ -53,7 +53,7 @@ class Unwritten:
             self.due_bytes += nbytes
 
     def pop(self, block_hash: BlockHash) -> tuple[Entry, bool] | None:
-        """Forget a block; gives what was noted, and whether it was due."""
+        """Forget a block; returns its entry, and whether it was due."""
         entry = self.due.pop(block_hash, None)
         if entry is not None:
             self.due_bytes -= entry.nbytes
@@ -62,13 +62,13 @@ class Unwritten:
         return (entry, False) if entry is not None else None
 
     def admit(self, block_hash: BlockHash) -> None:
-        """A block that was held back is due."""
+        """Make a block due that was held back."""
         entry = self.held.pop(block_hash)
         self.due[block_hash] = entry
         self.due_bytes += entry.nbytes
 
     def touch(self, block_hash: BlockHash) -> None:
-        """A block was used. Pass a chain leaf first."""
+        """Mark a block as used. Pass a chain leaf first."""
         for entries in (self.due, self.held):
             entry = entries.get(block_hash)
             if entry is not None:
@@ -76,7 +76,7 @@ class Unwritten:
                 entries.move_to_end(block_hash)
 
     def root_first(self, idle_s: float = 0.0) -> Iterator[Entry]:
-        """What is due and has not been used for `idle_s`: the newest chain first, each root to leaf.
+        """Yield blocks that are due and unused for `idle_s`: the newest chain first, each from root to leaf.
 
         Take entries out as they come, by `pop`; the rest stays.
         """

@@ -24,7 +24,7 @@ from .tier import ColdTier
 log = logging.getLogger(__name__)
 
 _ONE_PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
-"""Something is wrong with one path (a folder where the file should be), and not with the disk."""
+"""Errors of one path (a folder where the file should be), not of the disk."""
 
 
 MOST_ACTIONS = 1000
@@ -35,12 +35,12 @@ class WritablePayload(Payload, Protocol):
     """A payload whose bytes can be read from any thread."""
 
     def buffers(self) -> Sequence[memoryview]:
-        """Byte views in file order."""
+        """Return byte views in file order."""
         ...
 
 
 class Target(Protocol):
-    """Where a store goes: a cold tier, or a record (record_file.py)."""
+    """A place for a store: a cold tier, or a record (record_file.py)."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -48,11 +48,11 @@ class Target(Protocol):
         ...
 
     def path_of(self, block_hash: BlockHash) -> str:
-        """Path relative to the cache dir."""
+        """Return the path relative to the cache dir."""
         ...
 
     def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
-        """Raises OSError, leaving nothing behind, or else TempLeft."""
+        """Write the payload. Raises OSError, leaving nothing behind, or else TempLeft."""
         ...
 
 
@@ -61,33 +61,33 @@ class Lease(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Bytes that the tier's files can come to now, whatever its limit; 0: not known. Any thread."""
+        """Bytes that the tier's files may take now, whatever its limit; 0: unknown. Any thread."""
         ...
 
     def take(self, nbytes: int) -> bool:
-        """Set `nbytes` aside for one file. False: refused."""
+        """Reserve `nbytes` for one file. False: refused."""
         ...
 
     def stored(self, path: str, nbytes: int) -> None:
-        """The file is in place."""
+        """Report that the file is in place."""
         ...
 
     def give_back(self, nbytes: int) -> None:
-        """The file was not written after all."""
+        """Give back the bytes of a file that was not written."""
         ...
 
     def dropped(self, path: str) -> None:
-        """A file was removed because its bytes are wrong."""
+        """Report a file that was removed because its bytes are wrong."""
         ...
 
     def touched(self, paths: Sequence[str]) -> None:
-        """Files that a request used, leaf first."""
+        """Report the files that a request used, leaf first."""
         ...
 
 
 @dataclass(slots=True)
 class WriterStats:
-    """Since the start. A store ends as exactly one of these."""
+    """Counters since the start. A store ends as exactly one of these."""
 
     written: int = 0
     written_bytes: int = 0
@@ -167,17 +167,19 @@ class StoreWriter:
         return True
 
     def has_room(self, nbytes: int, count: int = 1) -> bool:
-        """Whether the queue takes `count` payloads of `nbytes` now; an empty one takes one of any size."""
+        """Return whether the queue takes `count` payloads of `nbytes` now; an empty queue takes one of any
+        size.
+        """
         first = count == 1 and not self.queued_bytes
         return first or self.queued_bytes + count * nbytes <= self._max_queue_bytes
 
     def wait_for_room(self, nbytes: int, timeout_s: float) -> bool:
-        """Wait until it does. False: not in time."""
+        """Wait until the queue has that room. False: not in time."""
         with self._room:
             return self._room.wait_for(lambda: self.has_room(nbytes), timeout=timeout_s)
 
     def after_queued(self, action: Callable[[], None], *, must: bool = False) -> None:
-        """Run `action` on a writer thread once every store queued so far is settled.
+        """Run `action` on a writer thread once every queued store is settled.
 
         must  also where the writer is closed (then the caller may run it), or `MOST_ACTIONS` wait already
         """
@@ -222,7 +224,7 @@ class StoreWriter:
             return self._idle.wait_for(lambda: self._jobs == 0, timeout=deadline_s)
 
     def close(self) -> None:
-        """Take nothing more, and stop after what is queued."""
+        """Refuse new stores, and stop after the queued ones."""
         with self._lock:
             if self._closed:
                 return

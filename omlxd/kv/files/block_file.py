@@ -49,12 +49,12 @@ _TOKEN_DIGITS = 10
 
 
 class BlockFileError(Exception):
-    """The file is not what its name says: a miss, to be removed and counted."""
+    """The file is not what its name says: a miss; the file is removed and counted."""
 
 
 @dataclass(slots=True, frozen=True)
 class BlockKey:
-    """What a block is, for its file: its name, its parent's, its token ids and its extra keys."""
+    """The identity of a block in its file: its name, its parent's, its token ids and its extra keys."""
 
     block_hash: BlockHash
     parent: BlockHash
@@ -115,7 +115,7 @@ class BlockFormat:
     _DIGEST_AT = 8 + len(b'{"__metadata__":{"digest":"')
 
     def header(self, key: BlockKey, digest: bytes) -> bytes:
-        """The first `header_bytes` bytes of the file. `digest`: 32 hex digits."""
+        """Return the first `header_bytes` bytes of the file. `digest`: 32 hex digits."""
         length = self.header_bytes - 8
         return length.to_bytes(8, "little") + self._json(key, digest).ljust(length)
 
@@ -163,18 +163,18 @@ class BlockFormat:
 
 
 def text_of_keys(keys: Iterable[ExtraKey]) -> str:
-    """Extra keys as a header has them: `image=…,image=…`. Kinds and values hold no `"`, `=` or `,`."""
+    """Format extra keys for a header: `image=…,image=…`. Kinds and values hold no `"`, `=` or `,`."""
     return ",".join(f"{kind}={value}" for kind, value in keys)
 
 
 def keys_of_text(text: str) -> tuple[ExtraKey, ...]:
-    """Inverse of `text_of_keys`. Raises ValueError."""
+    """Parse the text of `text_of_keys`. Raises ValueError."""
     pairs = [part.split("=") for part in text.split(",")] if text else []
     return tuple((kind, value) for kind, value in pairs)
 
 
 def digest_of(buffers: Iterable[memoryview]) -> bytes:
-    """xxh3-128 of the buffers' bytes one after another, as 32 hex digits."""
+    """Return xxh3-128 of the buffers' bytes one after another, as 32 hex digits."""
     state = xxhash.xxh3_128()
     for buffer in buffers:
         state.update(buffer)
@@ -191,7 +191,7 @@ def _fill(fs: FileSystem, fd: int, buffers: Sequence[memoryview], offset: int, n
 def _batches(
     buffers: Sequence[memoryview], sizes: Sequence[int], most: int
 ) -> Iterator[tuple[Sequence[memoryview], int]]:
-    """The same bytes in the same order: lists of at most `most` bytes, and their bytes.
+    """Yield lists of buffers of at most `most` bytes, and their bytes, in the same order.
 
     Each leaves room for one more buffer beside it in a call. Longer buffers are cut. Python's own time
     counts here: a block has hundreds of buffers, nearly always of one size.

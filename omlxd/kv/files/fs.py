@@ -26,7 +26,7 @@ IOV_MAX = 1024
 
 
 def identity(path: str | int) -> tuple[int, int] | None:
-    """Device and inode of a file, by path or descriptor; None: it is not there, or can't be looked at."""
+    """Return device and inode of a file, by path or descriptor; None if it can't be looked at."""
     try:
         status = os.stat(path)
     except OSError:
@@ -35,7 +35,9 @@ def identity(path: str | int) -> tuple[int, int] | None:
 
 
 def is_held(lock: str) -> bool:
-    """Whether a process has locked the file `lock`. A ledger locks it anew if it is back as another file."""
+    """Return whether a process has locked the file `lock`. A ledger locks it anew if it is back as another
+    file.
+    """
     with contextlib.suppress(OSError), open(lock, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -45,7 +47,7 @@ def is_held(lock: str) -> bool:
 
 
 class FileSystem:
-    """The operating system's. Every method but `is_file` raises OSError as `os` does.
+    """The operating system's file system. Every method but `is_file` raises OSError as `os` does.
 
     lock  the cache dir's lock file: no folder is made while it is missing, or another file that is not locked
     """
@@ -97,7 +99,7 @@ class FileSystem:
                 os.mkdir(folder, 0o700)
 
     def is_file(self, path: str) -> bool:
-        """Whether `path` is an ordinary file, and no link to one. Raises nothing."""
+        """Return whether `path` is an ordinary file, and no link. Raises nothing."""
         try:
             return stat.S_ISREG(os.lstat(path).st_mode)
         except OSError:
@@ -152,12 +154,12 @@ def _all(transfer: Callable[[Sequence[memoryview], int], int], buffers: Sequence
 
 
 def subfolders(folder: Path, ours: Callable[[str], bool]) -> list[os.DirEntry[str]]:
-    """Those of a name that is `ours`; links to folders are none. Raises OSError."""
+    """Return the subfolders whose names are `ours`, without links. Raises OSError."""
     return [e for e in entries_of(str(folder)) if ours(e.name) and e.is_dir(follow_symlinks=False)]
 
 
 def entries_of(folder: str) -> list[os.DirEntry[str]]:
-    """Raises OSError where it can't be read."""
+    """Return a folder's entries; none if it is missing. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -166,7 +168,7 @@ def entries_of(folder: str) -> list[os.DirEntry[str]]:
 
 
 def is_gone(path: Path) -> bool:
-    """False for a file that can't be looked at: it may be there still."""
+    """Return whether a file is gone; False if it can't be looked at."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -177,7 +179,7 @@ def is_gone(path: Path) -> bool:
 
 
 def unlink(path: str | Path, fs: FileSystem | None = None) -> OSError | None:
-    """None when the file is gone, else why it isn't."""
+    """Remove a file; returns None once it is gone, else why it isn't."""
     try:
         (fs or os).unlink(str(path))
     except FileNotFoundError:
@@ -190,11 +192,11 @@ def unlink(path: str | Path, fs: FileSystem | None = None) -> OSError | None:
 T = TypeVar("T")
 
 _numbers = itertools.count()
-"""Of this process's temporary files: no two of them have one name."""
+"""Numbers of this process's temporary files, so that no two share a name."""
 
 
 class TempLeft(OSError):
-    """A store failed and its temporary file can't be removed either: it still takes its space."""
+    """A store failed and its temporary file can't be removed either, so it still takes its space."""
 
 
 def put_in_place(fs: FileSystem, target: str, write: Callable[[int], object], temp: str = "") -> None:
@@ -226,7 +228,7 @@ def put_in_place(fs: FileSystem, target: str, write: Callable[[int], object], te
 
 
 def read_in_place(fs: FileSystem, path: str, read: Callable[[int], T], bad: type[Exception]) -> T:
-    """What `read(fd)` makes of the file `path`. Raises FileNotFoundError, OSError, or `bad`.
+    """Return what `read(fd)` makes of the file `path`. Raises FileNotFoundError, OSError, or `bad`.
 
     A file that fails its check, by raising `bad`, is removed first.
     """

@@ -1,4 +1,4 @@
-"""`<namespace>/namespace.json` says whose a folder of the cache dir is. Its engine writes it.
+"""`<namespace>/namespace.json` names the models of a folder of the cache dir. Its engine writes it.
 
 Tools read it without a model, and the ledger: blocks of orphans go first. A namespace is
 
@@ -49,7 +49,7 @@ class Copy(msgspec.Struct, frozen=True):
         return self.adapter or self.model_path
 
     def is_here(self) -> bool:
-        """Whether its folder is there, or has another name beside its old place now."""
+        """Return whether the model's folder exists, perhaps under another name beside its old place."""
         beside, is_here = os.path.dirname(self.folder), os.path.isdir(self.folder)
         if self.config and not is_here:
             with contextlib.suppress(OSError):
@@ -98,11 +98,11 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys(here or [copy.model_id for copy in self.copies]))
 
     def is_called(self, name: str) -> bool:
-        """Whether `name` is the id or the folder of a model that used it."""
+        """Return whether `name` is the id or the folder of a model that used the namespace."""
         return any(name in (copy.model_id, copy.model_path) for copy in self.copies)
 
     def has_short_name(self, name: str) -> bool:
-        """Whether `name` is the last part of the id of a model that used it."""
+        """Return whether `name` is the last part of the id of a model that used the namespace."""
         return any(copy.model_id.rpartition("/")[2] == name for copy in self.copies)
 
 
@@ -129,7 +129,7 @@ def describe_namespace(root: Path, info: NamespaceInfo, fs: FileSystem) -> None:
 
 
 def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:
-    """The description in `root/folder`, by the last model whose folder is in its place, if there is one.
+    """Read the description in `root/folder`, by the last model whose folder is in its place, if any.
 
     None: there is none that makes sense.
     """
@@ -142,7 +142,7 @@ def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:
 
 
 class Installed:
-    """Which namespaces belong to installed models. `root`: the cache dir; namespaces are folder names."""
+    """Tells which namespaces belong to installed models. `root`: the cache dir; namespaces are folder names."""
 
     def __init__(self, root: Path):
         self._root = root
@@ -150,16 +150,16 @@ class Installed:
         self._loaded_as: dict[str, str] = {}  # model folder → namespace of its last load
 
     def loaded(self, namespace: str, model_path: str) -> None:
-        """An engine runs the model of `model_path` under `namespace`."""
+        """Note that an engine runs the model of `model_path` under `namespace`."""
         self._in_use[namespace] += 1
         self._loaded_as[model_path] = namespace
 
     def left(self, namespace: str) -> None:
-        """That engine is gone."""
+        """Note that an engine of `namespace` is gone."""
         self._in_use[namespace] -= 1
 
     def orphans(self, namespaces: Iterable[str]) -> set[str]:
-        """Those of `namespaces` that no installed model has. Reads a small file of each."""
+        """Return the `namespaces` that no installed model has. Reads a small file of each."""
         return {namespace for namespace in namespaces if self._is_orphan(namespace)}
 
     def _is_orphan(self, namespace: str) -> bool:

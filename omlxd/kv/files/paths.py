@@ -1,4 +1,4 @@
-"""Where a block's file lies: `<namespace>/<hh>/<hash>.safetensors`, relative to the cache dir.
+"""Paths of block files: `<namespace>/<hh>/<hash>.safetensors`, relative to the cache dir.
 
 The path is the index: given a hash, nothing must be scanned to know whether the block is there.
 Records (record_file.py) lie among the blocks, under a suffix of their own.
@@ -19,7 +19,7 @@ NAMESPACE_HEX = 32
 """Hex digits of the namespace in a path: 128 bits tell models apart; hashes carry all 256."""
 
 PAGE = 4096
-"""Bytes of what a file system allocates at once."""
+"""Bytes that a file system allocates at once."""
 
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _FAN = re.compile(r"[0-9a-f]{2}")
@@ -47,7 +47,7 @@ def _path(namespace: BlockHash, digest: BlockHash, suffix: str) -> str:
 
 
 def is_namespace_dir(name: str) -> bool:
-    """Only such folders are looked into: a cache dir may hold other things, and they are not ours."""
+    """Return whether a folder's name is a namespace's: other things in a cache dir are not ours."""
     return _NAMESPACE.fullmatch(name) is not None
 
 
@@ -56,7 +56,7 @@ def is_fan_dir(name: str) -> bool:
 
 
 def file_kind(name: str) -> str:
-    """`block`, `record`, `temp`, or "" for a file that omlxd never wrote and must leave alone."""
+    """Return `block`, `record`, `temp`, or "" for a file that omlxd never wrote and must leave alone."""
     match = _FILE.fullmatch(name)
     if match is None:
         return ""
@@ -64,13 +64,13 @@ def file_kind(name: str) -> str:
 
 
 def temp_owner(name: str) -> int | None:
-    """The process that writes a temporary file; None: the name is not one's."""
+    """Return the process that writes a temporary file; None for another name."""
     match = _FILE.fullmatch(name)
     return int(match["owner"]) if match is not None and match["temp"] else None
 
 
 def is_stored_path(path: str) -> bool:
-    """Whether `path`, relative to the cache dir, is where a block's file or a record lies."""
+    """Return whether `path`, relative to the cache dir, is a block file's or a record's."""
     parts = path.split("/")
     return (
         len(parts) == 3
@@ -82,5 +82,5 @@ def is_stored_path(path: str) -> bool:
 
 
 def disk_bytes(size: int) -> int:
-    """Bytes that a file of `size` bytes takes, in pages of 4 KiB."""
+    """Return the bytes that a file of `size` bytes takes, in pages of 4 KiB."""
     return -(-size // PAGE) * PAGE

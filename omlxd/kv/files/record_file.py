@@ -32,7 +32,7 @@ from .paths import disk_bytes, record_path
 FORMAT = b"omlxd-record-1\0\0"
 HEAD_BYTES = 32
 MOST_BYTES = 1 << 20
-"""A file longer than this is no record."""
+"""Bytes of a record file at most."""
 MOST_AGE_S = 30 * 86400.0
 
 
@@ -52,18 +52,18 @@ class RecordFiles:
         self.fs = fs or FileSystem()
 
     def path_of(self, name: BlockHash) -> str:
-        """Path relative to the cache dir."""
+        """Return the path relative to the cache dir."""
         return record_path(self._namespace, name)
 
     def full(self, name: BlockHash) -> str:
         return f"{self._root}/{self.path_of(name)}"
 
     def load(self, name: BlockHash) -> bytes:
-        """The payload. Raises FileNotFoundError, OSError, or RecordError once the bad file is removed."""
+        """Read the payload. Raises FileNotFoundError, OSError, or RecordError once the bad file is removed."""
         return read_in_place(self.fs, self.full(name), lambda fd: checked(self.fs, fd, name), RecordError)
 
     def remove(self, name: BlockHash) -> bool:
-        """False: it isn't gone. Raises nothing."""
+        """Remove a record; returns False if it isn't gone. Raises nothing."""
         return unlink(self.full(name), self.fs) is None
 
     def touch(self, names: Sequence[BlockHash]) -> None:
@@ -72,7 +72,7 @@ class RecordFiles:
 
 
 class Record:
-    """One that is to be written: a payload for a StoreWriter, and the tier that it goes to."""
+    """A record to be written: payload and tier of a store by StoreWriter."""
 
     def __init__(self, files: RecordFiles, name: BlockHash, payload: bytes):
         self._files = files
@@ -95,13 +95,13 @@ class Record:
         return self._files.path_of(block_hash)
 
     def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
-        """Put it in place. Raises OSError as `put_in_place` does."""
+        """Write the record's file. Raises OSError as `put_in_place` does."""
         fs = self._files.fs
         put_in_place(fs, self._files.full(key.block_hash), lambda fd: write_all(fs, fd, buffers))
 
 
 def checked(fs: FileSystem, fd: int, name: BlockHash) -> bytes:
-    """The payload of the open record `name`. Raises RecordError, or OSError as reads do."""
+    """Read and check the payload of the open record `name`. Raises RecordError, or OSError as reads do."""
     size = fs.size(fd)
     if not HEAD_BYTES <= size <= MOST_BYTES:
         raise RecordError(f"{size} bytes are no record")

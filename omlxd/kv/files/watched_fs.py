@@ -1,4 +1,4 @@
-"""A file system that says when somebody waits for it in vain: a dead mount never answers.
+"""A file system that reports a call that hangs: a dead mount never answers.
 
 No thread that waits in the kernel can be called back. An engine whose threads do is ended
 (engine/service.py), and the next one serves without the SSD cache, which the front has found to hang
@@ -15,7 +15,7 @@ from typing import TypeVar
 from .fs import Buffer, FileSystem
 
 HANG_S = 10.0
-"""Longer than a disk that sleeps takes to wake up."""
+"""Seconds: longer than a sleeping disk takes to wake up."""
 SLOWEST = 2_000_000
 """Bytes a second that a slow disk reads beside others: a large read may take longer."""
 
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 class WatchedFileSystem(FileSystem):
-    """As `FileSystem`. `clock`: seconds, monotonic."""
+    """A `FileSystem` that notes when each call should be over. `clock`: seconds, monotonic."""
 
     def __init__(self, lock: str = "", clock: Callable[[], float] = time.monotonic):
         super().__init__(lock)
         self._clock = clock
         self._until: dict[int, float] = {}
-        """By thread that waits: when its call should be over."""
+        """Thread that waits → when its call should be over."""
 
     @property
     def hangs(self) -> bool:

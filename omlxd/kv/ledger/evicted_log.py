@@ -33,7 +33,7 @@ class EvictedLog:
         self._gone = BoundedMap[int, Removal](max_items=most)
 
     def note(self, path: str, what: str) -> None:
-        """`path`: of a block's file, relative to the cache dir."""
+        """Note a removal. `path`: of a block's file, relative to the cache dir."""
         key = _key(path)
         if key is not None:  # A temporary file is nobody's miss.
             self._gone.put(key, Removal(what, time.time()))
@@ -44,7 +44,7 @@ class EvictedLog:
 
 
 def _key(path: str) -> int | None:
-    """The first 8 bytes of the hash in a block file's name: names are as good as random."""
+    """Return the first 8 bytes of the hash in a block file's name: names are as good as random."""
     if file_kind(path.rpartition("/")[2]) != "block":
         return None
     return int(path[-len(SUFFIX) - 64 : -len(SUFFIX) - 48], 16)

@@ -1,4 +1,4 @@
-"""Which file of the cold tier goes next: of orphaned namespaces first, then least recently used, pinned last.
+"""The LRU eviction order of the cold tier: files of orphans first, then least recently used, pinned last.
 
 Each namespace has an LRU list of its own, so that making one an orphan, or an installed model again,
 moves no file. The oldest of several lists is found through a heap of their heads. A head's age only
@@ -23,7 +23,7 @@ _Files = OrderedDict[str, tuple[int, int]]
 
 
 class FileOrder:
-    """Paths are `<namespace>/…`, relative to the cache dir; sizes are bytes."""
+    """LRU lists of files. Paths are `<namespace>/…`, relative to the cache dir; sizes are bytes."""
 
     def __init__(self, pins: AbstractSet[str] = frozenset()) -> None:
         self.pins = pins
@@ -33,19 +33,19 @@ class FileOrder:
         self._stamp = 0
         self._count = 0
         self.nbytes = 0
-        """Of all files."""
+        """Bytes of all files."""
 
     def __len__(self) -> int:
         return self._count
 
     def nbytes_of(self, path: str) -> int | None:
-        """Bytes of a file; None: it is not on the account."""
+        """Return the bytes of a file; None if it is not on the account."""
         files = self._list_of(path)
         return None if files is None else files[path][0]
 
     @property
     def namespaces(self) -> list[str]:
-        """Those that hold files."""
+        """Namespaces that hold files."""
         return [name for name, files in self._lists.items() if files and name not in (_STUCK, _PINNED)]
 
     def is_orphan(self, namespace: str) -> bool:
@@ -55,7 +55,7 @@ class FileOrder:
         return bool(self._lists.get(namespace))
 
     def set_orphans(self, namespaces: AbstractSet[str]) -> None:
-        """From now on the files of these namespaces, and of no others, go first."""
+        """Have the files of these namespaces, and of no others, go first."""
         self._orphans = frozenset(namespaces)
         self._heaps = [[], [], []]
         self._lists = {namespace: files for namespace, files in self._lists.items() if files}
@@ -63,19 +63,19 @@ class FileOrder:
             self._queue(namespace, files)
 
     def pin(self, paths: AbstractSet[str]) -> None:
-        """From now on these files, and no others, go last, in the order of `paths`."""
+        """Have these files, and no others, go last, in the order of `paths`."""
         changed, self.pins = [*(path for path in self.pins if path not in paths), *paths], paths
         for path in changed:
             if nbytes := self.nbytes_of(path):
                 self.add(path, nbytes)
 
     def add(self, path: str, nbytes: int) -> None:
-        """Add a file, or take it anew, as the most recently used."""
+        """Add a file as the most recently used."""
         self.remove(path)
         self._append(_PINNED if path in self.pins else path.partition("/")[0], path, nbytes)
 
     def add_stuck(self, path: str, nbytes: int) -> None:
-        """A file that could not be removed: behind all that can go, whosever it is."""
+        """Put a file that could not be removed behind all that can go."""
         self.remove(path)
         self._append(_STUCK, path, nbytes)
 
@@ -116,7 +116,7 @@ class FileOrder:
         return None
 
     def _list_of(self, path: str) -> _Files | None:
-        """The list that holds `path`."""
+        """Return the list that holds `path`."""
         for namespace in (path.partition("/")[0], _STUCK, _PINNED):
             files = self._lists.get(namespace)
             if files is not None and path in files:
@@ -134,7 +134,7 @@ class FileOrder:
         self._count += 1
 
     def _queue(self, namespace: str, files: _Files) -> None:
-        """A list that has no entry in a heap gets one."""
+        """Give a list without an entry in a heap one."""
         head = next(iter(files.values()))[1]
         heap = 0 if namespace in self._orphans else 2 if namespace == _PINNED else 1
         heapq.heappush(self._heaps[heap], (head, namespace))

@@ -59,7 +59,7 @@ TELL_S = 600.0
 """Seconds between two log lines about a nearly full disk, at least."""
 
 JUDGE_S = 60.0
-"""A model's folder that goes while the daemon runs makes orphans this much later at most."""
+"""Seconds at most until the files of a model whose folder goes while the daemon runs count as orphans."""
 
 
 class LedgerBusy(Exception):
@@ -129,7 +129,7 @@ class Ledger:
         self._has_stock = False
         self._away = False
         self.on_return: Callable[[], None] = lambda: None
-        """Called once the folder is back and counted; it may be another."""
+        """Called once the folder, or another in its place, is back and counted."""
         self._leftovers_removed = 0
         self._gone: list[_Gone] = []
         """Engines that have ended and whose folders could not be read since."""
@@ -179,7 +179,7 @@ class Ledger:
         self._lock_fd = fd
 
     def _is_here(self) -> bool:
-        """Whether the folder is the one that was locked; its files are counted anew when it is back.
+        """Return whether the folder is the locked one; its files are counted anew when it is back.
 
         It may come back as another file system (a disk unplugged and plugged in), and is locked anew then.
         Nothing is made in its place. One that is back and can't be read is away still.
@@ -263,7 +263,7 @@ class Ledger:
         only: Callable[[str], bool] = is_namespace_dir,
         dead: int | None = None,
     ) -> Iterable[tuple[int, str, int]]:
-        """(mtime in ns, relative path, bytes on disk) of every block file and record.
+        """Yield (mtime in ns, relative path, bytes on disk) of every block file and record.
 
         Removes temporary files, and in a walk of all records that nobody has used for `MOST_AGE_S`.
 
@@ -322,18 +322,18 @@ class Ledger:
         return nbytes
 
     def _tell_full(self) -> None:
-        """Log that the disk is nearly full; once, and again after `TELL_S` if it had room in between."""
+        """Log that the disk is nearly full, and again after `TELL_S` if it had room in between."""
         now = time.monotonic()
         if not self._is_full and now - self._told_full_at > TELL_S:
             self._is_full, self._told_full_at = True, now
             log.warning("SSD cache: the disk of %s is nearly full: nothing new is stored", self.root)
 
     def capacity(self) -> int:
-        """The most that the files can come to: the limit, or what their disk has for them."""
+        """Return the most that the files may take: the limit, or what their disk has for them."""
         return min(self.cold_cache_bytes, self._files.nbytes + max(0, self._disk_room))
 
     def room(self) -> int:
-        """Bytes that can be granted before anything is evicted; below 0: something would have to go."""
+        """Return the bytes that can be granted without evicting; below 0: something must go."""
         return min(self.cold_cache_bytes - self._committed, self._disk_room - self._reserved)
 
     @property
@@ -341,7 +341,7 @@ class Ledger:
         return self._files.nbytes + self._reserved
 
     def stored(self, files: Iterable[tuple[str, int]]) -> None:
-        """Granted bytes became files; they are the most recently used.
+        """Count granted bytes as files, which are the most recently used.
 
         Two engines of one model may write the same record, and be heard in any order: then the file counts.
         """
@@ -356,12 +356,12 @@ class Ledger:
                 self._files.add(path, nbytes)
 
     def released(self, nbytes: int) -> None:
-        """Granted bytes that will not be written."""
+        """Release granted bytes that will not be written."""
         self._writes.give_back(nbytes)
         self._reserved = max(0, self._reserved - nbytes)
 
     def dropped(self, paths: Iterable[str]) -> None:
-        """Files that an engine removed itself, or tried to: one that is there, or there again, counts."""
+        """Account for files that an engine removed or tried to: a file that is still there counts."""
         is_here = self._is_here()
         for path in paths:
             self.evicted_log.note(path, "damaged")
@@ -397,12 +397,12 @@ class Ledger:
         return sum(self._files.nbytes_of(path) or 0 for path in paths)
 
     def touched(self, paths: Iterable[str]) -> None:
-        """Files that a request used, leaf first."""
+        """Make the files that a request used recent, leaf first."""
         for path in paths:
             self._files.touch(path)
 
     def engine_loaded(self, namespace: str, model_path: str) -> None:
-        """An engine runs the model in folder `model_path`, and will use the folder `namespace`."""
+        """Note that an engine runs the model in folder `model_path`, and will use the folder `namespace`."""
         self._installed.loaded(namespace, model_path)
         self._judge()
 
@@ -483,7 +483,7 @@ class Ledger:
                     self._remove_folder(namespace)
 
     def _remove_folder(self, namespace: str) -> None:
-        """What is left of an orphan without files; anything that is not ours keeps its folder.
+        """Remove the folder of an orphan without files, unless something that is not ours is in it.
 
         So does a description of a model that is here: its engine may be loading, and has written it already.
         """

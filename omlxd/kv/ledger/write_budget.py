@@ -1,4 +1,4 @@
-"""What may be written to the cold tier on one day: flash wears by what is written to it.
+"""The bytes that may be written to the cold tier on one day: flash wears by writing.
 
 The day's sum is kept in a small file of the cache dir, so that it survives restarts and crashes. The
 file always holds as much as was granted or more: it is written before a grant is given, `AHEAD` bytes
@@ -23,7 +23,7 @@ from ..files.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
 log = logging.getLogger(__name__)
 
 AHEAD = 64 << 20
-"""Bytes, as much as an engine is granted at a time."""
+"""Bytes granted to an engine at a time."""
 _NOTHING = 1 << 20
 _MOST = 4096
 """Bytes that the file may have."""
@@ -60,7 +60,8 @@ class WriteBudget:
         self.outstanding: Callable[[], int] = lambda: 0
 
     def open(self) -> None:
-        """Take up what this day has had so far: the file's sum, or its own if that is more.
+        """Continue with this day's sum: the file's, or this object's own if that is more. Never raises
+        OSError.
 
         Never raises OSError.
         """
@@ -83,7 +84,7 @@ class WriteBudget:
         self._saved = self._spent
 
     def close(self) -> None:
-        """Leave the exact sum."""
+        """Write the exact sum."""
         self.turn_the_page()
         if self._saved != self._spent:
             self._save(self._spent)
@@ -95,7 +96,7 @@ class WriteBudget:
 
     @property
     def used_up(self) -> bool:
-        """Something was refused today. Any thread."""
+        """Whether something was refused today. Any thread."""
         return self._refused and self._day == self._today()
 
     def spend(self, nbytes: int) -> bool:
@@ -113,7 +114,7 @@ class WriteBudget:
         return True
 
     def give_back(self, nbytes: int) -> None:
-        """Granted bytes that were not written."""
+        """Take back granted bytes that were not written."""
         self.turn_the_page()
         self._spent = max(0, self._spent - nbytes)
 
@@ -126,7 +127,7 @@ class WriteBudget:
             )
 
     def turn_the_page(self) -> None:
-        """Begin a new day, if there is one, with what is `outstanding`: call it before that grows less."""
+        """Begin a new day, if there is one, with what is `outstanding`: call it before that shrinks."""
         if (today := self._today()) != self._day:
             self._day, self._spent, self._saved, self._refused = today, self.outstanding(), 0, False
 
