@@ -80,7 +80,7 @@ class BlockPool:
     # ----------------------------------------------------------------- allocation
 
     def allocate(self) -> Block:
-        """Return an empty block with one reference: a spare record, else a new one, else the oldest cached."""
+        """Take an empty block with one reference: a spare record, else a new one, else the oldest cached."""
         block = self._spare.popleft()
         if block is None and len(self._blocks) >= self._max_records:
             block = self._cached.popleft()

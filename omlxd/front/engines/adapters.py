@@ -24,7 +24,7 @@ LOOK_S = 2.0
 async def find_host(
     engine: ModelEngine, base: ModelEngine | None, defaults: ModelSettings
 ) -> ModelEngine | None:
-    """The model in whose engine `engine` is to be; None: it gets one of its own, which the log says.
+    """Find the model whose engine `engine` shares; None: it gets one of its own, and the log says so.
 
     base      of which it is an adapter; None: of none
     defaults  settings of a model that has none of its own
@@ -52,14 +52,14 @@ async def find_host(
 
 
 def unusable(engine: ModelEngine, reason: str) -> AdapterError:
-    """The error of an adapter that can't be used for `reason`: one of the settings is no request's fault."""
+    """Make the error of an unusable adapter: an owner's settings are no request's fault."""
     if engine.settings.adapter is None:
         return AdapterError(reason, param="model")
     return AdapterError(f"adapter of {engine.model_id}: {reason}", code="model_unusable")
 
 
 async def join(engine: ModelEngine, host: ModelEngine) -> tuple[Link, Load]:
-    """A link to the engine of `host`, which loads the adapter. Raises OmlxdError."""
+    """Link an adapter to the engine of `host`, which loads it. Raises OmlxdError."""
     engine.host, engine.loaded_with = host, engine.settings
     try:
         await host.process.load()

@@ -1,4 +1,4 @@
-"""An engine as the front sees it: always there, whatever becomes of the process behind it.
+"""An engine as the front sees it: always there, with or without a process.
 
 It has a supervisor, which owns the process, and owns the requests in flight. Those that wait are sent
 when the engine is ready. Those of whose answer no client has read anything are sent again, once, when
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
 MOST_LAST = 64
-"""Ends of processes whose counters are kept while nobody looks."""
+"""Ends of processes whose counters are kept until they are read."""
 TRIAL_S = 2.0
-"""How long a request that is sent again may hold up the next one before its answer begins."""
+"""Seconds for which a request that is sent again may hold up the next one before its answer begins."""
 
 
 class EngineProcess:
@@ -78,7 +78,7 @@ class EngineProcess:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether anybody waits for it: a request, or a load."""
+        """Whether a request or a load waits for the process."""
         return bool(self._requests or self._load_waiters)
 
     # ----------------------------------------------------------------- what can be asked
@@ -93,15 +93,15 @@ class EngineProcess:
     async def count_tokens(
         self, prompt: Conversation | RawPrompt, session: str = "", client: str = ""
     ) -> int:
-        """Tokens of `prompt` as `generate` would render it. Raises OmlxdError."""
+        """Count the tokens of `prompt` as `generate` would render it. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Count(id, prompt, session, client), client)
 
     async def explain(self, request: GenerateRequest, reached: int = -1, files: bool = False) -> Explanation:
-        """As `wire.Explain`. Raises OmlxdError."""
+        """Ask the engine for a `wire.Explain`. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Explain(id, request, reached, files))
 
     async def embed(self, request: EmbedRequest) -> Vectors:
-        """Vectors or scores of texts. Raises OmlxdError."""
+        """Return vectors or scores of texts. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Embed(id=id, request=request), request.client)
 
     async def _ask(self, message: Callable[[int], Any], client: str = "") -> Any:
@@ -114,11 +114,11 @@ class EngineProcess:
             self.cancel_request(id)
 
     async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
-        """The engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""
+        """Return the engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""
         return await self._ask_stats(trim, reset_peak) if self.state == "ready" else None
 
     async def device_available(self) -> int | None:
-        """Bytes free where arrays live, as the engine finds them, loaded or not; None: it does not say."""
+        """Return the bytes free where arrays live, as the engine measures them; None: unknown."""
         stats = await self._ask_stats()
         value = stats.values.get("device_available_bytes") if stats else None
         return None if value is None else int(value)
@@ -132,7 +132,7 @@ class EngineProcess:
         return await self._requests.question(id, lambda: link.send(asked), STATS_TIMEOUT_S)
 
     def cancel_request(self, id: int) -> None:
-        """Drop request `id`, and have the engine stop if it is still at work on it."""
+        """Drop request `id`, and have the engine stop it."""
         request = self._requests.drop_request(id)
         if request is not None and request.life:
             self.supervisor.send(wire.Cancel(id=id))
@@ -141,7 +141,7 @@ class EngineProcess:
     # ----------------------------------------------------------------- coming and going
 
     async def load(self) -> None:
-        """Load, unless it is loaded already; returns once it is ready. Raises OmlxdError."""
+        """Load the model unless it is loaded; returns once it is ready. Raises OmlxdError."""
         self._admit()
         if self.state == "ready":
             return
@@ -155,7 +155,7 @@ class EngineProcess:
             self.on_change()  # Its base may go, if nobody waits for it any more.
 
     def begin_unload(self, grace_s: float = UNLOAD_S) -> bool:
-        """Check and begin in one step: what is submitted from now on waits, and has it loaded again.
+        """Begin an unload: new requests wait for the next load. False: requests are in flight.
 
         False: requests are in flight, it stays.
         """
@@ -165,7 +165,7 @@ class EngineProcess:
         return True
 
     def begin_turn(self) -> bool:
-        """Have it unload and load again: now, or once the requests that the engine has are answered.
+        """Unload and load again, at once or after the answers in flight.
 
         What is submitted meanwhile waits for the next load. False: this was asked for already.
         """
@@ -185,7 +185,7 @@ class EngineProcess:
             self._fail_all(NotNow(f"{name} was unloaded before it was loaded.", retry_after=5).as_event())
 
     async def drain(self, seconds: float) -> None:
-        """Admit nothing more, and let what runs end within `seconds`. What waits for a load fails."""
+        """Admit nothing more, and let running answers end within `seconds`. What waits for a load fails."""
         self._closing = True
         if self._requests and self.state == "ready":
             requests = counted(len(self._requests), "request")
@@ -222,7 +222,7 @@ class EngineProcess:
         self.supervisor.link.send_frame(request.frame)
 
     def _send_again(self) -> None:
-        """The next one of those that were with an engine that died."""
+        """Send the next request of those whose engine died."""
         self._end_trial()
         while self._again and self._trial is None:
             request = self._again.popleft()
@@ -259,7 +259,7 @@ class EngineProcess:
     # ----------------------------------------------------------------- what the supervisor calls
 
     def on_ready(self) -> None:
-        """The engine serves."""
+        """Send what waited for the engine."""
         self.used_at, self._turning = time.monotonic(), False
         for request in self._requests.requests.values():
             if not request.sends:
@@ -268,7 +268,7 @@ class EngineProcess:
         self._end_loads()
 
     def on_lost(self, failed: Failed, was_ready: bool) -> None:
-        """The process ended by itself, or did not start. Requests that it has not begun to answer go on."""
+        """Handle a process that ended or did not start. Requests without an answer so far go on."""
         before = len(self._requests)
         if was_ready and not self._closing:
             self._end_trial()
@@ -282,7 +282,7 @@ class EngineProcess:
             self.supervisor.start()
 
     def on_message(self, message: Any) -> None:
-        """About requests, statistics and memory."""
+        """Take a message about requests, statistics or memory."""
         if isinstance(message, wire.Events):
             for id, event in message.events:
                 self._answer(id, event)
@@ -297,7 +297,7 @@ class EngineProcess:
             self._on_want(message)
 
     def _answer(self, id: int, result: Any) -> None:
-        """Hand `result` to whoever waits for `id`; nobody may, if it was cancelled."""
+        """Hand `result` to the request or question `id`, unless it was cancelled."""
         request = self._requests.answer_request(id, result)
         if request is not None:
             if isinstance(result, Finished):

@@ -50,31 +50,32 @@ T = TypeVar("T")
 
 LedgerMessage = Reserve | Stored | Released | Dropped | Touched
 WALK_S, REST_S = 0.01, 0.03
-"""A walk that nobody waits for. With 100,000 files and 2 busy virtual CPUs, one without rests made
-the first hit 0.2 to 1.0 s later."""
+"""Seconds of a walk that nobody waits for, and of the rest after each. With 100,000 files and 2 busy virtual
+CPUs, one without rests made the first hit 0.2 to 1.0 s later.
+"""
 _PROBE_BYTES = 1 << 20
-"""A folder that can't take this much can't take a block either."""
+"""Bytes of a trial file: a folder that can't take them can't take a block either."""
 
 
 PATIENCE_S = 2.0
-"""How long a folder may be another's: a daemon that was killed may still be dying when the next one
-starts, and `omlxd cache clear` holds the folder while it removes files."""
+"""Seconds for which another process may hold the folder."""
 RETRY_S = 0.05
 ANSWER_S, CLOSE_S = 4.0, 2.0
-"""How long the folder's file system may take to be locked and tried out, each, and to be let go. A mount
-whose server is gone, or a FIFO, never answers: the thread that asked it stays behind."""
+"""Seconds that the folder's file system may take to be locked and tried out, each, and to be released. A
+mount whose server is gone, or a FIFO, never answers: the thread that asked it stays behind.
+"""
 
 
 LOOK_S = 10.0
-"""How often somebody looks whether the folder is still there."""
+"""Seconds between two looks at the folder."""
 EXPIRY_S = 3600.0
-"""Between two looks for files that nobody has used for so long, at most; else a tenth of that time."""
+"""Seconds at most between two looks for expired files; else a tenth of the time to live."""
 EXPIRED_AT_ONCE = 256
-"""Files that are removed in one turn of the ledger's thread."""
+"""Files removed in one turn of the ledger's thread."""
 
 LEASE_SHARE = 64
-"""What is more than one part in so many of the cache's capacity is granted a file at a time: a lease evicts
-others before it is used.
+"""Largest lease as one part in so many of the cache's capacity: a lease evicts others before it is used;
+larger grants are a file each.
 
 With 64 MiB leased at once, a cap of 100 MB kept 57 of 91 MB, and 33 after a restart and one prompt.
 """
@@ -110,7 +111,7 @@ class ColdLedger:
         self._hosts: dict[int, Account] = {}
 
     async def claim(self) -> LedgerBusy | OSError | None:
-        """Lock the folder; None, or why that can't be. Called again, it gives the same answer."""
+        """Lock the folder; returns None, or why that fails. A second call gives the same answer."""
         if self._claim is None:
             self._claim = asyncio.ensure_future(self._lock())
         return await asyncio.shield(self._claim)
@@ -138,7 +139,7 @@ class ColdLedger:
         return str(self._root) if self._ledger is not None else ""
 
     async def open(self) -> str:
-        """The cache dir once it is locked and was written to; "" if it can't be used, or does not answer now.
+        """Return the cache dir, locked and written to; "" if it is unusable or does not answer now.
 
         Called again, it does not open twice.
         """
@@ -149,7 +150,9 @@ class ColdLedger:
         return await asyncio.shield(self._opening)
 
     async def _answers(self) -> bool:
-        """Whether the folder's file system answers in `ANSWER_S`. While one look hangs there is no other."""
+        """Return whether the folder's file system answers in `ANSWER_S`. While one look hangs there is no
+        other.
+        """
         if self._look_under_way is None or self._look_under_way.done():
             self._look_under_way = asyncio.get_running_loop().run_in_executor(self._looker, self._look_into)
         elif self._hangs:
@@ -207,14 +210,16 @@ class ColdLedger:
                     log.warning("SSD cache: unused files can't be removed now: %s", error)
 
     async def remove_unused(self) -> int:
-        """Remove the files that nobody has used for `ttl_s`; how many went. Engines take them for misses."""
+        """Remove the files that nobody has used for `ttl_s`; returns their number. Engines take them for
+        misses.
+        """
         old = await asyncio.to_thread(self._unused) if math.isfinite(self._ttl_s) else []
         for at in range(0, len(old), EXPIRED_AT_ONCE):
             await self.forget_files(old[at : at + EXPIRED_AT_ONCE], remove=True)
         return len(old)
 
     def _unused(self) -> list[str]:
-        """Their paths, the longest unused first: what is older goes on from what is newer."""
+        """Return the paths of expired files, the longest unused first."""
         before = time.time() - self._ttl_s
         used: list[tuple[float, str]] = []
         for namespace in subfolders(self._root, is_namespace_dir):
@@ -279,7 +284,7 @@ class ColdLedger:
             )
 
     def _rest_now_and_then(self) -> Callable[[], None]:
-        """For the walk to call; raises _Closing once nobody needs its result."""
+        """Pause the walk now and then; raises _Closing once nobody needs its result."""
         began = time.perf_counter()
 
         def rest() -> None:
@@ -304,11 +309,11 @@ class ColdLedger:
             probe.unlink(missing_ok=True)
 
     def hurry(self) -> None:
-        """Somebody waits for the walk."""
+        """Speed up the walk, since somebody waits for it."""
         self._awaited.set()
 
     def account(self, reply: Callable[[Grant], None], pid: int) -> Account:
-        """The account of engine process `pid`; of one that it has already, an adapter's.
+        """Make an account of engine process `pid`; each after its first is an adapter's.
 
         `reply` is called on the event loop.
         """
@@ -317,20 +322,20 @@ class ColdLedger:
         return account
 
     def end_account(self, account: Account, pid: int) -> None:
-        """The process `pid` has ended, or one of its adapters has."""
+        """End an account: the process `pid`, or one of its adapters, has ended."""
         if self._hosts.get(pid) is account:
             del self._hosts[pid]
 
     def capacity(self) -> int:
-        """See `Ledger.capacity`; 0: there is no cold tier. Any thread: a torn read costs nothing."""
+        """Return `Ledger.capacity`; 0: no cold tier. Any thread: a torn read costs nothing."""
         return 0 if self._ledger is None else self._ledger.capacity()
 
     async def ledger_stats(self) -> LedgerStats | None:
-        """None without a cold tier."""
+        """Return the ledger's figures; None without a cold tier."""
         return await self._ask(Ledger.stats) if self._ledger is not None else None
 
     async def forget_files(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]]:
-        """See `Ledger.forget`; those that are gone are pinned no more. Raises Unavailable."""
+        """Run `Ledger.forget`, and unpin the files that are gone. Raises Unavailable."""
 
         def settle(ledger: Ledger) -> tuple[int, int, list[str]]:
             done = ledger.forget(paths, remove)
@@ -340,7 +345,7 @@ class ColdLedger:
         return await self._ask(settle)
 
     async def settle_own(self, message: Reserve | Stored | Released) -> int:
-        """As an engine's account, for files that this process writes; but nothing is evicted for them.
+        """Account for files that this process writes, without evicting; returns the bytes granted: all or 0.
 
         Bytes granted: all or 0.
         """
@@ -363,11 +368,11 @@ class ColdLedger:
         ledger.pin(self._pins.files())
 
     async def pins(self) -> PinList:
-        """The newest last. Raises Unavailable."""
+        """Return the pins, newest last. Raises Unavailable."""
         return await self._ask(self._pinned)
 
     async def pinned_files(self) -> dict[str, list[str]]:
-        """The names that each pinned file is pinned by. Raises Unavailable."""
+        """Return each pinned file's pins. Raises Unavailable."""
         return await self._ask(lambda _: names_by_file(self._pins.by_name))
 
     def _pinned(self, ledger: Ledger) -> PinList:
@@ -378,7 +383,7 @@ class ColdLedger:
         return PinList(pins, ledger.bytes_of(self._pins.files()), int(ledger.capacity() * SHARE))
 
     async def pin(self, name: str, chain: PinnedChain | None) -> PinList:
-        """Evict these files last; None: as all others. All pins then.
+        """Evict these files last; None: as all others. Returns all pins.
 
         Raises InvalidRequest where they take too large a share, NotFound for a name that is not pinned, and
         Unavailable.
@@ -402,25 +407,25 @@ class ColdLedger:
         return await self._ask(settle)
 
     def removal(self, path: str) -> Removal | None:
-        """What became of a file that is gone; None: nobody knows."""
+        """Return what became of a file that is gone; None: unknown."""
         return None if self._ledger is None else self._ledger.evicted_log.of(path)
 
     def peek(self) -> LedgerStats | None:
-        """The account at once, without hurrying the walk; until it ends, what it has counted so far.
+        """Return the account at once, without hurrying the walk; until it ends, what it has counted so far.
 
         None without a cold tier. A torn read of counters costs whoever looks nothing.
         """
         return None if self._ledger is None else self._ledger.stats()
 
     def check(self) -> None:
-        """Raises Unavailable without a cold tier, or while its folder does not answer."""
+        """Raise Unavailable without a cold tier, or while its folder does not answer."""
         if self.peek() is None:
             raise Unavailable("This daemon has no SSD cache.")
         if self._hangs:
             raise Unavailable("The SSD cache's folder does not answer.")
 
     async def close(self) -> None:
-        """Settle what is queued, then give up the lock."""
+        """Settle what is queued, then release the lock."""
         self._closing = True
         self.hurry()
         if self._looking is not None:
@@ -432,13 +437,13 @@ class ColdLedger:
         self._looker.shutdown(wait=False)
 
     async def _ask(self, function: Callable[..., T], *args: object) -> T:
-        """`function(ledger, …)` in the ledger's thread, once the walk is over. Raises Unavailable."""
+        """Run `function(ledger, …)` in the ledger's thread, once the walk is over. Raises Unavailable."""
         self.hurry()
         self.check()
         return await self._call(function, self._ledger, *args)
 
     async def _try(self, function: Callable[..., T], *args: object, seconds: float | None = None) -> T:
-        """As `_call`. Raises TimeoutError after `seconds`, and leaves the thread to what hangs."""
+        """Run a function in the ledger's thread; abandon a hanging thread. Raises TimeoutError."""
         asked = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
         asked.add_done_callback(lambda done: done.cancelled() or done.exception())  # It may end unheard.
         if not (await asyncio.wait({asked}, timeout=seconds or ANSWER_S))[0]:
@@ -451,7 +456,7 @@ class ColdLedger:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def submit(self, function: Callable[[Ledger], int]) -> asyncio.Future[int]:
-        """`function(ledger)` in the ledger's thread; 0 if there is no ledger or it raises."""
+        """Run `function(ledger)` in the ledger's thread; returns 0 without a ledger or if it raises."""
 
         def work() -> int:
             try:
@@ -464,7 +469,7 @@ class ColdLedger:
 
 
 class Account:
-    """What one engine process was granted and has not settled yet, in bytes.
+    """Bytes that one engine process was granted and has not settled yet.
 
     host  of an adapter: the process's own account, under whose grants it writes
     """
@@ -479,7 +484,7 @@ class Account:
         self._outstanding = 0  # Only the ledger's thread reads or writes it.
 
     def handle(self, message: LedgerMessage) -> None:
-        """Settle `message` in its turn; a `Reserve` is answered by a `Grant`, refusals too."""
+        """Settle `message` in its turn, and answer each `Reserve` with a `Grant`."""
         if isinstance(message, Reserve):
             self._owner.hurry()
 
@@ -496,7 +501,7 @@ class Account:
             )
 
     def model_loaded(self, namespace: str, model_path: str) -> None:
-        """The engine has loaded the model, or the adapter, in folder `model_path`.
+        """Note that the engine has loaded the model, or adapter, in folder `model_path`.
 
         namespace  "": it has no blocks to keep
         """
@@ -512,7 +517,7 @@ class Account:
             self._owner.submit(settle)
 
     def process_ended(self) -> None:
-        """The engine process has ended: take back what it was granted."""
+        """Take back what an engine process that ended was granted."""
 
         def settle(ledger: Ledger) -> int:
             ledger.engine_gone(self._outstanding, self._pid, self._namespace, self._adapters)
@@ -523,7 +528,7 @@ class Account:
 
 
 def _settle(ledger: Ledger, message: LedgerMessage) -> int:
-    """The bytes by which what is granted grows; below 0: shrinks."""
+    """Return the bytes by which grants grow; below 0: shrink."""
     match message:
         case Reserve():
             large = message.nbytes > ledger.capacity() // LEASE_SHARE

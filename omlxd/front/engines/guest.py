@@ -1,4 +1,4 @@
-"""An adapter in the engine process of its base: to its supervisor a link as any other, without a process.
+"""An adapter in the engine process of its base: for its supervisor a link like any other, without a process.
 
 Its frames go over the base's link. By the ids in them the engine knows whose they are, and so does the base's
 supervisor, which gets the answers (wire.py, `CHANNEL`). It ends with the base's process, or once the engine
@@ -21,7 +21,7 @@ SHARED = "the engine that it shares with its base ended"
 
 
 class GuestLink:
-    """As `EngineLink`. `host`: the base's supervisor, which is ready."""
+    """An `EngineLink` through the base's process. `host`: the base's supervisor, which is ready."""
 
     last_words = ""
 
@@ -49,14 +49,14 @@ class GuestLink:
         self._link.send_frame(frame)
 
     def take(self, message: Any) -> None:
-        """From the engine, for this adapter."""
+        """Take a message of the engine for this adapter."""
         if not isinstance(message, wire.AdapterDropped):
             self._inbox.put_nowait(message)
         elif self._leaving:
             self.end("it was dropped")
 
     def end(self, why: str) -> None:
-        """Nothing more comes."""
+        """End the link; no message follows."""
         if not self._over.is_set():
             self._ended = why
             self._over.set()
@@ -83,7 +83,7 @@ class GuestLink:
         self._link.show_threads()
 
     def kill(self) -> None:
-        """Of the whole engine: what hangs in it hangs for all."""
+        """Kill the whole engine: what hangs in it hangs for all."""
         self._link.kill()
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -96,7 +96,7 @@ class GuestLink:
 
 
 def to_guests(guests: dict[int, GuestLink], message: Any) -> Any:
-    """Hand `guests` what is theirs of `message`, from the engine; returns the base's part, or None."""
+    """Pass `guests` their part of `message` from the engine; returns the base's part, or None."""
     if isinstance(message, wire.Alive):
         for guest in guests.values():
             guest.take(message)

@@ -61,10 +61,10 @@ class EngineStream(AsyncGenerator[Event, None]):
 WAITING_PER_SLOT = 4
 WAITING_FLOOR = 64
 OWN_FLOOR = 4
-"""Requests that a client may have though others fill the queue; so it holds twice as many at most."""
+"""Requests that each client may queue when others fill the queue, which then holds twice as many at most."""
 OVERLOAD_RETRY_S = 5
 MOST_SENDS = 2
-"""A request that was with two engines when they died may have ended both."""
+"""Engines that may get one request: after two deaths it may be their cause."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +90,7 @@ class Request:
 
 
 class InFlight:
-    """`len` counts the requests. A question keeps no model loaded and waits for none, so it is no request.
+    """Requests and questions under way. `len` counts the requests: a question loads no model.
 
     slots     requests that decode at once; it bounds how many more may wait
     requests  by id, in the order in which they came
@@ -109,11 +109,11 @@ class InFlight:
         return len(self.requests)
 
     def new_id(self) -> int:
-        """For a request or a question."""
+        """Return an id for a request or a question."""
         return next(self._ids)
 
     def check_room(self, client: str = "") -> None:
-        """Raises Overloaded if no more may wait, or no more of `client`."""
+        """Raise Overloaded if no more requests may wait, or no more of `client`."""
         held = sum(request.client == client for request in self.requests.values())
         most = self._limit * 2 if client and held < OWN_FLOOR else self._limit
         if len(self.requests) >= most:
@@ -125,7 +125,7 @@ class InFlight:
     def add_request(
         self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any], client: str = ""
     ) -> Request:
-        """Take a request in. Raises InvalidRequest for a message that no frame can hold."""
+        """Add a request. Raises InvalidRequest for a message that no frame can hold."""
         try:
             collected = isinstance(message, wire.Generate) and message.request.collected
             request = Request(id, wire.encode(message), answer, collected, client)
@@ -136,7 +136,7 @@ class InFlight:
         return request
 
     async def question(self, id: int, send: Callable[[], None], timeout_s: float) -> wire.Stats | None:
-        """`send` a question; its answer, or None if none comes in time."""
+        """Send a question by `send`; returns the answer, or None if none comes in time."""
         answer: asyncio.Future[wire.Stats | None] = asyncio.get_running_loop().create_future()
         self._questions[id] = answer
         try:
@@ -148,14 +148,14 @@ class InFlight:
             del self._questions[id]
 
     def drop_request(self, id: int) -> Request | None:
-        """Nobody wants the answer any more; the request, if it was in flight."""
+        """Drop a request whose answer nobody wants; returns the request, if it was in flight."""
         request = self.requests.pop(id, None)
         if request is not None:
             self._on_end()
         return request
 
     def answer_request(self, id: int, result: Any) -> Request | None:
-        """Hand `result` to whoever waits for `id`. None: no request does, it may have been cancelled."""
+        """Hand `result` to the request `id`. None: no request does, it may have been cancelled."""
         if (question := self._questions.get(id)) is not None:
             if not question.done():
                 question.set_result(result if isinstance(result, wire.Stats) else None)
@@ -179,7 +179,7 @@ class InFlight:
         return self.drop_request(id)
 
     def lost(self, failed: Failed) -> list[Request]:
-        """The engine died: requests that may not be sent again fail; those that were sent and wait again."""
+        """Fail the requests of a dead engine, but return those that may be sent again."""
         self._close_questions()
         again = []
         for request in list(self.requests.values()):
@@ -193,7 +193,7 @@ class InFlight:
         return again
 
     def fail(self, failed: Failed) -> None:
-        """Every request fails; every question is answered by None."""
+        """Fail every request, and answer every question with None."""
         self._close_questions()
         for id in list(self.requests):
             self.answer_request(id, failed)
@@ -205,7 +205,7 @@ class InFlight:
 
 
 def settle(futures: Iterable[asyncio.Future[None]], failed: Failed | None = None) -> None:
-    """End futures that still wait: well, or with what `failed` says."""
+    """End futures that still wait, with a result or the error `failed`."""
     for future in futures:
         if future.done():
             continue

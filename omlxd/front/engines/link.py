@@ -34,24 +34,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ENGINE_COMMAND = (sys.executable, "-m", "omlxd.engine")
-"""`--fd N` is added: the engine's end of the socketpair."""
+"""The engine program; `--fd N`, its end of the socketpair, is added."""
 
 _READ = 1 << 18
 SOCKET_BYTES = 1 << 17
-"""Of the kernel, each way. macOS gives a Unix socket 8 KiB: with so few (on Linux) frames of 50 MB took 0.8 s
-to the engine and 0.5 s back, and 0.1 s and 0.03 s with these."""
+"""Bytes of the kernel's buffer, each way. macOS gives a Unix socket 8 KiB: with so few (on Linux) frames of
+50 MB took 0.8 s to the engine and 0.5 s back, and 0.1 s and 0.03 s with these.
+"""
 _TAIL_LINES = 20
 _LINE_LIMIT = 1 << 16
 STOPPED_LOOK_S = 1.0
-"""An engine that ends and is stopped at two looks in a row is killed."""
+"""Seconds between two looks at an ending engine; one that is stopped at two in a row is killed."""
 _REAP_S = 0.5
-"""How long the end of a process may take to show after its socket closed, before it is killed."""
+"""Seconds for which a process may outlive its closed socket before it is killed."""
 END_S = 2.0
-"""How long a killed process may take to end."""
+"""Seconds that a killed process may take to end."""
 
 
 def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Variables of an engine: ours, and how arrays get their memory on Linux (glibc; others ignore it).
+    """Return an engine's environment: ours, and on Linux (glibc) how arrays get their memory.
 
     Huge pages: without them every new 4 KiB page of an array costs a fault; new arrays were filled with
     zeros at 2 to 3 GB/s on 2 virtual CPUs, and files restored into them at 2.3.
@@ -117,7 +118,7 @@ class EngineLink:
 
     @property
     def last_words(self) -> str:
-        """The last lines that the engine printed; the end of a traceback, if it raised."""
+        """The last lines that the engine printed, or the end of its traceback."""
         return "\n".join(self._tail)
 
     def send(self, message: Any) -> None:
@@ -125,7 +126,7 @@ class EngineLink:
         self.send_frame(wire.encode(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """`send` for a message that is encoded already."""
+        """Queue a message that is encoded already."""
         self._outbox.put_nowait(frame)
 
     async def receive(self, handle: Callable[[Any], None]) -> str:
@@ -229,7 +230,7 @@ class EngineLink:
 
 
 NICE = 10
-"""What a process that loads is lowered by, so that engines that answer go first."""
+"""Niceness of a process that loads, so that engines that answer go first."""
 
 
 def lower_priority(pid: int) -> None:
@@ -274,7 +275,7 @@ _ENGINE_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.-]+): (.*)"
 
 
 class EngineLines:
-    """What an engine process prints becomes records of the front's log.
+    """Turns what an engine process prints into records of the front's log.
 
     Its own log lines keep their level and logger, and are left out below this log's level, which the
     engine may not have heard of yet. Anything else (what a C++ library says before it aborts) belongs
@@ -295,7 +296,7 @@ class EngineLines:
 
 
 _background: set[asyncio.Task[Any]] = set()
-"""The event loop keeps only weak references to tasks."""
+"""Tasks under way: the event loop keeps only weak references."""
 
 
 def in_background(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SLACK = 64 << 20
 """Bytes that a hot tier may grow by beyond what it uses."""
 FREED_PART = 32
-"""One part of so many of the free memory is for freed arrays that MLX keeps, in all engines together."""
+"""Share of free memory, one part in so many, for freed arrays that MLX keeps, in all engines together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Allocation:
 def shares(
     allocations: Mapping[str, Allocation], total: int, hot_cache_bytes: int | None = None, claimed: int = 0
 ) -> dict[str, Budget]:
-    """Divide `total` bytes among the engines; returns a budget by model id.
+    """Divide `total` bytes among the engines; returns budgets by model id.
 
     hot_cache_bytes  limit of all hot tiers together; None: none
     claimed          bytes promised to models that are loading
@@ -86,17 +86,17 @@ log = logging.getLogger(__name__)
 
 RESERVE_FRACTION = 0.05
 RESERVE_BYTES = 2 << 30
-"""The rest of the machine keeps the fraction, but at most these bytes."""
+"""Bytes that the rest of the machine keeps at most; below them a fraction."""
 LOOK_S = 2.0
 """Seconds between two looks at what engines hold, while they work."""
 QUIET_S = 10.0
-"""Seconds without a request after which an engine's allocation no longer changes."""
+"""Seconds without a request after which an engine's allocation is steady."""
 SHRINK_TRIES = 5
 SHRINK_S = 0.2
 UNGUARDED = 1 << 62
-"""Bytes that all engines may take where nothing is guarded."""
+"""Bytes that all engines may take where the guard is off."""
 MEASURABLE = 64 << 20
-"""Bytes of weights: a smaller model says nothing about the factor."""
+"""Bytes of weights below which a model says nothing about the load factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class MemoryGuard:
             await asyncio.sleep(SHRINK_S)
 
     async def _why_not_float32(self, engine: ModelEngine, device: Device) -> str | None:
-        """ "": weights may be made float32; None: nobody wants it."""
+        """Say why float32 weights don't fit; "": they do; None: nobody wants them."""
         if device.backend != "cpu" or (prints := engine.float32_footprint) is None:
             return None
         need, free = self.need(engine.model_id, prints), (await self._room(engine)).free
@@ -211,7 +211,7 @@ class MemoryGuard:
         )
 
     async def _float32_fits(self, engine: ModelEngine, device: Device, need: int, free: int) -> str:
-        """From where on float32 weights, which `need` these bytes, fit; rounded up, so that it does."""
+        """Say from which memory on float32 weights, which `need` these bytes, fit."""
         enough = math.ceil(need / FLOAT32_FRACTION)
         if limit := self.memory_limit_bytes:
             more = limit + enough - free
@@ -223,7 +223,7 @@ class MemoryGuard:
         return f"it fits where {human(enough)} are free"
 
     def check_ever(self, engine: ModelEngine) -> None:
-        """Raises `why_never` as InvalidRequest where another model may fit, else as NotNow."""
+        """Raise `why_never` as InvalidRequest where another model may fit, else as NotNow."""
         if why := self.why_never(engine):
             others = (other for other in self._pool.models() if other is not engine)
             if all(map(self.why_never, others)):
@@ -231,7 +231,7 @@ class MemoryGuard:
             raise InvalidRequest(why, param="model")
 
     def why_never(self, engine: ModelEngine) -> str:
-        """Why the model can never fit on the device; "": it may, or no engine has named the device yet."""
+        """Say why the model can never fit on the device; "": it may, or the device is unknown."""
         prints = engine.footprint
         if self.memory_limit_bytes == 0 or prints is None or self._device is None:
             return ""
@@ -244,17 +244,17 @@ class MemoryGuard:
         )
 
     def room(self) -> int:
-        """Bytes that all models together may take; 0: no engine has named the device yet, or no limit."""
+        """Return the bytes that all models together may take; 0: no limit, or the device is unknown."""
         if self.memory_limit_bytes == 0 or self._device is None:
             return 0
         return self._most(self._device)
 
     def need(self, model_id: str, prints: Footprint) -> int:
-        """Bytes to load a model and answer something short, by its files and by what was seen before."""
+        """Estimate the bytes to load a model and answer something short, by its files and by experience."""
         return prints.loading(self._backend) + int(prints.weights * (self._book.factor(model_id) - 1))
 
     def estimate(self, engine: ModelEngine) -> tuple[int, int] | None:
-        """(`need`, bytes of KV a token) as `engine` was loaded, or would be now; None: nobody knows."""
+        """Return (`need`, bytes of KV a token) as `engine` was loaded, or would be now; None: unknown."""
         prints = engine.footprint
         if prints is not None and not engine.admitted:
             prints = expected(prints, engine.float32_footprint, self._backend)
@@ -272,7 +272,7 @@ class MemoryGuard:
         return min(RESERVE_BYTES, int(device.total * RESERVE_FRACTION))
 
     def _spare(self) -> int:
-        """Bytes of all hot tiers and of freed arrays that MLX keeps."""
+        """Sum the bytes of all hot tiers and of freed arrays that MLX keeps."""
         return sum(held.spare for held in self._allocations.values())
 
     async def _room(self, engine: ModelEngine) -> Room:
@@ -301,7 +301,7 @@ class MemoryGuard:
         )
 
     async def _available(self, engine: ModelEngine, device: Device) -> int:
-        """Bytes that are free now where arrays live."""
+        """Return the bytes that are free now where arrays live."""
         if device.backend == "cuda":
             # Only an engine can see it; this one has not begun to load.
             available = await engine.process.device_available()
@@ -360,7 +360,7 @@ class MemoryGuard:
                     log.exception("dividing memory failed")
 
     def _divides(self, engines: int) -> bool:
-        """Whether there is anything to divide: one engine alone without a limit looks after itself."""
+        """Return whether there is anything to divide: one engine alone without a limit looks after itself."""
         if self.memory_limit_bytes == 0:
             return engines > 1 and bool(self.hot_cache_bytes)
         return engines > 1 or bool(self.memory_limit_bytes and engines)
@@ -389,7 +389,7 @@ class MemoryGuard:
         }
 
     def _differs(self, old: Budget | None, new: Budget) -> bool:
-        """Whether a share changed by more than a twentieth: what engines hold changes all the time."""
+        """Return whether a share changed by more than a twentieth: allocations change all the time."""
         if old is None:
             return True
         pairs = ((old.hot, new.hot), (old.live, new.live))
@@ -399,7 +399,7 @@ class MemoryGuard:
         )
 
     async def answer_wants(self, engine: ModelEngine, wants: Wants) -> None:
-        """A prompt of `engine` lacks memory: shrink hot tiers, unload idle models, send the new budget."""
+        """Find memory for a prompt of `engine`: shrink hot tiers, unload idle models, send the new budget."""
         if self.memory_limit_bytes == 0 or self._device is None:
             engine.process.supervisor.send(Budget(ticket=wants.ticket))
             return

@@ -29,13 +29,13 @@ NOTHING = ModelSettings()
 
 
 def settings_of(model_id: str, settings: Settings) -> ModelSettings:
-    """The settings of `model_id`: those under its full id, else under its last part, else the defaults."""
+    """Return the settings of `model_id`: under its full id, else its last part, else the defaults."""
     tables = settings.models
     return tables.get(model_id) or tables.get(basename(model_id)) or settings.defaults
 
 
 def with_settings(request: GenerateRequest, settings: ModelSettings) -> GenerateRequest:
-    """`request` with what it leaves open taken from `settings`."""
+    """Return `request` with its open fields filled from `settings`."""
     if settings == NOTHING:
         return request
     own = request.sampling
@@ -52,7 +52,7 @@ def with_settings(request: GenerateRequest, settings: ModelSettings) -> Generate
 def prompt_with_settings(
     prompt: Conversation | RawPrompt, settings: ModelSettings
 ) -> Conversation | RawPrompt:
-    """`prompt` with the template's arguments from `settings`; the request's own go first."""
+    """Return `prompt` with the template's arguments from `settings`; the request's own go first."""
     if not isinstance(prompt, Conversation):
         return prompt
     return msgspec.structs.replace(
@@ -63,12 +63,12 @@ def prompt_with_settings(
 
 
 def for_next_load(old: ModelSettings, new: ModelSettings) -> list[str]:
-    """Names, as the file spells them, of changed settings that a loaded engine does not take up."""
+    """Return the names, as the file spells them, of changed settings that need a new load."""
     return [name.replace("_", "-") for name in NEXT_LOAD if getattr(old, name) != getattr(new, name)]
 
 
 class Card(Struct, frozen=True, kw_only=True):
-    """What clients may know of a model; `front/http/discovery.py` writes it in four dialects.
+    """A model's facts for clients; `front/http/discovery.py` writes them in four dialects.
 
     images        it takes images; tools: its template has a place for them; thinking: likewise
     blind         why a vision model takes no images; "": it takes them, or it is a text model
@@ -99,7 +99,7 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 class ModelEngine:
-    """One model, whatever becomes of the process behind it. Requests wait while it loads.
+    """One model, with or without a process behind it. Requests wait while it loads.
 
     process     what runs it
     settings    what the configuration file says of it; replaced when the file is read again
@@ -177,7 +177,7 @@ class ModelEngine:
 
     @property
     def pid(self) -> int | None:
-        """Of its own process."""
+        """Process id of its own process; None in another's."""
         return self.process.supervisor.pid if self.host is None else None
 
     @property
@@ -186,22 +186,22 @@ class ModelEngine:
 
     @property
     def shares(self) -> str:
-        """The model whose engine it is in, if it is an adapter; "": it has one of its own, or none."""
+        """The model whose engine an adapter shares; "": it has one of its own, or none."""
         return self.host.model_id if self.host is not None and self.state != "unloaded" else ""
 
     @property
     def used_at(self) -> float:
-        """When it or a guest was last used, on the monotonic clock."""
+        """When the model or a guest was last used, on the monotonic clock."""
         return max(each.process.used_at for each in (self, *self.guests()))
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody waits for it or for a guest: a request, or a load."""
+        """Whether a request or a load waits for the model or a guest."""
         return any(each.process.is_awaited for each in (self, *self.guests()))
 
     @property
     def context_length(self) -> int | None:
-        """Tokens of prompt and answer at most; None while nobody knows."""
+        """Tokens of prompt and answer at most; None: unknown."""
         if self.process.supervisor.info is not None:
             self._context = self.process.supervisor.info.context_length
         elif self._context is None and self.footprint is not None:
@@ -211,20 +211,20 @@ class ModelEngine:
 
     @property
     def images(self) -> bool | None:
-        """Whether it takes images; None while nobody knows."""
+        """Whether the model takes images; None: unknown."""
         if self.process.supervisor.info is not None:
             return self.process.supervisor.info.images
         return self.footprint.blind == "" if self.footprint is not None else None
 
     @property
     def blind(self) -> str:
-        """Why a vision model takes no images; "": it takes them, is a text model, or nobody knows."""
+        """Why a vision model takes no images; "": it takes them, is a text model, or is unknown."""
         said = self.info or self.footprint
         return (said.blind or "") if said is not None else ""
 
     @property
     def card(self) -> Card:
-        """What clients may know of it."""
+        """The model's facts for clients."""
         info, described = self.info, self.described
         return Card(
             id=self.model_id,
@@ -246,25 +246,25 @@ class ModelEngine:
 
     @property
     def footprint(self) -> Footprint | None:
-        """What its files say that it takes; None while they are not there, or were not read."""
+        """Memory that the model's files need; None while they are missing or unread."""
         return self._footprint(self.float32)
 
     def _footprint(self, float32: bool) -> Footprint | None:
-        """With its draft model's, whose process is the same."""
+        """Add the draft model's footprint, whose process is the same."""
         if self._footprints is None or self._drafts is None:
             return self._footprints and self._footprints[float32]
         return self._footprints[float32].with_draft(self._drafts[float32])
 
     @property
     def disk_bytes(self) -> int | None:
-        """Of its weight files; of an adapter that is a model of its own, that adapter's."""
+        """Bytes of the weight files, or of the adapter."""
         if self.installed.adapter is not None:
             return self._adapter_bytes
         return self._footprints[False].weights if self._footprints else None
 
     @property
     def float32_footprint(self) -> Footprint | None:
-        """As `footprint`, if its weights are made float32; None also where the owner wants them as stored."""
+        """The `footprint` with float32 weights; None also where the owner wants them as stored."""
         return self._footprint(True) if self.cpu_weights == "auto" else None
 
     def measure(self) -> None:
@@ -279,20 +279,20 @@ class ModelEngine:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What its process holds of RAM (on a GPU with memory of its own, that is not all)."""
+        """Bytes of RAM of the process (on a GPU with memory of its own, that is not all)."""
         return resident(self.pid)
 
     def take_last_stats(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """What each process that ended in order had counted: (its number among `starts`, values)."""
+        """Yield (number among `starts`, counters) of each process that ended in order."""
         while self.process.last_stats:
             yield self.process.last_stats.popleft()
 
     async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
-        """The engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""
+        """Return the engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""
         return await self.process.stats(trim, reset_peak)
 
     def generate(self, request: GenerateRequest) -> EngineStream:
-        """The events of one request. Closing it cancels the request. Raises OmlxdError before any event."""
+        """Return the events of one request; closing them cancels it. Raises OmlxdError before any event."""
         self._check()
         request = with_settings(request, self.settings)
         if self.info is not None:
@@ -314,7 +314,7 @@ class ModelEngine:
         return await self.process.count_tokens(prompt, session, client)
 
     async def explain(self, request: GenerateRequest, reached: int = -1, files: bool = False) -> Explanation:
-        """As `wire.Explain`. Raises OmlxdError."""
+        """Ask the engine for a `wire.Explain`. Raises OmlxdError."""
         self._check()
         return await self.process.explain(with_settings(request, self.settings), reached, files)
 
@@ -324,16 +324,16 @@ class ModelEngine:
 
     @property
     def deaths(self) -> int:
-        """Of the processes started so far, those that died or hung. One whose load fails has not died."""
+        """Processes that died or hung. One whose load fails has not died."""
         return self.process.supervisor.deaths
 
     @property
     def is_refused(self) -> bool:
-        """A request for it would be refused, since it is not loaded and none loads it."""
+        """Whether a request would be refused, since the model is not loaded and may not load."""
         return self.state == "unloaded" and not self._may_load()
 
     def check_stays(self) -> None:
-        """Raises NotFound while its files are being deleted."""
+        """Raise NotFound while the model's files are being deleted."""
         if self.removing:
             raise NotFound(f"{self.model_id} is being deleted.", param="model")
 
@@ -354,7 +354,7 @@ class ModelEngine:
 
     @property
     def idle_s(self) -> float:
-        """Seconds without a request after which it goes; infinite: never for being idle.
+        """Seconds without a request until an unload; infinite: never.
 
         A request's `keep_alive` of 0 lets it go; another never shortens what the owner said.
         """
@@ -369,7 +369,7 @@ class ModelEngine:
 
     @property
     def expires_at(self) -> float:
-        """When it goes, on the monotonic clock; infinite while it is in use, pinned or not loaded."""
+        """Monotonic time of the unload; infinite while the model is in use, pinned or not loaded."""
         if self.leaving and self.state == "loading" and not self.process.is_awaited:
             return self.process.used_at  # Whoever waited for it went away.
         if self.state != "ready" or self.is_busy or (self.is_pinned and not self.leaving):
@@ -379,24 +379,24 @@ class ModelEngine:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether nothing stands behind it: no process, and nobody who waits for one."""
+        """Whether the model has no process, and nobody who waits for one."""
         return self.state in ("unloaded", "failed") and not self.is_busy and not self.guests()
 
     @property
     def evictable(self) -> bool:
-        """Whether it may go for another model's sake."""
+        """Whether the model may be unloaded for another's sake."""
         free = self.state == "ready" and not self.in_flight and not self.is_pinned
         return free and all(guest.evictable for guest in self.guests())
 
     @property
     def expires_in_s(self) -> float | None:
-        """Seconds until it goes for being idle; None: it does not."""
+        """Seconds until an idle unload; None: never."""
         left = self.expires_at - time.monotonic()
         return None if math.isinf(left) else max(0.0, left)
 
 
 def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir: str) -> wire.Load:
-    """What an engine gets that loads the model in `folder`: its own settings, else those of all."""
+    """Build the message that loads the model in `folder`: its own settings, else the defaults."""
     own = engine.settings
     no_cache = settings.no_cache if own.no_cache is None else own.no_cache
     return wire.Load(

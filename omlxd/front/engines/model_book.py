@@ -1,4 +1,4 @@
-"""What is remembered of models between runs: names and pins that the owner gave while it ran.
+"""Remembers between runs the names and pins that the owner gave a model.
 
 A small JSON file under the base path. The configuration file is the owner's own and is never
 written; where both name an alias, the configuration file's counts.
@@ -25,7 +25,7 @@ class _Book(msgspec.Struct):
 
 
 class ModelBook:
-    """`path`: the file. One that can't be read is an empty one, and says so in the log.
+    """The file `path` and its content. One that can't be read is an empty one, and says so in the log.
 
     aliases  alias → model id
     pinned   model ids
@@ -55,7 +55,7 @@ class ModelBook:
             self._write()
 
     def set_alias(self, alias: str, model_id: str | None) -> None:
-        """None: the alias is taken away."""
+        """Set an alias; None removes it."""
         if model_id is None:
             self._book.aliases.pop(alias, None)
         else:
@@ -77,7 +77,7 @@ class ModelBook:
             return _Book()
 
     async def close(self, wait_s: float) -> None:
-        """Wait until all is written, for at most `wait_s`: a disk may hang."""
+        """Wait at most `wait_s` until all is written: a disk may hang."""
         await asyncio.wait({asyncio.get_running_loop().run_in_executor(self._writer, int)}, timeout=wait_s)
         self._writer.shutdown(wait=False)
 

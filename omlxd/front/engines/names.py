@@ -1,4 +1,4 @@
-"""Which model a client's name means."""
+"""Resolves a client's model name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import NotFound
 
 
 def basename(model_id: str) -> str:
-    """The last part of a hub id or a path."""
+    """Return the last part of a hub id or a path."""
     return model_id.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
@@ -24,7 +24,7 @@ PLACEHOLDERS = re.compile(
 def resolve_name(
     name: str, model_ids: Sequence[str], default: str | None = None, aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Which of the `model_ids` model ids `name` means.
+    """Return the one of `model_ids` that `name` means.
 
     An exact id, else an alias, else a basename, else the same in another case or with Ollama's `:latest`.
     No name, a placeholder, and any name that begins with `claude-` or `gemini-` (Claude Code, Gemini CLI and

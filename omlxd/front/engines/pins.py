@@ -1,4 +1,4 @@
-"""What the owner pinned in the SSD cache: names, and the files that each stands for.
+"""Pins of the owner in the SSD cache: names, and the files of each.
 
 They stand in a file of the cache dir, so that they survive a restart. A pin is of the files of that moment:
 what a session computes later is pinned once it is pinned again.
@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 MOST_NAMES = 1000
 SHARE = 0.5
-"""Of the cache's limit that pinned files may take when they are pinned: the rest is for everybody else."""
+"""Share of the cache's limit that pins may take when they are made."""
 
 
 class Pins:
-    """By name, the newest last. `root`: the cache dir. Of one thread."""
+    """Pins by name, the newest last, for one thread. `root`: the cache dir."""
 
     def __init__(self, root: Path):
         self._root, self._file = root, root / FILE_NAME
         self.by_name: dict[str, PinnedChain] = {}
 
     def load(self) -> None:
-        """Take up what is in the file. Raises nothing: one that can't be read holds no pins, and stays."""
+        """Read the file; an unreadable file stays, and holds no pins. Raises nothing."""
         self.by_name = {}
         try:
             self.by_name = read_pins(self._root)
@@ -42,13 +42,13 @@ class Pins:
         return dict.fromkeys(path for pin in self.by_name.values() for path in pin.files).keys()
 
     def put(self, name: str, pin: PinnedChain) -> None:
-        """Raises InvalidRequest, and OSError with nothing changed."""
+        """Add a pin. Raises InvalidRequest, and OSError with nothing changed."""
         if name not in self.by_name and len(self.by_name) >= MOST_NAMES:
             raise InvalidRequest(f"{MOST_NAMES} names are pinned; unpin some of them first.", param="name")
         self._replace({**{n: p for n, p in self.by_name.items() if n != name}, name: pin})
 
     def remove(self, name: str) -> None:
-        """Raises NotFound, and OSError with nothing changed."""
+        """Remove a pin. Raises NotFound, and OSError with nothing changed."""
         if name not in self.by_name:
             raise NotFound(f"Nothing is pinned as {name[:200]!r}; `omlxd cache pin` lists what is.")
         self._replace({n: p for n, p in self.by_name.items() if n != name})
@@ -77,5 +77,5 @@ class Pins:
 
 
 def in_order(files: Sequence[str]) -> list[str]:
-    """A chain's files, root first, in the order in which they are evicted: a child before its parent."""
+    """Sort a chain's files, root first, into eviction order: a child before its parent."""
     return list(reversed(files))

@@ -36,13 +36,13 @@ from .supervisor import Link
 log = logging.getLogger(__name__)
 
 DRAIN_S = 10.0
-"""How long answers under way may take to end once the daemon is to stop."""
+"""Seconds for answers under way to end once the daemon is to stop."""
 FLUSH_S = 5.0
-"""How long an engine may then write blocks that are still in memory."""
+"""Seconds for an engine to write blocks that are still in memory after that."""
 LOOK_S = 2.0
-"""How long a request waits for a look at the model folders."""
+"""Seconds for which a request waits for a look at the model folders."""
 ROOM_WAIT_S = 60.0
-"""How long a model waits for others to become idle, so that one of them can go."""
+"""Seconds for which a model waits for others to become idle."""
 
 
 class EnginePool:
@@ -105,7 +105,7 @@ class EnginePool:
             await asyncio.to_thread(lambda: [self._measure(engine) for engine in unmeasured])
 
     def _measure(self, engine: ModelEngine) -> None:
-        """What is wrong with one model's folder is no other model's trouble."""
+        """Measure a model; an unreadable folder is no other model's trouble."""
         try:
             engine.measure()
         except Exception as error:
@@ -122,7 +122,7 @@ class EnginePool:
         return [e for e in self._engines.values() if e.footprint is None and e.folder is not None]
 
     def models(self) -> list[ModelEngine]:
-        """Every installed model, the default one first, loaded or not, as of the last `look`."""
+        """Return every installed model, the default first, as of the last `look`."""
         installed = self.catalog.models()
         for id, model in installed.items():
             engine = self._engines.get(id)
@@ -137,7 +137,7 @@ class EnginePool:
         return sorted(self._engines.values(), key=lambda engine: order.get(engine.model_id, len(order)))
 
     def _drop(self, id: str) -> None:
-        """Forget a model that is nothing, and end the task that would start it."""
+        """Forget a model that has nothing behind it, and end the task that would start it."""
         if (engine := self._engines.pop(id, None)) is not None:
             in_background(engine.process.close(0.0))
 
@@ -172,7 +172,7 @@ class EnginePool:
         return any(e.state == "ready" and e.in_flight and e.model_id != model_id for e in engines)
 
     def aliases(self) -> dict[str, str]:
-        """Alias → model id, of models that are there; the configuration file's go before the owner's."""
+        """Map alias → model id, of installed models; the configuration file's before the owner's."""
         aliases = dict(self.book.aliases)
         for engine in self._engines.values():
             aliases |= dict.fromkeys(engine.settings.aliases, engine.model_id)
@@ -182,7 +182,7 @@ class EnginePool:
         return sorted(alias for alias, id in self.aliases().items() if id == model_id)
 
     def default(self) -> ModelEngine | None:
-        """What a `claude-…` name means: `--model`'s, else the one used last, else the first one."""
+        """Return the model of a `claude-…` name: `--model`'s, else the last used, else the first."""
         # Its folder may be gone, and may have come back.
         if self._first is not None and (first := self._engines.get(self._first.model_id)) is not None:
             return first
@@ -193,12 +193,12 @@ class EnginePool:
         return next((e for e in engines if e.is_pinned), engines[0] if engines else None)
 
     def resolve(self, model_name: str) -> ModelEngine:
-        """The engine that serves `model_name`, see `resolve_name`. Raises OmlxdError."""
+        """Return the engine that serves `model_name` (`resolve_name`). Raises OmlxdError."""
         ids, default = [engine.model_id for engine in self.models()], self.default()
         return self._engines[resolve_name(model_name, ids, default and default.model_id, self.aliases())]
 
     async def find_engine(self, model_name: str) -> ModelEngine:
-        """As `resolve`, but looks at the folders again for a model that is not there."""
+        """Resolve a name; an unknown one after a new look at the folders."""
         if self.catalog.is_old:
             in_background(self.look_for_models())
         try:
@@ -212,15 +212,15 @@ class EnginePool:
     # ----------------------------------------------------------------- what the owner may do
 
     def estimate(self, engine: ModelEngine) -> tuple[int, int] | None:
-        """(bytes to load `engine`, bytes of KV a token); None: nobody knows."""
+        """Return (bytes to load `engine`, bytes of KV a token); None: unknown."""
         return self._guard.estimate(engine)
 
     def why_never(self, engine: ModelEngine) -> str:
-        """Why `engine` can never be loaded on this machine; "": it may be."""
+        """Say why `engine` can never be loaded on this machine; "": it may be."""
         return self._guard.why_never(engine)
 
     def room(self) -> int:
-        """Bytes that all models together may take; 0: nobody knows yet, or all that they want."""
+        """Return the bytes that all models together may take; 0: unknown or unlimited."""
         return self._guard.room()
 
     async def remove(self, engine: ModelEngine, folder: Path) -> None:
@@ -275,7 +275,7 @@ class EnginePool:
         return engine
 
     async def unload(self, model_name: str) -> bool:
-        """True: it is gone. False: it goes as soon as what it does has ended. Raises OmlxdError."""
+        """Unload a model. False: it goes once its answers have ended. Raises OmlxdError."""
         engine = await self.find_engine(model_name)
         engine.process.give_up_load()
         for each in (engine, *self._guests(engine)):
@@ -286,7 +286,7 @@ class EnginePool:
         return not engine.leaving
 
     def keep_alive(self, engine: ModelEngine, seconds: float) -> None:
-        """A request asks that `engine` stays for so long once it has ended; 0: it goes at once.
+        """Keep `engine` for so long after the request; 0: unload it at once.
 
         One that the owner had unloaded goes all the same; see `ModelEngine.idle_s`.
         """
@@ -294,7 +294,7 @@ class EnginePool:
         self._note()
 
     def pin(self, model_name: str, pinned: bool) -> ModelEngine:
-        """Remembered between runs. Raises OmlxdError."""
+        """Pin or unpin a model, between runs, too. Raises OmlxdError."""
         engine = self.resolve(model_name)
         if not pinned and engine.settings.pin:
             raise InvalidRequest(f"{engine.model_id} is pinned by the configuration file; unpin it there.")
@@ -304,7 +304,7 @@ class EnginePool:
         return engine
 
     def alias(self, alias: str, model_name: str | None) -> None:
-        """`alias` means that model from now on (None: nothing any more). Remembered. Raises OmlxdError."""
+        """Have `alias` mean that model, between runs, too; None: remove it. Raises OmlxdError."""
         alias = alias.strip()
         engines = self.models()
         if not alias or len(alias) > 200 or not alias.isprintable():
@@ -321,7 +321,7 @@ class EnginePool:
             self.book.set_alias(alias, self.resolve(model_name).model_id)
 
     def apply_settings(self, settings: Settings) -> asyncio.Task[None]:
-        """Take up settings that were read again: those of models, and of how many stay how long.
+        """Apply settings that were read again: those of models, and how many stay how long.
 
         What a loaded engine can't take up holds from its next load on; the log says which. The task ends
         when the model folders have been read.
@@ -370,7 +370,7 @@ class EnginePool:
     # ----------------------------------------------------------------- going
 
     def _note(self) -> None:
-        """Wake whoever waits for a change; whoever waits from now on waits for the next one."""
+        """Wake all who wait for a change."""
         change, self._change = self._change, asyncio.Event()
         change.set()
 
@@ -381,7 +381,7 @@ class EnginePool:
                 engine.admitted = False
 
     async def _keep(self) -> None:
-        """Let models go that were idle for their time."""
+        """Unload models that were idle for their time."""
         while True:
             change = self._change
             now, next_at = time.monotonic(), math.inf
@@ -396,7 +396,7 @@ class EnginePool:
                     await change.wait()
 
     def _let_go(self, engine: ModelEngine) -> bool:
-        """Have it go with its guests, unless it is in use; with it ends for how long it was to stay."""
+        """Unload a model and its guests, unless one is in use; its keep-alive ends, too."""
         going = [*self._guests(engine), engine]
         if any(each.process.is_awaited for each in going if each.state != "unloading"):
             return False
@@ -406,7 +406,7 @@ class EnginePool:
         return True
 
     def _guests(self, engine: ModelEngine) -> list[ModelEngine]:
-        """Adapters that are in the engine of `engine`, or about to be."""
+        """Return the adapters in the engine of `engine`, or about to be."""
         return [
             each
             for each in self._engines.values()
@@ -414,7 +414,7 @@ class EnginePool:
         ]
 
     async def make_go(self, victim: ModelEngine, why: str) -> None:
-        """Unload `victim`; its memory is back on return, unless a request came in between."""
+        """Unload `victim`; returns once its memory is free, unless a request came in between."""
         if self._let_go(victim):
             log.info("%s goes: %s", victim.model_id, why)
             await victim.process.supervisor.gone()
@@ -450,7 +450,7 @@ class EnginePool:
         return load_message(engine, self._settings, folder, self.cold.folder)
 
     async def _folder(self, engine: ModelEngine):
-        """Resolve, build or download the model; the hub is asked once."""
+        """Resolve, build or download the model; ask the hub once."""
         if engine.process.supervisor.loads and engine.folder is not None:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(check_folder, engine.folder)
@@ -467,7 +467,7 @@ class EnginePool:
         return engine.folder
 
     async def _draft_folder(self, engine: ModelEngine) -> Path | None:
-        """That of its `draft-model`."""
+        """Resolve the folder of a model's `draft-model`."""
         name = engine.settings.draft_model
         if not name or (engine.settings.speculation or self._settings.speculation) != "auto":
             return None
@@ -477,7 +477,7 @@ class EnginePool:
             raise ModelError(f"draft-model of {engine.model_id}: {error.message}") from error
 
     async def _make_room(self, engine: ModelEngine) -> None:
-        """Return once `engine` may load beside the others. Raises NotNow."""
+        """Wait until `engine` may load beside the others. Raises NotNow."""
         deadline = time.monotonic() + self._room_wait_s
         async with self._making_room:
             most = self._settings.max_loaded_models
@@ -494,11 +494,11 @@ class EnginePool:
             engine.admitted = True
 
     def others(self, engine: ModelEngine | None) -> list[ModelEngine]:
-        """Every model that is loaded or may load, but for `engine`."""
+        """Return every model that is loaded or may load, but for `engine`."""
         return [other for other in self._engines.values() if other is not engine and other.admitted]
 
     def victim(self, engine: ModelEngine) -> ModelEngine | None:
-        """The least recently used model that may go."""
+        """Return the least recently used model that may go."""
         idle = [other for other in self.others(engine) if other.evictable]
         return min(idle, key=lambda other: other.used_at, default=None)
 

@@ -53,12 +53,12 @@ Guard = Callable[[wire.Device], Awaitable[wire.Budget]]
 
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 HOLD_S = 60.0
-"""Clients give up at once on a retry-after above 60."""
+"""Seconds of a retry-after at most: clients give up at once above 60."""
 MOST_STALLS = 4
-"""Each end for want of progress doubles the patience, up to 2 to the power of this."""
+"""Doublings of patience at most: each end for want of progress doubles it."""
 
 UNLOAD_S = 60.0
-"""How long an engine that unloads may write the blocks that it has not written yet."""
+"""Seconds for an unloading engine to write its blocks."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Life:
 
 
 class Supervisor:
-    """Owns one engine's process and state; it knows no request.
+    """Owns one engine's process and state, without a notion of requests.
 
     spawn()       starts a process; may take long (a download) and raise OmlxdError or OSError
     owner         hears what happens, and says whether anybody waits for the engine
@@ -142,7 +142,7 @@ class Supervisor:
 
     @property
     def trouble(self) -> str:
-        """Why it last stopped or failed to load, and how long it is not tried; "" once it is ready."""
+        """Why the engine last stopped or failed, and how long it is held; "" once it is ready."""
         if self.state != "failed" or (left := self.restarts.hold_left_s) <= 0:
             return "" if self.state == "ready" else self._reason
         at_once = f"`omlxd models load {self.model_id}`, or SIGHUP after a changed setting, tries at once"
@@ -154,7 +154,7 @@ class Supervisor:
 
     @property
     def has_process(self) -> bool:
-        """Whether a process runs, or is being prepared."""
+        """Whether a process runs or is being prepared."""
         return self.link is not None or (self._spawning is not None and not self._spawning.done())
 
     def check_hold(self) -> None:
@@ -165,7 +165,7 @@ class Supervisor:
             raise Unavailable(self.trouble, retry_after=min(60, math.ceil(left)))
 
     def end_hold(self) -> None:
-        """Have the next request try at once: the owner may have mended what failed."""
+        """Let the next request try at once: the owner may have mended what failed."""
         self.restarts.ended_at = -math.inf
 
     def send(self, message: Any) -> None:
@@ -174,12 +174,12 @@ class Supervisor:
             self.link.send(message)
 
     def set_log_level(self, level: str) -> None:
-        """Set what the engine logs, this one and those to come."""
+        """Set the log level of this engine and later ones."""
         self._log_level = level
         self.send(wire.LogLevel(level=level))
 
     def kill(self) -> None:
-        """End the process now, losing what it had not written."""
+        """Kill the process, losing what it had not written."""
         if self.link is not None:
             self.link.kill()
 
@@ -279,7 +279,7 @@ class Supervisor:
                 self._died(reason, lasting)
 
     def _not_now(self, error: OmlxdError) -> None:
-        """The load was refused: for lack of memory, or for an adapter's files, which may be mended."""
+        """Note a refused load: for lack of memory, or for an adapter's files, which may be mended."""
         self.state, self._reason = "unloaded", error.message
         if isinstance(error, AdapterError):  # Without a hold.
             self.restarts.ended_at, self.state = -math.inf, "failed"
@@ -296,7 +296,7 @@ class Supervisor:
         self._settle_gone()
 
     def _died(self, reason: str, lasting: bool = False) -> None:
-        """The process ended, or never started, for `reason`; `lasting`: the next one would, too."""
+        """Handle a process that ended or never started, for `reason`; `lasting`: the next one would, too."""
         was_ready, restarts = self.state == "ready", self.restarts
         restarts.ended_at, restarts.ends_in_a_row = time.monotonic(), restarts.ends_in_a_row + 1
         if was_ready:
@@ -314,7 +314,7 @@ class Supervisor:
         self._owner.on_lost(failed, was_ready)
 
     async def _one_life(self) -> str:
-        """From preparation to the end of the process; returns why it died. Raises for a load that fails."""
+        """Run one process from preparation to its end; returns why it died. Raises for a load that fails."""
         self._spawning = asyncio.create_task(self._start_process(), name=f"start {self.model_id}")
         try:
             load = await self._spawning
@@ -417,7 +417,7 @@ class Supervisor:
             link.kill()
 
     async def _watch(self, life: _Life, stall_s: float) -> None:
-        """End the process when it has work and none of it gets done."""
+        """End the process when it has work and makes no progress."""
 
         def progress() -> object:
             if self.state == "ready":
@@ -455,17 +455,17 @@ class Supervisor:
 
 
 ORDINARY = re.compile(r"\S+ (DEBUG|INFO) ")
-"""A line of the log that tells of no fault."""
+"""Matches a log line that reports no fault."""
 
 
 def _quoted(words: str) -> str:
-    """The last line that tells of a fault, for an error that a client sees; the log has all lines."""
+    """Return the last line that reports a fault, for an error that a client sees; the log has all lines."""
     lines = [line for line in words.splitlines() if line.strip() and not ORDINARY.match(line)]
     return f"; its last words were: {lines[-1].strip()[:300]}" if lines else ""
 
 
 async def _reap(life: _Life) -> None:
-    """End the process, then take back what it was granted: until then it may write."""
+    """End the process, then reclaim its grants: until then it may write."""
     await life.link.close()
     if life.account is not None:
         life.account.process_ended()

@@ -18,7 +18,7 @@ from ...models.footprint import footprint
 STALL_S = 120.0
 """Seconds without any progress after which an engine that has work is ended."""
 SLOW_CHUNKS = 4.0
-"""An engine may also be silent for this many times its longest silence so far: a slow machine's chunks."""
+"""Longest silences so far that an engine may be silent for: a slow machine's chunks."""
 
 LOAD_LOOK_S = 0.25
 LOAD_SPARE_BYTES = 2 << 30
@@ -61,14 +61,14 @@ async def stalled(
 
 
 def resident(pid: int | None) -> int | None:
-    """Bytes of RAM that process `pid` holds; None: there is none."""
+    """Return the bytes of RAM that process `pid` holds; None: no process."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).memory_info().rss if pid is not None else None
     return None
 
 
 def load_progress(pid: int) -> object:
-    """A loading process sends no events; but it computes, or reads, or grows."""
+    """Return a loading process's progress: it sends no events, but computes, reads, or grows."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         with process.oneshot():
@@ -95,7 +95,7 @@ async def overgrown(pid: int, folder: Path, loads: Callable[[], bool], float32: 
 
 @dataclass(slots=True)
 class Restarts:
-    """When a process that ended may start again, and how long the next one may be silent.
+    """Decides when a process that ended may start again, and how long the next one may be silent.
 
     backoff_s  seconds before the first restart, the second, …; the last holds for all further ones
     hold_s     seconds for which a model whose loads failed is refused
@@ -124,7 +124,7 @@ class Restarts:
 
     @property
     def wait_s(self) -> float:
-        """Seconds from now until it may start; not above 0: at once."""
+        """Seconds until the next start; not above 0: at once."""
         return self.ended_at + self.backoff_s - time.monotonic()
 
     @property

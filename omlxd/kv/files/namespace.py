@@ -142,7 +142,7 @@ def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:
 
 
 class Installed:
-    """Tells which namespaces belong to installed models. `root`: the cache dir; namespaces are folder names."""
+    """Namespaces of installed models. `root`: the cache dir; namespaces are folder names."""
 
     def __init__(self, root: Path):
         self._root = root

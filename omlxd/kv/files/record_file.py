@@ -59,7 +59,7 @@ class RecordFiles:
         return f"{self._root}/{self.path_of(name)}"
 
     def load(self, name: BlockHash) -> bytes:
-        """Read the payload. Raises FileNotFoundError, OSError, or RecordError once the bad file is removed."""
+        """Read a payload. Raises FileNotFoundError, OSError, or RecordError once the bad file is removed."""
         return read_in_place(self.fs, self.full(name), lambda fd: checked(self.fs, fd, name), RecordError)
 
     def remove(self, name: BlockHash) -> bool:
