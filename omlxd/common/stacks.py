@@ -13,6 +13,6 @@ SIGNAL = signal.SIGURG
 
 
 def show_threads_on_signal(*, chain: bool = False) -> None:
-    """Write all stacks at SIGURG, even where a thread holds Python's lock. `chain`: other handlers run too."""
+    """Write all stacks at SIGURG, even where a thread holds Python's lock. `chain`: older handlers, too."""
     if sys.__stderr__ is not None:
         faulthandler.register(SIGNAL, sys.__stderr__, all_threads=True, chain=chain)

@@ -233,7 +233,7 @@ class _Prompted:
     def counted(
         self, path: str, dialect: AnyDialect, summary: str, answer: Callable[[int], Any], told: Any = None
     ) -> Operation:
-        """`answer` takes the tokens of the prompt. `told`: what it returns, where it is no struct itself."""
+        """Make an operation that counts a prompt's tokens. `told`: the struct, where `answer` is none."""
 
         async def count(request: Request) -> Response:
             _, parsed = await self._parsed(request, dialect.parse)
@@ -287,7 +287,7 @@ class _Prompted:
         return engine
 
     async def _parsed(self, request: Request, parse: Parse[ParsedRequest]) -> tuple[int, ParsedRequest]:
-        """Bytes of the body, and what `parse` makes of it. A thread parses large bodies, one at a time."""
+        """Return the body's bytes, and its parsed form. A thread parses large bodies, one at a time."""
         pieces = [piece async for piece in request.stream()]
         size = sum(map(len, pieces))
 
@@ -310,7 +310,7 @@ class _Prompted:
 def check_images(
     engine: ModelEngine, engines: Sequence[ModelEngine], prompt: Conversation | RawPrompt
 ) -> None:
-    """Raises InvalidRequest for images that `engine` can't read; names one of `engines` that can."""
+    """Raise InvalidRequest, with the id of one of `engines` that can, for images that `engine` can't read."""
     if engine.images is not False or (image := first_image(prompt)) is None:
         return
     why = f" ({engine.blind})" if engine.blind else ""
@@ -320,7 +320,7 @@ def check_images(
 
 
 def check_chats(engine: ModelEngine) -> None:
-    """Raises InvalidRequest for a model that embeds or scores."""
+    """Raise InvalidRequest for a model that embeds or scores."""
     doors = {"embedding": "/v1/embeddings", "rerank": "/v1/rerank"}
     if door := doors.get(engine.card.kind):
         raise bad_field("model", f"{engine.model_id} answers no prompts; send texts to {door}")

@@ -53,13 +53,13 @@ from .pipes import LineWriter
 log = logging.getLogger(__name__)
 
 LINE_BYTES = 32 << 20
-"""Of one line: what an HTTP body may have."""
+"""Bytes of one line, as of an HTTP body."""
 MOST = 256
-"""Requests that have not been answered yet."""
+"""Requests without an answer at most."""
 
 
 class Bridge:
-    """`take_line` each line.
+    """Answers each line given to `take_line`.
 
     quit     set once a `quit` came
     bye      the last line of all
@@ -78,7 +78,7 @@ class Bridge:
         self.bye = line_out(None, "bye")
 
     def load_first(self) -> None:
-        """Begin to load what `--model` says, before anybody asks for it."""
+        """Begin to load the model of `--model`, before a request for it."""
         self._first = asyncio.create_task(self._report_first(self._slot.load("", ())))
 
     async def _report_first(self, loading: Loading) -> None:
@@ -90,7 +90,7 @@ class Bridge:
     # ----------------------------------------------------------------- requests
 
     def take_line(self, line: bytes | None) -> None:
-        """A line of input; None: it was longer than `LINE_BYTES`. Returns at once."""
+        """Take a line of input; None stands for one longer than `LINE_BYTES`. Returns at once."""
         if line is None:
             self._out.put_line(failure(None, RequestTooLarge(f"A line has at most {LINE_BYTES} bytes.")))
         elif line.strip():
@@ -122,7 +122,7 @@ class Bridge:
     async def _answer(
         self, request: AnyRequest, line: bytes, loading: Loading | None, unknown: UnknownFields
     ) -> None:
-        """Do it; whatever happens, it gets its last line."""
+        """Answer one request, always with a last line."""
         try:
             last = await self._last_line(request, line, loading)
         except asyncio.CancelledError:
@@ -205,7 +205,7 @@ class Bridge:
         return line_out(id, "inspected", file=found.file, tokens=found.tokens, layers=found.layers)
 
     def _cancel(self, target: Id) -> bool:
-        """Whether there was an answer to end."""
+        """Return whether there was an answer to end."""
         task = self._answers.get(target)
         if task is None:
             return False
@@ -229,19 +229,19 @@ class Bridge:
     # ----------------------------------------------------------------- the end
 
     async def loaded(self) -> None:
-        """Return once the newest load is over: who asks for one before `quit` wants its line."""
+        """Wait until the newest load is over: a client that loads before `quit` wants its line."""
         if self._slot.loading is not None:
             await asyncio.wait({self._slot.loading})
 
     async def finish_answers(self, seconds: float | None = None) -> None:
-        """Return once all that was asked is answered, or after `seconds`."""
+        """Wait until every request is answered, for `seconds` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while tasks := [task for task in self._tasks.values() if not task.done()]:
                     await asyncio.wait(tasks)
 
     def drop(self) -> None:
-        """Nobody reads the answers."""
+        """Drop all answers, since nobody reads them."""
         for task in self._tasks.values():
             task.cancel()
 

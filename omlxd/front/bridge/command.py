@@ -30,9 +30,9 @@ from .pipes import LineReader, LineWriter
 log = logging.getLogger(__name__)
 
 ANSWERS_S = 10.0
-"""How long answers under way go on after `quit`."""
+"""Seconds that answers under way go on after `quit`."""
 LAST_LINES_S = 5.0
-"""How long the last lines may take to be read."""
+"""Seconds for the last lines to be read."""
 
 _NOT_HERE = frozenset(
     {
@@ -45,7 +45,7 @@ _NOT_HERE = frozenset(
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Ends the process, with status 1 if another omlxd holds the SSD cache. Raises ConfigError."""
+    """Run and end the process, with status 1 if another omlxd holds the SSD cache. Raises ConfigError."""
     add_flags(parser, *(option.name for option in OPTIONS if option.name not in _NOT_HERE))
     flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     settings = replace(
@@ -65,7 +65,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _own_pipes() -> tuple[int, int]:
-    """Input and output of the protocol. What anybody else prints goes to standard error."""
+    """Open the protocol's input and output. What anybody else prints goes to standard error."""
     if not (_is_open(0) and _is_open(1)):
         raise ConfigError("Standard input and output must be open: requests and answers go there.")
     source, sink = os.dup(0), os.dup(1)

@@ -1,4 +1,4 @@
-"""What is said on the two pipes: requests in, lines out, one JSON object a line.
+"""Messages on the two pipes: requests in, lines out, one JSON object a line.
 
 Each request carries an `id` that its sender chose. Every line out carries the id of the request that it
 answers, or null where it answers none. A request is answered by any number of `progress`, `delta` and
@@ -37,7 +37,7 @@ from ...api.sse import usage_extension
 from ...errors import InvalidRequest, OmlxdError
 
 PROTOCOL = 1
-"""Counts up when a program that speaks it would have to change."""
+"""Version of the protocol, which counts up with each incompatible change."""
 
 Id = Union[
     Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)],
@@ -53,29 +53,29 @@ class Request(msgspec.Struct, frozen=True, tag_field="op"):
 
 
 class Load(Request, frozen=True, tag="load", forbid_unknown_fields=True):
-    """None or "" for both: what `--model` says, else the demo model. `path`: another name of `model`."""
+    """Loads a model; None or "": that of `--model`, else the demo model. `path` is a name of `model`."""
 
     model: str | None = None
     path: str | None = None
 
     @property
     def wanted(self) -> str:
-        """Raises InvalidRequest where the two differ."""
+        """The model to load. Raises InvalidRequest where the two fields differ."""
         if self.model and self.path and self.model != self.path:
             raise InvalidRequest("path: it is another name of `model`; leave one of them out", param="path")
         return self.model or self.path or ""
 
 
 class Generate(Request, frozen=True, tag="generate"):
-    """The rest of the line is read by `api.openai_completions`."""
+    """Generates from a prompt; `api.openai_completions` reads the other fields."""
 
 
 class Chat(Request, frozen=True, tag="chat"):
-    """The rest of the line is read by `api.openai_chat`."""
+    """Answers a conversation; `api.openai_chat` reads the other fields."""
 
 
 class Classify(Request, frozen=True, tag="classify"):
-    """The rest of the line is read as that of `chat` if it has `messages`, else as that of `generate`."""
+    """Scores labels; the other fields are those of `chat` with `messages`, else those of `generate`."""
 
     labels: Labels
     messages: list[msgspec.Raw] | None = None
@@ -84,7 +84,7 @@ class Classify(Request, frozen=True, tag="classify"):
 
 
 class Inspect(Request, frozen=True, tag="inspect"):
-    """The rest of the line is read by `front.owner.inspect`."""
+    """Inspects a prompt; `front.owner.inspect` reads the other fields."""
 
 
 class Info(Request, frozen=True, tag="info"): ...
@@ -113,7 +113,7 @@ _named = msgspec.json.Decoder(_Named)
 
 
 def decode_request(line: bytes) -> AnyRequest:
-    """Raises InvalidRequest, whatever the bytes are."""
+    """Decode a line, whatever its bytes are. Raises InvalidRequest, whatever the bytes are."""
     try:
         return decode(_requests, line)
     except InvalidRequest as error:
@@ -125,7 +125,7 @@ def decode_request(line: bytes) -> AnyRequest:
 
 
 def id_of(line: bytes) -> Id | None:
-    """The id of a line that is no request; None if it has none."""
+    """Return the id of a line that is no request; None if it has none."""
     try:
         return _named.decode(line).id
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -139,7 +139,7 @@ Line = dict[str, Any]
 
 
 def line_out(id: Id | None, type: str, **fields: Any) -> Line:
-    """A line out. A field of None, or an empty text or list, is left out."""
+    """Format a line out. A field of None, or an empty text or list, is left out."""
     return {"type": type, "id": id, **{name: value for name, value in fields.items() if value not in _NONE}}
 
 
@@ -147,7 +147,7 @@ _NONE: tuple[Any, ...] = (None, "", [])
 
 
 def line_of(id: Id, event: chat.Event) -> Line | None:
-    """None for an event that says nothing here. Not for the last one."""
+    """Write an event as a line; None for an event without one. Not for the last event."""
     match event:
         case chat.Progress():
             return line_out(id, "progress", prefilled=event.done, total=event.total)
@@ -171,7 +171,7 @@ class Lines:
         self._ids: list[chat.Event] = []
 
     def of(self, event: chat.Event) -> Line | None:
-        """None for an event that says nothing here, or not yet."""
+        """Write an event as a line; None for an event without one, or one that waits."""
         if isinstance(event, chat.TokenIds):
             self._ids.append(event)
             return None
@@ -203,7 +203,7 @@ def classified(request: Classify, result: Scores) -> Line:
 
 
 def usage_of(usage: chat.Usage) -> dict[str, Any]:
-    """Tokens, and seconds. prompt_tokens = cached_hot + cached_cold + computed."""
+    """Return tokens and seconds. prompt_tokens = cached_hot + cached_cold + computed."""
     return {
         **msgspec.to_builtins(usage_extension(usage)),
         "prompt_tokens": usage.prompt_tokens,
@@ -213,7 +213,7 @@ def usage_of(usage: chat.Usage) -> dict[str, Any]:
 
 
 def failure(id: Id | None, error: OmlxdError) -> Line:
-    """`api` speaks of a request's body, which is a line here."""
+    """Turn an error of `api`, which speaks of a request's body, into one about a line."""
     message = error.message.replace("The request body", "The line", 1)
     wait = error.retry_after
     return line_out(id, "error", code=error.code, message=message, param=error.param, retry_after=wait)

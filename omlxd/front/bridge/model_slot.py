@@ -42,7 +42,7 @@ class ModelSlot:
         return self.loading
 
     async def engine(self, loading: Loading | None, name: str = "") -> ModelEngine:
-        """What is loaded once `loading` has ended. Raises OmlxdError if nothing is, or not `name`."""
+        """Return the model that `loading` loaded. Raises OmlxdError if nothing is, or not `name`."""
         if loading is not None:
             await asyncio.wait({loading})
         if self.loaded is None:
@@ -77,7 +77,7 @@ class ModelSlot:
         return engine
 
     async def _find(self, name: str) -> tuple[Settings, InstalledModel]:
-        """The model that `name` means, and settings under which the pool knows it."""
+        """Find the model that `name` means, and its settings, under which the pool knows it."""
         settings = self._settings
         if name:
             await self._apply(settings)

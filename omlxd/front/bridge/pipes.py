@@ -20,13 +20,13 @@ from .messages import Line
 
 CHUNK = 1 << 18
 AHEAD = 4
-"""Lines that are read before the one before them is taken."""
+"""Lines read ahead of the one in work."""
 HIGH = 1 << 20
-"""Bytes that may wait to be written before whoever writes them has to wait."""
+"""Bytes that may wait to be written before writers wait."""
 
 
 def lines_of(source: io.BufferedReader, limit: int) -> Iterator[bytes | None]:
-    """Each line without its end; None for one longer than `limit` bytes."""
+    """Yield each line without its end; None for one longer than `limit` bytes."""
     while line := source.readline(limit + 1):
         if line.endswith(b"\n") or len(line) <= limit:
             yield line.removesuffix(b"\n")
@@ -37,7 +37,7 @@ def lines_of(source: io.BufferedReader, limit: int) -> Iterator[bytes | None]:
 
 
 class _Input(io.RawIOBase):
-    """Ends where `fd` can't be read, and waits where somebody made it non-blocking."""
+    """Reads `fd` to its end or first error, and waits where somebody made it non-blocking."""
 
     def __init__(self, fd: int):
         self._fd = fd
@@ -117,7 +117,7 @@ class LineWriter:
         await self._has_room.wait()
 
     async def close(self, seconds: float) -> None:
-        """Write what is left, for `seconds` at most."""
+        """Write the queued lines, for `seconds` at most."""
         self._queue.put(None)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), seconds)

@@ -58,7 +58,7 @@ _PROBE_BYTES = 1 << 20
 
 
 PATIENCE_S = 2.0
-"""Seconds for which another process may hold the folder."""
+"""Seconds for which another process may hold the folder: a daemon that was killed, or `omlxd cache clear`."""
 RETRY_S = 0.05
 ANSWER_S, CLOSE_S = 4.0, 2.0
 """Seconds that the folder's file system may take to be locked and tried out, each, and to be released. A

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 MOST_NAMES = 1000
 SHARE = 0.5
-"""Share of the cache's limit that pins may take when they are made."""
+"""Share of the cache's limit that pins may take when they are made; the others share the rest."""
 
 
 class Pins:

@@ -1,5 +1,4 @@
-"""One request for several answers (`n`, and prompts in one list): as many requests of the engine, answered
-as one.
+"""One request for several answers (`n`, and prompts in one list) becomes as many requests of the engine.
 
 The others of a prompt start once its first has said something: the prompt is then in the store, so
 that they restore it and nothing is computed twice. A seed counts up with the choice, so each is as it
@@ -25,15 +24,15 @@ from ..engines.model import ModelEngine
 
 AT_ONCE = 8
 SCORED_AT_ONCE = 32
-"""Prompts whose labels are scored: they share passes, and hold a slot for one."""
+"""Prompts scored at once: they share passes, and hold a slot for one."""
 _OF_THE_PROMPT = ("invalid_request", "prompt_too_long")
-"""Codes of errors that say nothing of the other prompts."""
+"""Codes of errors that concern one prompt alone."""
 
 
 def events_of(
     engine: ModelEngine, parsed: ParsedRequest, name: str, asked: float
 ) -> AsyncGenerator[Event, None]:
-    """The events of a request; of several choices each in a `ChoiceEvent`, and one Finished for all.
+    """Yield the events of a request; of several choices each in a `ChoiceEvent`, and one Finished for all.
 
     name   its id in the log
     asked  when it came, of `time.monotonic`
@@ -50,7 +49,7 @@ def events_of(
 def scores_of(
     engine: ModelEngine, parsed: ParsedRequest, name: str = "", asked: float = 0.0
 ) -> AsyncGenerator[Event, None]:
-    """The events of a request's prompts, each a choice that scores its labels."""
+    """Yield the events of a request's prompts, each a choice that scores its labels."""
     first = replace(parsed.generate, collected=True, name=name, asked=asked or time.monotonic())
     pairs = zip(_asked(first, parsed), parsed.labels, strict=True)
     requests = [replace(request, labels=labels) for request, labels in pairs]
@@ -71,7 +70,7 @@ def _choice(request: GenerateRequest, at: int) -> GenerateRequest:
 
 
 class _Line:
-    """Which choices run, and which may: the first of each prompt, and the others after it."""
+    """The queue of choices: the first of each prompt, and the others after it."""
 
     def __init__(self, count: int, n: int, at_once: int):
         self._n = n
@@ -89,7 +88,7 @@ class _Line:
         self._running -= 1
 
     def next(self) -> int | None:
-        """A choice to start now."""
+        """Return a choice to start now, or None."""
         if not self._may or self._running == self._at_once:
             return None
         self._running += 1
@@ -103,7 +102,7 @@ async def _choices(
     at_once: int = AT_ONCE,
     fields: Sequence[Mapping[str, str]] = (),
 ) -> AsyncGenerator[Event, None]:
-    """Of requests in the order of their choices, `n` of each prompt."""
+    """Yield the events of requests in the order of their choices, `n` of each prompt."""
     events: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
     finished: dict[int, Finished] = {}
     failed: dict[int, Failed] = {}
@@ -176,7 +175,7 @@ _OF_CHOICES = (
 
 
 def _sum(usages: dict[int, Usage], n: int) -> Usage:
-    """`usages`: by choice. A prompt counts once, with its first choice's figures.
+    """Sum `usages`, one a choice. A prompt counts once, with its first choice's figures.
 
     Choices decode at the same time: from the first token of any to the end of the last.
     """

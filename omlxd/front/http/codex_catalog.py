@@ -1,4 +1,4 @@
-"""Writes the models as Codex's catalog: what its `model_catalog_url` leads to.
+"""Writes the models as the Codex catalog of `model_catalog_url`.
 
 Without it Codex warns of an unknown model, leaves `apply_patch` out and sends a prompt for models that it
 knows nothing of: 12,800 tokens before the first question, where 7,000 do.
@@ -33,7 +33,7 @@ class ReasoningLevel(msgspec.Struct):
 
 
 class TruncationPolicy(msgspec.Struct, frozen=True):
-    """Of a tool's output. `limit`: in `mode`."""
+    """Limit of a tool's output. `limit`: in `mode`."""
 
     mode: str = "tokens"
     limit: int = 10_000
@@ -75,7 +75,7 @@ _LEVELS = {
 
 
 def codex_catalog(cards: Sequence[Card]) -> CodexCatalog:
-    """The models that chat, in the order of the list."""
+    """Return the models that chat, in the order of the list."""
     return CodexCatalog(
         [_model(card, rank) for rank, card in enumerate(card for card in cards if card.kind == "chat")]
     )

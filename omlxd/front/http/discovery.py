@@ -1,4 +1,4 @@
-"""Routes by which clients learn what models there are, and load and unload them, each in its own dialect."""
+"""Routes that list, load and unload models, each in a client's dialect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .routes import Operation, get, post
 log = logging.getLogger(__name__)
 
 ANSWER_S = 0.5
-"""How long a list waits for an engine."""
+"""Seconds that a list waits for an engine."""
 
 
 class NamedModel(msgspec.Struct):
@@ -60,7 +60,7 @@ class OllamaModelBody(msgspec.Struct):
     stream: bool | None = None
 
     def named(self) -> str:
-        """Raises InvalidRequest."""
+        """Return the model's name. Raises InvalidRequest."""
         if name := self.model or self.name:
             return name
         raise bad_field("model", "this field is required")
@@ -71,7 +71,7 @@ class OllamaStatus(msgspec.Struct):
 
 
 class OllamaVersion(msgspec.Struct):
-    """Clients ask for the least version that has what they need: the one whose API is spoken here."""
+    """Answers with the API's version, of which clients ask for the least that they need."""
 
     version: str = "0.34.2"
 
@@ -81,7 +81,7 @@ class Hello(msgspec.Struct):
 
 
 class LMStudioGreeting(msgspec.Struct):
-    """LM Studio's SDK asks for it first, and goes on to a WebSocket, which tells it what is served."""
+    """Greets LM Studio's SDK, which then opens a WebSocket (websockets.py)."""
 
     lmstudio: bool = True
 
@@ -160,7 +160,7 @@ class Discovery:
         return cards.props(engine.card, not any(e.is_refused for e in self._engines.models()))
 
     async def _load(self, asked: NamedModel) -> Success:
-        """Answer at once: llama.cpp's clients then watch the model's status."""
+        """Answer at once: llama.cpp's clients then poll the model's status."""
         engine = await self._engines.find_engine(asked.model)
         in_background(self._loaded(engine.model_id))
         return Success()
@@ -176,7 +176,7 @@ class Discovery:
         return Success()
 
     async def _lmstudio_load(self, asked: LMStudioLoadBody) -> LMStudioLoaded:
-        """Answer once it is loaded, as LM Studio does."""
+        """Answer once the model is loaded, as LM Studio does."""
         engine = await self._engines.find_engine(asked.model)
         context = engine.card.context_length
         if context and asked.context_length and asked.context_length > context:
@@ -204,12 +204,12 @@ class Discovery:
 
 
 def _asks_gemini(request: Request) -> bool:
-    """Whether the client is one of Google's SDKs, of which newer ones ask below /v1."""
+    """Return whether the client is a Google SDK, of which newer ones ask below /v1."""
     return "x-goog-api-client" in request.headers
 
 
 async def _held(engine: ModelEngine) -> int:
-    """Bytes of its engine's arrays, as `omlxd status` shows them; 0: it is in another's, or slow."""
+    """Return the bytes of the engine's arrays, as `omlxd status`; 0: in another's engine, or slow."""
     with contextlib.suppress(TimeoutError):
         stats = None if engine.shares else await asyncio.wait_for(engine.stats(), ANSWER_S)
         return int(stats.values.get("mlx_active_bytes", 0)) if stats else 0

@@ -37,7 +37,7 @@ from .routes import Operation, post
 from .trace import client_of, trace_of
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""What makes a document fit, where the request does not say: Qwen3-Reranker's own default."""
+"""Instruction on what makes a document fit: Qwen3-Reranker's own default."""
 _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
     'that the answer can only be "yes" or "no".'
@@ -92,7 +92,8 @@ class Embeddings:
         return api.rerank_answer("rerank-" + os.urandom(12).hex(), engine.model_id, body, scores, tokens)
 
     async def _embedder(self, name: str, kind: str, raw: bytes = b"") -> ModelEngine:
-        """The model that `name` means, and that does what is asked. OpenAI's names mean the first that does.
+        """Find the model that `name` means and that embeds or scores. OpenAI's names mean the first that
+        does.
 
         raw  the body, whose `keep_alive` counts
         """
@@ -127,7 +128,7 @@ def _does(engine: ModelEngine, kind: str) -> bool:
 
 
 async def _judged(engine: ModelEngine, body: api.RerankBody, client: str) -> tuple[list[float], int]:
-    """Of each document the share of yes; and tokens of all prompts. The first one leaves the query cached."""
+    """Return each document's share of yes, and the tokens of all prompts; the first one caches the query."""
     prompts = [_prompt(body, text) for text in body.texts]
     shares, tokens = await _shares(engine, prompts[:1], client)
     if len(prompts) > 1:

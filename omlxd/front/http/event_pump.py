@@ -1,4 +1,4 @@
-"""A request's events, read by a task of their own, so that waiting for them can time out.
+"""Reads a request's events in a task of their own, so that waiting for them can time out.
 
 `asyncio.wait_for(events.__anext__(), …)` would cancel the generator on the first timeout.
 
@@ -30,7 +30,7 @@ from ...errors import InvalidRequest, OmlxdError, Unavailable
 log = logging.getLogger(__name__)
 
 UNREAD_BYTES = 4 << 20
-"""Of one request: some 25,000 tokens that nobody has read."""
+"""Bytes of one request that nobody has read: some 25,000 tokens."""
 BATCH = 256
 """Events handed out at once: what is made of them is held until the client has read it."""
 _EVENT_BYTES = 160
@@ -59,7 +59,7 @@ class EventPump:
         self._task = asyncio.create_task(self._read_events())
 
     async def next(self, timeout: float | None) -> list[Event]:
-        """What has arrived, one event to `BATCH`; [] after `timeout` seconds without any."""
+        """Return the events that have arrived, one to `BATCH`; [] after `timeout` seconds without any."""
         if not self._waiting:
             try:
                 async with asyncio.timeout(timeout):
@@ -74,7 +74,7 @@ class EventPump:
         return events
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Each event, to Finished. Raises the error of Failed."""
+        """Yield each event, to Finished. Raises the error of Failed."""
         while True:
             for event in await self.next(None):
                 if isinstance(event, Failed):
@@ -84,7 +84,7 @@ class EventPump:
                     return
 
     def error(self, failed: Failed) -> OmlxdError:
-        """The error behind `failed`: the one that was raised, if one was, as it says more."""
+        """Return the error behind `failed`: the raised one, if any, since it says more."""
         return self._error or OmlxdError.from_event(failed)
 
     async def close(self) -> None:
@@ -126,7 +126,7 @@ class EventPump:
 
 
 def _size(event: Event) -> int:
-    """About the bytes of memory that `event` takes."""
+    """Estimate the bytes of memory that `event` takes."""
     match event:
         case TextDelta():
             return _EVENT_BYTES + len(event.text) + _LOGPROB_BYTES * len(event.logprobs)

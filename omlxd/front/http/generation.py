@@ -55,13 +55,13 @@ from .trace import RequestTrace, trace_of
 P = TypeVar("P", bound=ParsedRequest)
 T = TypeVar("T")
 Parse = Callable[[bytes, Mapping[str, str]], P]
-"""(body, headers). Raises InvalidRequest."""
+"""Reads (body, headers). Raises InvalidRequest."""
 LINES = "application/x-ndjson"
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[P]):
-    """One protocol: how to read a body, and how to write events.
+    """One protocol: how bodies are read and events written.
 
     body, answer  structs of the document
     encoder       takes the request and its id
@@ -81,7 +81,7 @@ class Dialect(Generic[P]):
 
     @property
     def content_type(self) -> bytes:
-        """Of a stream."""
+        """Content type of a stream."""
         charset = "; charset=utf-8" if self.stream_type == SSE else ""
         return (self.stream_type + charset).encode()
 
@@ -98,7 +98,7 @@ def _now() -> int:
 
 
 def messages_dialect(threads: ThreadStore, parse: Any = anthropic.parse_to_answer) -> AnyDialect:
-    """Answers to requests with a thread go into `threads`."""
+    """Make the dialect of Messages; answers to requests with a thread go into `threads`."""
 
     def keep_of(parsed: ParsedRequest) -> Keep | None:
         return partial(threads.keep, parsed) if isinstance(parsed, ThreadRequest) else None
@@ -116,7 +116,7 @@ def messages_dialect(threads: ThreadStore, parse: Any = anthropic.parse_to_answe
 def responses_dialect(
     store: ResponseStore, parse: Any = openai_responses.parse, stream_type: str = SSE
 ) -> Dialect[ResponsesRequest]:
-    """Answers go into `store` unless their request says `"store": false`."""
+    """Make the dialect of Responses; answers go into `store` unless their request says `"store": false`."""
 
     def made(kind: Callable[..., T], parsed: ResponsesRequest) -> T:
         return kind(new_response_id(), parsed, _now(), store.keep)
@@ -132,7 +132,7 @@ def responses_dialect(
 
 
 def lmstudio_dialect(store: ResponseStore) -> Dialect[lmstudio.ChatRequest]:
-    """Answers go into `store` unless their request says `"store": false`."""
+    """Make LM Studio's dialect; answers go into `store` unless their request says `"store": false`."""
     return Dialect(
         lmstudio.ChatBody,
         ChatAnswer,
@@ -295,7 +295,7 @@ async def _send_json(send: Send, body: bytes) -> None:
 
 
 class InputTokens(msgspec.Struct):
-    """Of a request that was not made."""
+    """Input tokens of a request that was only counted."""
 
     input_tokens: int
     object: str = "response.input_tokens"

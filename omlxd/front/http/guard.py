@@ -1,4 +1,4 @@
-"""Who may ask at all: the Host check, the Origin check and the API key. Pure ASGI.
+"""Checks who may ask: the Host check, the Origin check and the API key. Pure ASGI.
 
 Hosts: a page on the web can point its own name at 127.0.0.1 and so read this server's answers
 (DNS rebinding). Bound to loopback, only names that mean loopback are served.
@@ -23,12 +23,12 @@ from .trace import trace_of
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
-"""What containers call the machine they run on. No page of the web can have such a name."""
+"""Names by which containers call the machine they run on. No page of the web can have such a name."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/api/hello", "/lmstudio-greeting"})
-"""Answered without a key, and so is the page's code (`PAGE_FILES`)."""
+"""Paths answered without a key, like the page's code (`PAGE_FILES`)."""
 PAGE_FILES = "/web/"
 OWNER_PATHS = ("/omlxd/", "/models/", "/api/")
-"""Of the owner, or with orders that load, unload or download a model."""
+"""Paths of the owner, or with orders that load, unload or download a model."""
 
 
 class Guard:
@@ -73,8 +73,7 @@ class Guard:
             raise InvalidRequest("A request from a browser needs content type application/json.")
 
     def _check_site(self, headers: Headers) -> None:
-        """A page of another site that a browser shows asks nothing of the owner's, though it could not read
-        the answer."""
+        """Refuse the owner's paths to a page of another site, though it could not read the answer."""
         if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
             return
         if "*" not in self._origins and headers.get("origin") not in self._origins:
@@ -83,7 +82,7 @@ class Guard:
             )
 
     def _check_key(self, headers: Headers, more: bytes) -> str:
-        """The name of the key that the request carries."""
+        """Return the name of the key that the request carries."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         # Claude Code sends both headers when both are set; either may be the right one.
@@ -100,7 +99,7 @@ class Guard:
 
 
 def _key_in_query(scope: Scope) -> bytes:
-    """The `?key=` of a Gemini client. No log line has a query."""
+    """Return the `?key=` of a Gemini client. No log line has a query."""
     if protocol_of(scope["path"]) != "gemini":
         return b""
     return QueryParams(scope["query_string"]).get("key", "").encode()
@@ -111,7 +110,7 @@ def is_loopback(host: str) -> bool:
 
 
 def allowed_hosts(settings: HttpSettings) -> frozenset[str] | None:
-    """Names that a Host header may hold, or None for any."""
+    """Return the names that a Host header may hold, or None for any."""
     if not is_loopback(settings.host):
         return None
     return frozenset(
@@ -123,7 +122,7 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.~!$&'()*+;=%-]*))(?::(\d{0,5}))?"
 
 
 def host_name(header: str) -> str:
-    """A Host header's name: no port, no brackets, lower case, IPv6 in its short form; "" of none.
+    """Return a Host header's name: no port, no brackets, lower case, IPv6 in its short form; "" of none.
 
     Raises ValueError for what is none (RFC 9112, 3.2).
     """

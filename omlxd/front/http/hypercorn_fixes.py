@@ -36,15 +36,15 @@ from hypercorn.protocol.h11 import H11Protocol
 from .trace import POLLED
 
 PROBE_S, MOST_PROBE_S = 0.05, 1.0
-"""Between two looks whether a client that sends no more is still there; each pause is twice the last one."""
+"""Seconds between two probes of a client that sends no more; each pause is twice the last."""
 MOST_ZEROS = 4
-"""Some clients read no more than 16 digits of a chunk's size."""
+"""Zeros before a chunk's size at most: some clients read no more than 16 digits."""
 ABSOLUTE = re.compile(rb"https?://([^/?#@]+)([/?][^#]*)?", re.IGNORECASE)
-"""A target with scheme and authority; without user information, which nobody may send (RFC 9110, 4.2.4)."""
+"""Matches a target with scheme and authority, without user information (RFC 9110, 4.2.4)."""
 
 
 AT_ONCE = frozenset(path.encode() for path in POLLED)
-"""Paths of requests that wait for no turn: who watches the daemon asks while it is busy, too."""
+"""Paths without a turn: monitors ask while the daemon is busy, too."""
 
 
 class Turns:
@@ -79,7 +79,7 @@ class Turns:
 
 
 class Connection(TCPServer):
-    """Stops the idle timer, and starts none any more, once there is nothing to read."""
+    """Stops the idle timer while there is nothing to read."""
 
     _over = False
 
@@ -98,7 +98,7 @@ class Connection(TCPServer):
             await self.idle_task.stop()
 
     async def _stay_for_answer(self) -> None:
-        """Wait for the answer to a client that sends no more, as long as it is there to read it."""
+        """Wait for the answer while a client that sends no more can still read it."""
         http = getattr(self.protocol, "protocol", None)
         pause_s = PROBE_S
         while isinstance(http, Http1) and http.is_asked and self._is_there(http):
@@ -106,14 +106,14 @@ class Connection(TCPServer):
             pause_s = min(2 * pause_s, MOST_PROBE_S)
 
     def has_left(self, http: Http1) -> bool:
-        """Whether the client was gone before its request has begun."""
+        """Return whether the client left before its request began."""
         return self._is_gone() or (self._sends_no_more() and not self._is_there(http))
 
     def _sends_no_more(self) -> bool:
         return self.reader.at_eof() or at_end(self.writer.get_extra_info("socket").fileno())
 
     def _is_there(self, http: Http1) -> bool:
-        """Write something to a client that sends no more.
+        """Probe a client that sends no more, by writing.
 
         TCP tells one that closed its sending half from one that is gone only then: at once on this machine.
         """
@@ -137,7 +137,7 @@ class Connection(TCPServer):
 
 
 def at_end(fd: int) -> bool:
-    """Whether a socket has nothing to read but its end, which nobody has read yet."""
+    """Return whether a socket has nothing to read but its unread end."""
     try:
         with socket.socket(fileno=os.dup(fd)) as same:
             same.setblocking(False)
@@ -157,7 +157,7 @@ class BadRequest(Exception):
 
 
 class ClientGone(Exception):
-    """Nobody is there to read an answer."""
+    """The client that an answer is for is gone."""
 
 
 class Http1(H11Protocol):
@@ -167,7 +167,7 @@ class Http1(H11Protocol):
     """
 
     _last = False
-    """No request follows this one: nobody could be sure where it begins."""
+    """Whether no request follows, since nobody could be sure where it begins."""
     _chunked, _zeros = False, 0
     _turns = Turns()
 
@@ -205,16 +205,16 @@ class Http1(H11Protocol):
 
     @property
     def is_asked(self) -> bool:
-        """A client that sends no more waits for an answer."""
+        """Whether a client that sends no more waits for an answer."""
         return self.stream is not None and self.connection.their_state is h11.CLOSED
 
     @property
     def takes_probes(self) -> bool:
-        """No client of HTTP/1.0 does, and nginx speaks that: it closes its connection for one that left."""
+        """Whether the client may be probed: HTTP/1.0 may not, as nginx closes its connection then."""
         return getattr(self.connection, "their_http_version", None) == b"1.1"
 
     def probe(self) -> bytes:
-        """What a client passes over: an interim answer (RFC 9110, 15.2) or a zero before a chunk's size."""
+        """Return bytes that clients skip: an interim answer (RFC 9110, 15.2) or a zero of a chunk's size."""
         if self.connection.our_state is h11.SEND_RESPONSE:
             return self.connection.send(h11.InformationalResponse(status_code=100, headers=[])) or b""
         if self.connection.our_state is h11.SEND_BODY and self._chunked and self._zeros < MOST_ZEROS:
@@ -224,7 +224,7 @@ class Http1(H11Protocol):
 
 
 def _origin_form(request: h11.Request) -> h11.Request:
-    """`request` with a path for its target, and its Host the one that it is for. Raises BadRequest."""
+    """Return `request` with a path for its target, and its Host from the target. Raises BadRequest."""
     target = request.target
     if target.startswith(b"/") or target == b"*" or request.method == b"CONNECT":
         return request

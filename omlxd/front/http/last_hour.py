@@ -1,4 +1,4 @@
-"""What the requests of the last hour hit, and their TTFT: for whoever looks afterwards.
+"""Hits and TTFT of the last hour's requests.
 
 A request that ends is added to the slot of its time. Nothing runs between requests.
 """
@@ -33,7 +33,7 @@ class Slot(msgspec.Struct):
     completion: int = 0
 
     def add(self, other: Slot) -> None:
-        """Count those of `other` too."""
+        """Add the counts of `other`."""
         for name in self.__struct_fields__[1:]:
             both = getattr(self, name), getattr(other, name)
             setattr(self, name, max(both) if name == "ttft_max" else sum(both))
@@ -44,7 +44,7 @@ class LastHour:
         self._slots: deque[Slot] = deque(maxlen=SLOTS)
 
     def add(self, usage: Usage, ttft_s: float | None) -> None:
-        """A request ended. `ttft_s` None: it gave no token."""
+        """Count a request that ended. `ttft_s` None: it gave no token."""
         slot = Slot(
             at=int(time.time()) // SLOT_S * SLOT_S,
             requests=1,
@@ -61,6 +61,6 @@ class LastHour:
         self._slots.append(slot)
 
     def since(self, at: float) -> list[Slot]:
-        """Slots of the last hour that began at `at` or later, oldest first. Empty ones are left out."""
+        """Return the slots that began at `at` or later, oldest first, without empty ones."""
         oldest = max(at, time.time() - SLOT_S * SLOTS)
         return [slot for slot in self._slots if slot.at >= oldest]

@@ -29,7 +29,7 @@ from ..engines.names import basename
 
 
 def iso_time(seconds: float) -> str:
-    """`seconds` since 1970 as Ollama and Anthropic write it."""
+    """Format `seconds` since 1970 as Ollama and Anthropic do."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
@@ -49,10 +49,11 @@ def _quantization(card: Card) -> str:
 
 
 class ModelExtension(msgspec.Struct):
-    """What neither protocol has a field for. `kv_reuse` empty: prefixes are reused; else why not.
-    `context_length` and `block_size` in tokens, null while nobody knows, before the first load.
-    `note`: also why a vision model takes no images. `input_modalities`: what a prompt may hold. `kind`:
-    `chat`, `embedding` or `rerank`."""
+    """Facts that neither protocol has a field for. `kv_reuse` empty: prefixes are reused; else why not.
+    `context_length` and `block_size` in tokens, null while nobody knows, before the first load. `note`: also
+    why a vision model takes no images. `input_modalities`: what a prompt may hold. `kind`: `chat`,
+    `embedding` or `rerank`.
+    """
 
     state: str
     context_length: int | None
@@ -114,7 +115,7 @@ _ROUTER_STATES = {"ready": "loaded", "unloading": "loaded", "loading": "loading"
 
 
 def router_status(state: str) -> str:
-    """What llama.cpp's router says of an engine in `state`."""
+    """Return the llama.cpp router's word for an engine in `state`."""
     return _ROUTER_STATES.get(state, "unloaded")
 
 
@@ -215,7 +216,7 @@ class OllamaTags(msgspec.Struct):
 
 
 class OllamaRunning(OllamaModel):
-    """`size`: bytes of memory that it takes; `size_vram`: those of them that are a GPU's."""
+    """A loaded model. `size`: its bytes of memory; `size_vram`: those on a GPU."""
 
     expires_at: str
     size_vram: int
@@ -244,7 +245,7 @@ def ollama_tags(cards: Sequence[Card]) -> OllamaTags:
 
 
 def ollama_processes(held: Sequence[tuple[Card, int]]) -> OllamaProcesses:
-    """Of the cards those that are loaded. With each, the bytes of its engine's arrays; 0: nobody knows."""
+    """List the loaded models of the cards. With each, the bytes of its engine's arrays; 0: nobody knows."""
     return OllamaProcesses([_ollama_running(card, nbytes) for card, nbytes in held if card.state == "ready"])
 
 
@@ -281,7 +282,7 @@ def _details(card: Card) -> OllamaDetails:
 
 
 def _ollama(card: Card) -> dict[str, Any]:
-    """Fields of an OllamaModel. Its digest names the files by their size and age: nobody reads them all."""
+    """Return fields of an OllamaModel. Its digest is of the files' size and age: nobody reads them all."""
     name = card.id if ":" in card.id else f"{card.id}:latest"
     return {
         "name": name,
@@ -379,7 +380,7 @@ def _lmstudio(card: Card) -> LMStudioModel:
 
 
 _LMSTUDIO_KINDS = ("chat", "embedding")
-"""LM Studio has no type for a reranker, and its clients would take one for a model that chats."""
+"""LM Studio's types of models: it has none for a reranker, which its clients would chat with."""
 
 
 def lmstudio_type(card: Card) -> str:

@@ -17,11 +17,11 @@ from ...common.clients import own_words
 from .trace import RequestTrace
 
 MOST, MOST_BYTES = 64, 8 << 20
-"""Requests, and bytes of them. They are kept encoded: as objects they may take thirty times as much."""
+"""Requests kept, and their bytes. They are kept encoded: as objects they may take thirty times as much."""
 
 OPENING_CHARS = 120
 LOOKED_CHARS = 20_000
-"""Of a part, in which the user's own words are looked for behind a client's notes."""
+"""Characters of a part that are searched for the user's own words, behind a client's notes."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)
@@ -51,30 +51,30 @@ class RecentRequest:
 
     @property
     def reached(self) -> int:
-        """Tokens that were restored; -1 before its prefill begins, or where it never did."""
+        """Restored tokens; -1 before the prefill begins, or without one."""
         return self.trace.restored if self.trace.usage is None else self.trace.usage.cached_tokens
 
     @property
     def recomputed(self) -> int:
-        """Tokens that lay on SSD and were computed."""
+        """Computed tokens that lay on SSD."""
         return 0 if self.trace.usage is None else self.trace.usage.recomputed
 
     @property
     def prompt_tokens(self) -> int:
-        """0: not known."""
+        """Tokens of the prompt; 0: unknown."""
         return (
             max(0, self.trace.prompt_tokens) if self.trace.usage is None else self.trace.usage.prompt_tokens
         )
 
 
 class RecentRequests:
-    """Newest last. One too large to keep is not kept."""
+    """The last requests, newest last; larger ones than `MOST_BYTES` are not kept."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES):
         self._kept = BoundedMap[str, RecentRequest](most_bytes, attrgetter("size"), max_items=most)
 
     def add_request(self, model_id: str, request: GenerateRequest, trace: RequestTrace, nbytes: int) -> None:
-        """`nbytes`: of its body."""
+        """Add a request. `nbytes`: of its body."""
         if nbytes > self._kept.max_cost:
             return
         try:
@@ -89,7 +89,7 @@ class RecentRequests:
         self._kept.put(trace.id, kept)
 
     def find_request(self, id: str = "", session: str = "") -> RecentRequest | None:
-        """The request of that id, else the newest of that session, else the newest."""
+        """Find the request of that id, else the newest of that session, else the newest."""
         if id:
             return self._kept.peek(id)
         for kept in self._kept.values():
@@ -102,7 +102,7 @@ class RecentRequests:
 
 
 def _said(prompt: Conversation | RawPrompt) -> tuple[str, int]:
-    """The user's first own words, and how many turns are the user's."""
+    """Return the user's first own words, and the number of the user's turns."""
     if isinstance(prompt, RawPrompt):
         return prompt.text[:OPENING_CHARS], 1
     turns = [message.parts for message in prompt.messages if message.role == "user"]

@@ -32,10 +32,10 @@ REQUEST_S = (
 )
 TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 SAME_STEP_S = 0.0002
-"""Events closer than this came out of one decode step: a tag that ended let held-back text go, say."""
+"""Seconds between events of one decode step: a tag that ended releases held text, say."""
 
 _REASONS = {"stop": "stop", "stop_sequence": "stop", "tool_calls": "stop", "length": "length"}
-"""Ours → vLLM's. A client that goes away is its `abort`, everything else its `error`."""
+"""Our outcome → vLLM's; a client that goes away is its `abort`, everything else its `error`."""
 
 MODEL = "model_name"
 
@@ -88,11 +88,11 @@ class Requests:
             self._outcomes.labels(model_id, outcome)
 
     def refused(self, model_id: str, error: OmlxdError) -> None:
-        """Count a request that no model gets; `model_id` "": nobody knows which one it is for."""
+        """Count a request without a model; `model_id` "": unknown."""
         self._outcomes.labels(model_id, error.code).inc()
 
     def watch(self, model_id: str, began: float) -> RequestWatch:
-        """Watch one request; `began` is of time.monotonic()."""
+        """Watch one request; `began` is monotonic time."""
         return RequestWatch(self, model_id, began)
 
     def _finished(self, watch: RequestWatch, event: Finished, now: float) -> None:
@@ -115,7 +115,7 @@ class Requests:
 
 
 class RequestWatch:
-    """One request: a context around it all, and `event` for each event as it arrives."""
+    """Times one request: a context around it, and `event` for each event as it arrives."""
 
     __slots__ = (
         "_gap",

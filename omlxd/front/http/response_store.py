@@ -45,7 +45,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Response id → what it was; the least recently used ones go first. Thread-safe.
+    """Response id → stored response; the least recently used ones go first. Thread-safe.
 
     A thread that parses a large body reads it beside the event loop. Each response is kept encoded,
     so that the bound on bytes counts what is held and none depends on another that has gone.
@@ -66,37 +66,37 @@ class ResponseStore:
     def keep(
         self, id: str, messages: tuple[Message, ...], response: bytes = b"{}", input: bytes = b""
     ) -> None:
-        """One that is larger than the store is not kept."""
+        """Store a response, unless it is larger than the store."""
         stored = StoredResponse(msgspec.msgpack.encode(messages), response, input)
         if stored.size <= self._kept.max_cost:
             with self._lock:
                 self._kept.put(id, stored)
 
     def find_response(self, id: str) -> StoredResponse | None:
-        """None: never kept, or gone."""
+        """Return a stored response; None: never kept, or gone."""
         with self._lock:
             return self._kept.get(id)
 
     def remove(self, id: str) -> bool:
-        """Whether there was one."""
+        """Remove a response; returns whether there was one."""
         with self._lock:
             return self._kept.pop(id) is not None
 
     def items(self, id: str) -> dict[str, bytes]:
-        """Item id → JSON, of the output of a response that is kept; else nothing."""
+        """Return item id → JSON of a stored response's output; else nothing."""
         if (stored := self.find_response(id)) is None:
             return {}
         output = msgspec.json.decode(stored.response, type=_Output).output
         return {item["id"]: msgspec.json.encode(item) for item in output}
 
     def messages(self, id: str) -> tuple[Message, ...] | None:
-        """The conversation that a response ended; None: never kept, or gone."""
+        """Return the conversation that a response ended; None: never kept, or gone."""
         stored = self.find_response(id)
         return None if stored is None else _decoder.decode(stored.conversation)
 
 
 def item_finder(store: ResponseStore) -> Callable[[str], bytes | None]:
-    """Item id → JSON, for the items of one request: no response is read twice. None: never kept, or gone."""
+    """Find items' JSON for one request, reading each response once. None: never kept, or gone."""
     items = functools.cache(store.items)
 
     def find(id: str) -> bytes | None:
@@ -123,11 +123,11 @@ class InputItems(msgspec.Struct):
 
 
 MOST_ITEMS = 100
-"""Of one page. OpenAI's."""
+"""Items of one page at most, as OpenAI's. OpenAI's."""
 
 
 def input_items(stored: StoredResponse, id: str) -> list[dict[str, Any]]:
-    """The items of a response's input, each with an `id`, and messages with their parts spelled out."""
+    """Return the items of a response's input, each with an `id`, and messages in parts."""
     given = msgspec.json.decode(stored.input or b"[]")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
     return [_spelled_out(item, f"{id}_{index}") for index, item in enumerate(items)]
@@ -155,7 +155,7 @@ class StoredResponses:
         return Response(self._find(request).response, media_type="application/json")
 
     async def items(self, request: Request) -> InputItems:
-        """What a response was asked with, the newest first unless `order` is `asc`. `after`: an item's id."""
+        """List a response's input, newest first unless `order` is `asc`. `after`: an item's id."""
         asked, id = request.query_params, request.path_params["id"]
         items = input_items(self._find(request), id)
         limit = asked.get("limit", "20")

@@ -40,7 +40,7 @@ class RouterEvents:
         return Operation("GET", "/models/sse", self.listen, summary, media=SSE)
 
     async def listen(self, request: Request) -> ASGIApp:
-        """Raises Overloaded."""
+        """Stream the events. Raises Overloaded."""
         statuses = self._statuses()
 
         async def look() -> bytes:

@@ -49,7 +49,7 @@ def json_route(
     answer: Any = None,
     while_connected: bool = False,
 ) -> Operation:
-    """Answers with the struct that `work` returns.
+    """Make a route that answers with the struct that `work` returns.
 
     A parameter of `work` that is annotated with Request is that, one with a struct what the body holds.
 

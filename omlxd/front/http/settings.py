@@ -21,7 +21,7 @@ OWN = "--api-key"
 
 
 class KeyRing:
-    """`api_key`: the one of the settings, "" for none; `path`: the file of `omlxd key`, or None.
+    """The accepted keys: `api_key`, "" for none, and those of `path`, the file of `omlxd key`.
 
     The file is looked at on every request (one stat) and read again when it changed, so that a
     revoked key is refused at once. A file that can't be trusted leaves the keys as they were, with
@@ -51,7 +51,7 @@ class KeyRing:
 
     @property
     def is_empty(self) -> bool:
-        """No key is right, be one required or not."""
+        """Whether no key is right, required or not."""
         return not self._own and not self.has_file_keys
 
     @property
@@ -63,7 +63,7 @@ class KeyRing:
         self._own = digest_of(api_key.encode()) if api_key else ""
 
     def name_of(self, sent: Sequence[bytes]) -> str | None:
-        """The name of the first right key in `sent`; None if none is. Every comparison is made."""
+        """Return the name of the first right key in `sent`; None if none is. Every comparison is made."""
         self._refresh()
         keys = [(OWN, self._own)] if self._own else []
         keys += [(key.name, key.digest) for key in self._keys]
@@ -96,7 +96,7 @@ class KeyRing:
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:
-    """What changes when the file does, its permissions included."""
+    """Return what changes when the file does, its permissions included."""
     try:
         facts = os.stat(path)
     except OSError:

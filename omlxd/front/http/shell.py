@@ -34,11 +34,11 @@ _ABSENT = {
     "/v1/files": "no files are kept here: send them within a request",
     "/v1/realtime": "there is no realtime API: no model of sound is served",
 }
-"""What a path would be for, and why it is not there."""
+"""Paths of other servers' APIs, and why each is absent."""
 
 
 def advice(path: str, served: Collection[str]) -> str:
-    """A clause on `path`, which is none of the paths `served`; it ends a sentence."""
+    """Return a clause on `path`, which is none of the paths `served`; it ends a sentence."""
     for root, why in _ABSENT.items():
         if path == root or path.startswith(root + "/"):
             return why
@@ -59,7 +59,7 @@ def advice(path: str, served: Collection[str]) -> str:
 
 
 STREAMED = frozenset({"/omlxd/cache/import", "/omlxd/cache/prompt-cache/import"})
-"""Bodies of any length, which are handed on as they come."""
+"""Paths of bodies of any length, which are handed on as they come."""
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RouteError(OmlxdError):
 
 
 def raise_route_error(request: Request, error: Exception) -> NoReturn:
-    """Starlette's exception handler: its own 404 and 405 become ours."""
+    """Turn Starlette's own 404 and 405 into ours."""
     assert isinstance(error, HTTPException)
     what = f"{request.method[:METHOD_CHARS]} {request.url.path[:200]}"
     if unknown := no_such_verb(request.method, request.url.path):
@@ -91,7 +91,7 @@ def raise_route_error(request: Request, error: Exception) -> NoReturn:
 
 
 class Shell:
-    """`app` and everything below it, one request at a time."""
+    """Wraps `app`, one request at a time."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings):
         self._app = app
@@ -145,7 +145,7 @@ class _Budget:
         self._left = limit
 
     def take_bytes(self, size: int) -> None:
-        """Raises Overloaded."""
+        """Reserve bytes for a body. Raises Overloaded."""
         if size > self._left:
             raise Overloaded("Too many large requests are running already; retry in a moment.", retry_after=5)
         self._left -= size
@@ -171,7 +171,7 @@ class _Body:
         self._complete = False
 
     def check_announced(self, scope: Scope) -> None:
-        """Raises RequestTooLarge and RouteError from the headers alone."""
+        """Check the headers alone. Raises RequestTooLarge and RouteError from the headers alone."""
         for name, value in scope["headers"]:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 packed = value[:40].decode("latin-1")
@@ -195,7 +195,7 @@ class _Body:
         return message
 
     def release(self) -> None:
-        """The request is over."""
+        """Give back a request's bytes."""
         self._budget.give_back(self._size)
         self._size = 0
 
@@ -208,7 +208,7 @@ class _Body:
             raise RouteError("The request's body did not come in time.", 408) from None
 
     async def drain(self, pause_s: float) -> None:
-        """Discard what is still coming: a client that is still writing would not see the answer.
+        """Discard the unread body: a client that still writes would not see the answer.
 
         However long it takes to write, as long as something comes: its connection would be reset.
         """

@@ -20,7 +20,7 @@ PIECE_BYTES = 64 * 1024
 
 
 class PacedApp(Starlette):
-    """An app none of whose answers waits for a client longer than `send_pause_s` a piece.
+    """Wraps an app so that no answer waits longer than `send_pause_s` a piece for a client.
 
     Outermost, as only here `send` is the server's own.
     """

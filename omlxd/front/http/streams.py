@@ -25,7 +25,7 @@ PING_S = 15.0
 
 
 def as_json(value: msgspec.Struct) -> Response:
-    """`value` as an answer."""
+    """Make `value` a JSON response."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
@@ -49,7 +49,7 @@ class Streamed:
 
 
 class Awaited:
-    """An ASGI response: what `work` returns, as JSON. Raises what it raises."""
+    """An ASGI response with the result of `work`, as JSON. Raises what it raises."""
 
     def __init__(self, work: Callable[[], Awaitable[msgspec.Struct]]):
         self._work = work
@@ -76,7 +76,7 @@ class Watched:
     def answer(
         self, request: Request, look: Callable[[], Awaitable[bytes]], period_s: float, first: bytes = b""
     ) -> ASGIApp:
-        """`first`, then what `look` returns every `period_s` seconds, or now and then a ping.
+        """Stream `first`, then the results of `look` every `period_s` seconds, or a ping now and then.
 
         Raises Overloaded.
         """

@@ -12,10 +12,10 @@ from ...common.bounded_map import BoundedMap
 from ...errors import ThreadError
 
 MAX_ANSWERS = 4000
-"""Those that have been continued, of which nothing else is kept, count too."""
+"""Answers at most, continued ones included, of which nothing else is kept."""
 MAX_BYTES = 64 * 1024 * 1024
 MAX_THREAD_BYTES = 8 * 1024 * 1024
-"""Of one thread: the event loop reads it with each request that continues it, 5 ms a MiB."""
+"""Bytes of one thread at most: the event loop reads it with each request that continues it, 5 ms a MiB."""
 
 
 class ThreadStore:
@@ -31,13 +31,13 @@ class ThreadStore:
         self._lock = threading.Lock()
 
     def find_thread(self, owner: str, id: str) -> bytes | None:
-        """b"": it has been continued. None: never kept, or gone."""
+        """Return the conversation up to an answer; b"": it has been continued. None: never kept, or gone."""
         with self._lock:
             return self._kept.get((owner, id))
 
     @contextlib.contextmanager
     def continuing(self, parsed: ParsedRequest) -> Iterator[None]:
-        """While `parsed` is answered no other request continues the same answer. Raises ThreadError."""
+        """Let no other request continue the same answer while `parsed` is answered. Raises ThreadError."""
         if not isinstance(parsed, ThreadRequest) or not parsed.previous:
             yield
             return

@@ -1,4 +1,4 @@
-"""What the access log says of a request: no text of prompts or answers, but for bodies at debug."""
+"""The access log's line of a request: no text of prompts or answers, but for bodies at debug."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ log = logging.getLogger("omlxd.access")
 _SCOPE_KEY = "omlxd.trace"
 METHOD_CHARS = 20
 SHOWN_CHARS = 120
-"""Of a path, a model's name, and a client's."""
+"""Characters shown of a path, a model's name, and a client's."""
 PROBLEM_CHARS = 300
 BODY_BYTES = 64 * 1024
-"""Of a request's body, at debug."""
+"""Bytes of a request's body that debug shows."""
 POLLED = frozenset({"/health", "/ready", "/metrics", "/omlxd/status"})
-"""Asked again and again by programs that watch: at info they would fill the log."""
+"""Paths that programs poll: at info they would fill the log."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class RequestTrace:
         return log.isEnabledFor(logging.DEBUG) and len(self.body) < BODY_BYTES
 
     def follow(self, event: Event) -> None:
-        """An event before the last one. The first Progress of an engine's life has what was restored."""
+        """Record an event before the last. An engine's first Progress has the restored tokens."""
         passed_s = time.monotonic() - self.started
         if isinstance(event, Progress):
             if self.progress is None or event.done < self.progress.done:
@@ -162,7 +162,7 @@ class RequestTrace:
             self.pieces += said.pieces if is_text else isinstance(said, ToolCallDelta)
 
     def usage_so_far(self) -> Usage:
-        """Times of a request that was not finished.
+        """Return tokens and times of a request that was not finished.
 
         Behind the newest progress it prefills until its answer begins: nothing else is known here.
         """
@@ -183,7 +183,7 @@ class RequestTrace:
         self.outcome, self.problem = problem.code, problem
 
     def write(self) -> None:
-        """One line, at info; at debug for `POLLED`."""
+        """Log one line, at info; at debug for `POLLED`."""
         level = logging.DEBUG if self.path in POLLED else logging.INFO
         if not log.isEnabledFor(level):
             return
@@ -229,17 +229,17 @@ _QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")""")
 
 
 def without_texts(message: str) -> str:
-    """`message` without what it quotes: a client may have put its prompt in any field."""
+    """Return `message` without its quotations: a client may have put its prompt in any field."""
     return _QUOTED.sub("'...'", message)
 
 
 def printable(text: str) -> str:
-    """A client's text for a log line: with no line breaks or control characters."""
+    """Clean a client's text for a log line: no line breaks or control characters."""
     return text.encode("unicode_escape").decode("ascii")
 
 
 def begin(scope: Any) -> RequestTrace:
-    """A trace for this ASGI scope, kept in it."""
+    """Begin a trace and keep it in this ASGI scope."""
     trace = scope[_SCOPE_KEY] = RequestTrace(
         method=scope["method"][:METHOD_CHARS], path=scope["path"], unknown_fields=noting()
     )
@@ -252,7 +252,7 @@ def trace_of(scope: Any) -> RequestTrace:
 
 
 def client_of(scope: Any) -> str:
-    """Whose request it is, for fairness: the name of its key, else its address.
+    """Return the client for fairness: the name of its key, else its address; "" over a Unix socket.
 
     The key of `--api-key` may be everybody's, so it says nothing. "": over a Unix socket.
     """

@@ -1,4 +1,4 @@
-"""What a client of a WebSocket is told: nothing here speaks through one, and where the same is to be had."""
+"""Refuses WebSockets, and says where the same is to be had."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ NOT_FOR_SDK = (
     "Anthropic's (/v1/messages)."
 )
 FIRST_WORD_S = 5.0
-"""For the SDK's first message, of who it is; it reads an answer to that alone."""
+"""Seconds for the SDK's first message, a greeting, whose answer alone it reads."""
 POLICY = 1008
 UPGRADE_REQUIRED = 426
-"""Codex then goes on by HTTP."""
+"""Status by which Codex goes on by HTTP."""
 
 log = logging.getLogger(__name__)
 
 
 async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
-    """Say in the client's own terms that there is no WebSocket; an ASGI app."""
+    """Refuse a WebSocket in the client's own terms; an ASGI app."""
     path: str = scope["path"][:200]
     log.info("WebSocket %s: refused", ascii(path))
     if path in LM_STUDIO:
@@ -57,7 +57,7 @@ async def _refuse_handshake(path: str, send: Send) -> None:
 
 
 async def _refuse_sdk(told: dict[str, Any], receive: Receive, send: Send) -> None:
-    """Answer the SDK's greeting as LM Studio answers a wrong key: with words, which the SDK raises."""
+    """Answer the SDK's greeting as LM Studio answers a wrong key, with words that the SDK raises."""
     await send({"type": "websocket.accept"})
     try:
         async with asyncio.timeout(FIRST_WORD_S):
@@ -71,7 +71,7 @@ async def _refuse_sdk(told: dict[str, Any], receive: Receive, send: Send) -> Non
 
 
 async def _is_gone(receive: Receive) -> bool:
-    """Wait for the client's first message. True: it closed instead."""
+    """Wait for the client's first message; return whether it closed instead. True: it closed instead."""
     while True:
         message: Message = await receive()
         if message["type"] in ("websocket.receive", "websocket.disconnect"):

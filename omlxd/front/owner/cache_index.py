@@ -24,11 +24,11 @@ from ..engines.link import in_background
 COMMAND = ("nice", "-n", "19", sys.executable, "-m", "omlxd.cli.cache.tree")
 WAIT_S = 0.2
 MOST_WAIT_S = 30.0
-"""A reader that asks to wait for the new read waits no longer."""
+"""Seconds that a reader may wait for the new read."""
 STAYS_S = 120.0
-"""How long the program stays without an order."""
+"""Seconds that the program stays without an order."""
 OLD_S = 60.0
-"""A read is old after so long, whatever was written: blocks were used since."""
+"""Seconds after which a read is old, whatever was written: blocks were used since."""
 LINE_BYTES = 4 << 20
 
 
@@ -55,7 +55,7 @@ class TreePiece(msgspec.Struct):
 
 
 class CacheIndex:
-    """Raises OmlxdError. `reads`: reads of the folder that were begun."""
+    """Keeps the cache's trees. Raises OmlxdError. `reads`: reads of the folder that were begun."""
 
     def __init__(self, cold: ColdLedger):
         self._cold = cold
@@ -70,16 +70,16 @@ class CacheIndex:
         self.reads = 0
 
     def begin(self) -> None:
-        """Read the folder if that was never done, for whoever looks later."""
+        """Read the folder if that was never done, for later lookers."""
         if self._reading is None and not self._look and self._cold.peek() is not None:
             self._read()
 
     def forget(self) -> None:
-        """The folder has changed."""
+        """Note that the folder has changed."""
         self._of = None
 
     async def piece(self, number: int, wait: float = WAIT_S) -> TreePiece:
-        """Piece `number` of the newest read. Waits `wait` seconds at most for one that is not old."""
+        """Return piece `number` of the newest read. Waits `wait` seconds at most for one that is not old."""
         self._cold.check()
         if number == 0:
             if self._reading is None and self._is_old():
@@ -102,14 +102,14 @@ class CacheIndex:
         )
 
     async def files_below(self, namespace: str, id: str) -> list[str]:
-        """Files of a node and of all below it, children first; `id` "": all of the namespace."""
+        """Return the files of a node and of all below it, children first; `id` "": all of the namespace."""
         return [line.decode() async for line in self._asked(f"below {namespace} {id or '-'}")]
 
     def _is_old(self) -> bool:
         return self._of is None or self._of != self._state() or time.time() - self._at > OLD_S
 
     def _state(self) -> object:
-        """What changes whenever a file comes or goes."""
+        """Return a value that changes whenever a file comes or goes."""
         stats = self._cold.peek()
         return stats and (stats.files, stats.bytes_used, stats.evicted_files, stats.written_bytes_total)
 
@@ -130,7 +130,7 @@ class CacheIndex:
             self._reading = None
 
     async def _asked(self, order: str) -> AsyncGenerator[bytes, None]:
-        """The lines of the program's answer."""
+        """Yield the lines of the program's answer."""
         async with self._orders:
             process = await self._running()
             assert process.stdin is not None and process.stdout is not None

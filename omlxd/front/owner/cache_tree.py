@@ -21,7 +21,7 @@ MOST_PIECE = 10_000
 
 
 class CacheTree:
-    """Raises OmlxdError."""
+    """Answers requests for trees. Raises OmlxdError."""
 
     def __init__(self, engines: EnginePool):
         self._engines = engines

@@ -62,7 +62,7 @@ class Carrying:
         return Operation("POST", path, self.give_prompt, summary, body=WhyMissBody, media=_FILE)
 
     async def take_archive(self, request: Request) -> Imported:
-        """Raises OmlxdError, ClientDisconnect."""
+        """Import an archive. Raises OmlxdError, ClientDisconnect."""
         cold = self._engines.cold
         cold.check()
         room = _LedgerRoom(cold, asyncio.get_running_loop())
@@ -77,7 +77,7 @@ class Carrying:
         return done
 
     async def take_prompt(self, request: Request) -> ImportedPrompt:
-        """Raises OmlxdError, ClientDisconnect."""
+        """Import a prompt's KV. Raises OmlxdError, ClientDisconnect."""
         async with self._one:
             with self._file() as file:
                 asked = await _received(request.stream(), file)
@@ -87,7 +87,7 @@ class Carrying:
         return ImportedPrompt(engine.model_id, usage.prompt_tokens, info.block_size if info else 0)
 
     async def give_prompt(self, request: Request) -> StreamingResponse:
-        """Raises OmlxdError."""
+        """Export a prompt's KV. Raises OmlxdError."""
         asked = decode(_ASKED, await request.body())
         engine, generate, _ = await self._explaining.request_of(asked)
         with self._file() as file:
@@ -99,7 +99,7 @@ class Carrying:
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[Path]:
-        """A new file of nobody else's, gone at the end. Those of daemons that were killed go first."""
+        """Make a private temporary file; those of killed daemons go first."""
         if self._spool is None:
             raise Unavailable("This server keeps no files.")
         self._spool.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ class Carrying:
 
 
 def _check_taken(done: Imported) -> None:
-    """Raise for an archive that brought nothing: who looks at the status alone would take it for imported."""
+    """Raise for an archive that brought nothing: its status alone would pass for an import."""
     if done.taken or done.there:
         return
     if done.full:
@@ -128,7 +128,7 @@ def _check_taken(done: Imported) -> None:
 
 
 def _bare(request: GenerateRequest, *, kv_from: str = "", kv_into: str = "") -> GenerateRequest:
-    """Its prompt alone, without an answer."""
+    """Return the request's prompt alone, without an answer."""
     return GenerateRequest(
         request.prompt,
         Sampling(max_tokens=0),
@@ -148,7 +148,7 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 
 
 async def _received(body: AsyncIterator[bytes], file: Path) -> WhyMissBody:
-    """Write what follows the request in `body` to `file`; the request."""
+    """Write what follows the request in `body` to `file`; returns the request."""
     head = bytearray()
     asked: WhyMissBody | None = None
     left = disk_room(file.parent)
@@ -178,7 +178,7 @@ T = TypeVar("T")
 
 
 async def _to_its_end(write: Callable[[], object]) -> None:
-    """Run `write` on a thread. If this task is cancelled, that waits until it is done with its open file."""
+    """Run `write` on a thread; a cancelled task waits until `write` is done with its open file."""
     writing = asyncio.ensure_future(asyncio.to_thread(write))
     try:
         await asyncio.shield(writing)
@@ -190,7 +190,7 @@ async def _to_its_end(write: Callable[[], object]) -> None:
 
 
 async def _piped(body: AsyncIterator[bytes], work: Callable[[IO[bytes]], T]) -> T:
-    """What `work` makes of the body, which it reads on a thread as it comes."""
+    """Return what `work` makes of the body, which it reads on a thread as it comes."""
     read_end, write_end = os.pipe()
 
     def read() -> T:
@@ -212,7 +212,7 @@ async def _piped(body: AsyncIterator[bytes], work: Callable[[IO[bytes]], T]) -> 
 
 
 class _LedgerRoom(Room):
-    """The ledger's, for a thread that is not its own."""
+    """The ledger's room, for a thread that is not its own."""
 
     def __init__(self, cold: ColdLedger, loop: asyncio.AbstractEventLoop):
         self._cold, self._loop = cold, loop

@@ -1,4 +1,4 @@
-"""What engines say of themselves, kept so that whoever looks is answered at once.
+"""Values that engines report, kept so that a look is answered at once.
 
 An engine is asked with a short timeout; one that is loading, dead or slow costs a look nothing but
 that. Of a slow engine the last values stand; of one that doesn't run, its counters alone.
@@ -20,9 +20,9 @@ from ..engines.pool import EnginePool
 from ..engines.watch import resident
 
 ANSWER_S = 0.5
-"""How long a look waits for an engine; Prometheus gives up after ten seconds by default."""
+"""Seconds that a look waits for an engine; Prometheus gives up after ten by default."""
 COUNTER = "_total"
-"""Engine values whose name ends so are counters, all others gauges."""
+"""Ending of the names of counters; all other engine values are gauges."""
 
 
 @dataclass(slots=True)
@@ -50,16 +50,16 @@ class EngineMetrics:
     totals: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     life: int = 0
-    """The process (its number among `starts`) that `last` is of."""
+    """Process (its number among `starts`) whose values `last` has."""
     last: dict[str, float] = field(default_factory=dict)
     said_at: float = field(default_factory=time.monotonic)
-    """When the engine last said something; before that, since when it has been looked at."""
+    """When the engine last answered; before that, the time of the first look."""
 
     def total(self, name: str) -> float:
         return self.totals.get(name, 0.0)
 
     def add_counters(self, values: dict[str, float], life: int) -> None:
-        """Add what process `life` has counted since it was last asked."""
+        """Add what process `life` has counted since the last look."""
         if life != self.life:
             self.life, self.last = life, {}
         self.gauges = {}
@@ -73,7 +73,7 @@ class EngineMetrics:
 
 
 class MetricsOf:
-    """The metrics of all `engines`; models that are gone keep their totals."""
+    """Metrics of all `engines`; models that are gone keep their totals."""
 
     def __init__(self, engines: EnginePool):
         self._engines = engines

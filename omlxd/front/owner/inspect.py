@@ -1,4 +1,4 @@
-"""A prompt's keys as a file: what `POST /omlxd/inspect` and op `inspect` of `omlxd engine` answer."""
+"""A prompt's keys as a file: the answer of `POST /omlxd/inspect` and op `inspect` of `omlxd engine`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
 
 KEPT = 32
-"""Files that stay in the folder, the newest."""
+"""Newest files that stay in the folder."""
 
 
 class _Inspect(msgspec.Struct):
-    """Beside the fields of /v1/completions, or of /v1/chat/completions where there are `messages`."""
+    """The fields beside those of /v1/completions, or of /v1/chat/completions with `messages`."""
 
     values: bool = False
     query: int | None = None
@@ -39,7 +39,7 @@ class _Header(msgspec.Struct):
 
 
 def parse_inspect(body: bytes) -> ParsedRequest:
-    """Raises InvalidRequest."""
+    """Read the body. Raises InvalidRequest."""
     asked = decode(_INSPECT, body)
     parsed = (completions if asked.messages is None else chat_request).parse(body)
     if parsed.answers != 1:
@@ -57,7 +57,7 @@ def parse_inspect(body: bytes) -> ParsedRequest:
 
 
 async def inspect_prompt(pool: EnginePool, engine: ModelEngine, parsed: ParsedRequest) -> Inspected:
-    """Compute the prompt, from cached blocks where they are, and write its keys. Raises OmlxdError."""
+    """Compute the prompt, from cached blocks where possible, and write its keys. Raises OmlxdError."""
     folder = pool.catalog.settings.base_path / "inspect"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for old in sorted(folder.glob("*.safetensors"))[: -KEPT + 1]:
@@ -74,7 +74,7 @@ async def inspect_prompt(pool: EnginePool, engine: ModelEngine, parsed: ParsedRe
 
 
 async def computed(engine: ModelEngine, generate: GenerateRequest) -> Usage:
-    """Have a prompt computed whose answer nobody reads. Raises OmlxdError."""
+    """Compute a prompt whose answer nobody reads. Raises OmlxdError."""
     async with contextlib.aclosing(engine.generate(generate)) as events:
         async for event in events:
             if isinstance(event, Failed):

@@ -19,7 +19,8 @@ MOST_VIEWERS = 16
 
 
 class Look(msgspec.Struct):
-    """One event. `slots`: of the last hour in the first event, then those that may have changed.
+    """One event of the stream. `slots`: of the last hour in the first event, then those that may have
+    changed.
 
     slot_s  seconds of a slot
     memory_total, memory_available  bytes of the machine
@@ -41,7 +42,7 @@ class Live:
         self._streams = Watched(stopping, MOST_VIEWERS, "viewers watch already: close a page.")
 
     async def events(self, request: Request) -> ASGIApp:
-        """Raises Overloaded."""
+        """Stream the events. Raises Overloaded."""
         import psutil
 
         since = 0.0

@@ -154,7 +154,7 @@ LEDGER = {
 
 
 class Metrics:
-    """All that `/metrics` shows of a daemon. `requests` takes what the HTTP side sees."""
+    """Everything that `/metrics` shows of a daemon. `requests` takes what the HTTP side sees."""
 
     def __init__(self, engines: EnginePool, metrics: MetricsOf):
         self._engines = engines
@@ -166,7 +166,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     async def page(self, request: Request) -> Response:
-        """What a scrape gets."""
+        """Answer a scrape."""
         metrics = await self._engines_metrics.read()
         for each in metrics:
             self.requests.show_model(each.model_id)
@@ -282,7 +282,7 @@ class _Polled(Collector):
         return family
 
     def _own(self) -> Iterator[Metric]:
-        """Every other engine value, under the same name."""
+        """Yield the other engine values, under their own names."""
         families: dict[str, Metric] = {}
         for each in self._engines_metrics:
             for name, value in {**each.totals, **each.gauges}.items():

@@ -27,15 +27,16 @@ log = logging.getLogger(__name__)
 FILE_NAME = "cache-misses.jsonl"
 KEPT_S = 7 * 86400.0
 MOST_BYTES = 8 << 20
-"""Of the file: some 12,000 requests. The older half goes when it is full."""
+"""Bytes of the file at most: some 12,000 requests. The older half goes when it is full."""
 TIDIED_EVERY_S = 3600.0
 DIGEST_CHARS = 16
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""No link is followed, and a FIFO is not waited for."""
+"""Flags of opening: no link is followed, and a FIFO is not waited for."""
 
 
 class LoggedRequest(msgspec.Struct, omit_defaults=True):
-    """One line. `explanation` None: the request did not get as far as its prompt, or its model was gone.
+    """One line of the file. `explanation` None: the request did not get as far as its prompt, or its model
+    was gone.
 
     recomputed  tokens that lay on SSD and were computed
     """
@@ -97,7 +98,7 @@ class MissLog:
         write_atomic(self._path, b"".join(reversed(kept)))
 
     def newest_first(self) -> Iterator[LoggedRequest]:
-        """The requests of the last week. Lines that can't be read are left out. Raises OSError."""
+        """Return the last week's requests, newest first, without unreadable lines. Raises OSError."""
         since = self._clock() - KEPT_S
         for line in reversed(self._lines()):
             try:
@@ -117,7 +118,7 @@ class MissLog:
             return []
 
     def find(self, id: str = "", session: str = "") -> LoggedRequest | None:
-        """The request of that id, else the newest of that session, else the newest. Raises OSError."""
+        """Find the request of that id, else the newest of that session, else the newest. Raises OSError."""
         named = digest_of(session) if session else ""
         for logged in self.newest_first():
             line = logged.request
@@ -127,7 +128,7 @@ class MissLog:
 
 
 def _regular(fd: int, path: Path) -> int:
-    """Bytes of the file. Raises OSError unless it is a regular one."""
+    """Return the bytes of the file. Raises OSError unless it is a regular one."""
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -135,7 +136,7 @@ def _regular(fd: int, path: Path) -> int:
 
 
 def digest_of(session: str) -> str:
-    """The name by which a session stands in the file; "" for none."""
+    """Return a session's name in the file; "" for none."""
     return hashlib.sha256(session.encode()).hexdigest()[:DIGEST_CHARS] if session else ""
 
 

@@ -1,4 +1,4 @@
-"""The owner's side of the models, over HTTP: `omlxd models` speaks it. Behind the same key as all else."""
+"""The owner's side of the models over HTTP, for `omlxd models`, behind the same key as all else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .pull import Pulling
 
 
 def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
-    """The status of `engine`, without asking its process."""
+    """Return the status of `engine`, without asking its process."""
     idle = engine.idle_s
     load_bytes, kv_bytes = pool.estimate(engine) or (None, None)
     settings = pool.catalog.settings
@@ -81,7 +81,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
 
 
 def _said(settings: Settings, table: str) -> list[ModelSetting]:
-    """What the file says of the model whose table is `table`, before what it says of all."""
+    """Return the file's settings of the model with the table `table`, before its settings of all."""
     said: dict[str, ModelSetting] = {}
     for path, values in ((("models", table), settings.models.get(table)), (("defaults",), settings.defaults)):
         for field in ModelSettings.__struct_fields__:
@@ -106,7 +106,7 @@ def _found() -> list[LocalModel]:
 
 
 def admin_routes(pool: EnginePool) -> list[Operation]:
-    """Routes over `pool`."""
+    """Return routes over `pool`."""
 
     pulling = Pulling(pool)
 

@@ -34,7 +34,7 @@ _ERRORS = {
 
 
 def document(routes: Sequence[BaseRoute]) -> bytes:
-    """The document on these routes, as JSON."""
+    """Return the document on these routes, as JSON."""
     operations = [route for route in routes if isinstance(route, Operation)]
     types = [t for each in operations for t in (each.body, each.answer, each.unready) if t is not None]
     types += list(dict.fromkeys(_ERRORS.values()))

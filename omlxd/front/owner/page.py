@@ -1,4 +1,4 @@
-"""`GET /`: the page, for those who rather look than type. Its files are those of front/web/.
+"""`GET /`: the start page in a browser. Its files are those of front/web/.
 
 The page itself holds nothing secret, so that it loads without a key; it asks for one, and all that it shows
 comes by the other paths, which need it. Its policy lets it load, run and reach nothing but this server.
@@ -44,20 +44,20 @@ HEADERS = {
 
 
 class Page:
-    """`opened`: called when a browser opens it, for what it will ask."""
+    """Serves the page; `opened` is called when a browser opens it."""
 
     def __init__(self, opened: Callable[[], None]):
         self._opened = opened
 
     async def root(self, request: Request) -> Response:
-        """The page for browsers; name and version for whoever does not ask for HTML."""
+        """Return the page for browsers, else name and version."""
         if "text/html" in request.headers.get("accept", ""):
             self._opened()
             return _answer(request, "index.html")
         return Response(f"omlxd {__version__}\n", media_type="text/plain", headers={"vary": "accept"})
 
     async def file(self, request: Request) -> Response:
-        """A file of the page. Raises NotFound."""
+        """Return a file of the page. Raises NotFound."""
         return _answer(request, request.path_params["name"])
 
 
@@ -78,6 +78,6 @@ def _names() -> frozenset[str]:
 
 @functools.cache
 def _read(name: str) -> tuple[bytes, str]:
-    """A file and its tag. They change with the package alone, and so with a restart."""
+    """Read a file and its tag. They change with the package alone, and so with a restart."""
     data = (WEB / name).read_bytes()
     return data, f'"{hashlib.sha256(data).hexdigest()[:16]}"'

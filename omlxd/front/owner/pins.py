@@ -1,4 +1,4 @@
-"""`/omlxd/cache/pin`, `/pins` and `/files`: what the owner keeps of the SSD cache, and a prompt's files.
+"""`/omlxd/cache/pin`, `/pins` and `/files`: pinned files of the SSD cache, and a prompt's files.
 
 A request is named as for `/omlxd/why-miss`: by its session, by its id, or by its path and body.
 """
@@ -19,7 +19,7 @@ MOST_NAME = 200
 
 
 class Pinning:
-    """Raises OmlxdError."""
+    """Answers requests about pins. Raises OmlxdError."""
 
     def __init__(self, engines: EnginePool, explaining: Explaining):
         self._engines = engines
@@ -48,7 +48,7 @@ class Pinning:
 
 
 def _why_none(found: Explanation) -> str:
-    """Why there is nothing of a prompt to pin."""
+    """Say why a prompt has nothing to pin."""
     if found.prompt_tokens < found.block_size:
         tokens = counted(found.prompt_tokens, "token")
         return f"Nothing of it is cached: its {tokens} are less than one block of {found.block_size}."

@@ -1,4 +1,4 @@
-"""`POST /omlxd/models/pull` and Ollama's `POST /api/pull`: a model is downloaded, and is said how far it is.
+"""`POST /omlxd/models/pull` and Ollama's `POST /api/pull`: download a model, and report progress.
 
 The first answers with a stream of events: `{"done", "total"}` in bytes (0: not known), at last `{"id",
 "folder"}` or `{"error"}`; the second with Ollama's lines. Whoever goes away ends the download; the next one
@@ -41,7 +41,7 @@ _OLLAMA = msgspec.json.Decoder(OllamaModelBody)
 _PULLED = OllamaStatus("success")
 _LINES = "application/x-ndjson"
 _HUB = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
-"""What Ollama's users write before a hub id."""
+"""Matches the prefix that Ollama's users write before a hub id."""
 
 
 class Pulling:
@@ -61,12 +61,12 @@ class Pulling:
         ]
 
     async def pull(self, request: Request) -> Streamed:
-        """Raises OmlxdError."""
+        """Download a model. Raises OmlxdError."""
         model = decode(_PULL, await request.body()).model
         return Streamed(_written(self._begin(model), data_event), SSE)
 
     async def ollama(self, request: Request) -> ASGIApp:
-        """Raises OmlxdError. A model that is here has been pulled."""
+        """Download a model for Ollama's clients. Raises OmlxdError. A model that is here has been pulled."""
         asked = decode(_OLLAMA, await request.body())
         name = _HUB.sub("", asked.named()).removesuffix(":latest")
         with contextlib.suppress(NotFound):
@@ -91,7 +91,7 @@ class Pulling:
             raise Overloaded("A download is under way already; wait for its end.", retry_after=10)
 
     async def _events(self, model: str) -> AsyncGenerator[Event, None]:
-        """Until the download has ended; closed before, it ends the download. Raises OmlxdError."""
+        """Yield events until the download has ended; closing them ends it. Raises OmlxdError."""
         self._check_room(model)  # Again: another may have begun since the answer was promised.
         far = [0, 0]
         work = asyncio.create_task(self._fetch(model, far), name=f"pull {model}")
@@ -130,7 +130,7 @@ async def _written(
 
 
 async def _pulled(events: AsyncGenerator[Event, None]) -> OllamaStatus:
-    """Once the download has ended. Raises OmlxdError."""
+    """Wait until the download has ended. Raises OmlxdError."""
     async with contextlib.aclosing(events):
         async for _ in events:
             pass
@@ -138,7 +138,7 @@ async def _pulled(events: AsyncGenerator[Event, None]) -> OllamaStatus:
 
 
 def _line(model: str, event: Event) -> bytes:
-    """A line of Ollama's. Its clients show a bar for each `digest`, named by what follows `sha256:`."""
+    """Write a line of Ollama's. Its clients show a bar for each `digest`, named by what follows `sha256:`."""
     if "error" in event:
         told: Any = OllamaError(event["error"]["message"])
     elif event.get("total"):

@@ -28,8 +28,9 @@ from ..http.streams import as_json
 from .engine_metrics import EngineMetrics, MetricsOf
 
 _CANNOT = frozenset({"loading", "restarting", "failed"})
-"""States in which a request would wait, or be refused. In any other it is served, loading if need be, or if
-the model can't fit, refused."""
+"""States in which a request waits or is refused. In any other it is served, loading if need be, or if the
+model can't fit, refused.
+"""
 _SOON = frozenset({"loading", "restarting"})
 
 
@@ -47,7 +48,7 @@ class Health(msgspec.Struct):
 
 
 class Admin:
-    """Makes them from figures of the engines and the ledger."""
+    """Makes the answers from figures of the engines and the ledger."""
 
     def __init__(self, engines: EnginePool, metrics: MetricsOf):
         self._engines = engines
@@ -69,7 +70,7 @@ class Admin:
         )
 
     async def forget_files(self, asked: Forget) -> Forgotten:
-        """Take files out of the SSD cache that its owner has removed or wants gone. Raises OmlxdError."""
+        """Take files out of the SSD cache that the owner has removed or wants gone. Raises OmlxdError."""
         for path in asked.paths:
             if not is_stored_path(path):
                 raise InvalidRequest(
@@ -78,7 +79,7 @@ class Admin:
         return Forgotten(*await self._engines.cold.forget_files(asked.paths, asked.remove))
 
     async def tidy_memory(self, asked: TidyMemory) -> DaemonStatus:
-        """Have engines and this process do so, and say what they hold. Loads none. Raises OmlxdError."""
+        """Have engines and this process free memory, and report theirs. Loads none. Raises OmlxdError."""
         engines = [await self._engines.find_engine(asked.model)] if asked.model else self._engines.models()
         await asyncio.gather(*(engine.stats(asked.trim, asked.reset_peak) for engine in engines))
         if asked.trim:
@@ -101,7 +102,7 @@ class Admin:
         return answer
 
     def readiness(self) -> Readiness:
-        """Ready once one model is loaded, or could be loaded on demand and none is being loaded already.
+        """Say whether one model is loaded, or could be loaded on demand while none is being loaded.
 
         The default model may be one that can't be loaded, while others are served: `reasons` names it.
         """
@@ -115,7 +116,7 @@ class Admin:
 
 
 def _comes_on_demand(engine: ModelEngine) -> bool:
-    """It was loaded, died, and has not been asked for since."""
+    """Return whether the model was loaded, died, and has not been asked for since."""
     dead = engine.state == "restarting" and engine.pid is None and not engine.in_flight
     return dead and engine.info is not None
 
@@ -131,7 +132,7 @@ def _why_not(engine: ModelEngine) -> str:
 
 
 def _refused(engine: ModelEngine) -> str:
-    """No trouble of the model's, as its owner wanted it so; but not one request is served."""
+    """Say why the owner's settings refuse every request for a model, which is no trouble of the model's."""
     if not engine.is_refused:
         return ""
     return f"{engine.model_id} is not loaded; load it with `omlxd models load {engine.model_id}`."

@@ -1,4 +1,4 @@
-"""`/omlxd/requests` and `/omlxd/why-miss`: the last requests, and why one's cached prefix ended.
+"""`/omlxd/requests` and `/omlxd/why-miss`: the last requests, and why a cached prefix ended.
 
 The engine explains (engine/explain.py); what only the SSD cache's account knows, that a file was
 there and is gone, is added here. With `--log-cache-misses` each request is explained once it has ended, one
@@ -32,7 +32,7 @@ from .miss_log import LoggedRequest, MissLog, digest_of
 
 Read = TypeVar("Read")
 LISTED = 500
-"""Requests of the file that are listed."""
+"""Requests of the file that a list shows."""
 
 
 class Explaining:
@@ -71,7 +71,7 @@ class Explaining:
         return RecentList([*kept, *named])
 
     async def why(self, asked: WhyMissBody) -> WhyMiss:
-        """Raises OmlxdError."""
+        """Explain a request's misses. Raises OmlxdError."""
         if (logged := await self._logged(asked)) is not None:
             return logged
         engine, request, kept = await self.request_of(asked)
@@ -92,7 +92,7 @@ class Explaining:
     # ----------------------------------------------------------------- the file
 
     def note_end(self, trace: RequestTrace) -> None:
-        """A request has ended: write down why it missed, in a while. The oldest of too many is left out."""
+        """Write down later why a request that ended missed. The oldest of too many is left out."""
         if self._log is None or (kept := self._recent.find_request(trace.id)) is None:
             return
         self._to_log.append(kept)
@@ -121,7 +121,7 @@ class Explaining:
             return None
 
     async def _logged(self, asked: WhyMissBody) -> WhyMiss | None:
-        """What the file says of a request that is no more in memory; None: nothing."""
+        """Return the file's account of a request that has left memory; None: nothing."""
         if self._log is None or asked.path or not (asked.request_id or asked.session):
             return None
         id = "" if asked.request_id == LAST else asked.request_id
@@ -143,7 +143,7 @@ class Explaining:
     async def request_of(
         self, asked: WhyMissBody
     ) -> tuple[ModelEngine, GenerateRequest, RecentRequest | None]:
-        """The request that is asked about, whose it is, and where it was made. Raises OmlxdError."""
+        """Return the request in question, its model, and where it was made. Raises OmlxdError."""
         if asked.path:
             parsed = self._parsed(asked)
             return await self._engines.find_engine(parsed.model), parsed.generate, None
@@ -172,7 +172,7 @@ class Explaining:
         return dialect.parse(msgspec.json.encode(asked.body), headers)
 
     def _with_fate(self, explanation: Explanation) -> Explanation:
-        """With the fate of the missing file, if it was there."""
+        """Add the fate of the missing file, if there was one."""
         removal = self._engines.cold.removal(explanation.missing) if explanation.missing else None
         if removal is None or explanation.cause == "other_namespace":
             return explanation

@@ -1,4 +1,4 @@
-"""The front gives back memory that requests took: they may come to hundreds of MB, and it holds 45 itself."""
+"""Gives back memory that requests took: hundreds of MB, of 45 that the front needs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..engines.watch import resident
 
 LOOK_S = 15.0
 GROWN = 4 << 20
-"""Bytes over the least that the process had; fewer are not worth the time (2 to 10 ms)."""
+"""Bytes over the least size so far; fewer are not worth the time (2 to 10 ms)."""
 MOST_SKIPPED = 40
-"""Looks between two trims that give nothing: what is in use now may be free later, and nothing says when."""
+"""Looks skipped between two trims that give nothing: memory in use now may be free later."""
 
 
 class TrimSchedule:
-    """When a process is trimmed: while it is larger than it was, less and less often if that does not help.
+    """Decides when to trim: while the process is larger than it was, and less often if that does not help.
 
     size: bytes that it has now."""
 
@@ -26,7 +26,7 @@ class TrimSchedule:
         self._skip = self._pause = 0
 
     def wants_trim(self, size: int) -> bool:
-        """Whether a look that finds `size` bytes is followed by a trim."""
+        """Return whether to trim at a look that finds `size` bytes."""
         if size > self._last + GROWN:
             self._skip = self._pause = 0
         self._last, self._least = size, min(self._least, size)
@@ -36,7 +36,7 @@ class TrimSchedule:
         return self._skip < 0
 
     def trimmed(self, size: int) -> None:
-        """A trim left `size` bytes."""
+        """Note that a trim left `size` bytes."""
         self._pause = 0 if size < self._last - GROWN else min(2 * self._pause + 1, MOST_SKIPPED)
         self._skip, self._last, self._least = self._pause, size, min(self._least, size)
 

@@ -38,13 +38,13 @@ _HEADERS = re.compile(
 
 
 def _written(secret: str) -> set[str]:
-    """All that a line may hold of `secret`: as it is, escaped by us or by Python, and then within JSON."""
+    """Return the forms of `secret` in a line: plain, escaped by us or by Python, and within JSON."""
     plain = {secret, printable(secret), repr(secret)[1:-1], repr(secret.encode())[2:-1]}
     return plain | {msgspec.json.encode(each).decode()[1:-1] for each in plain}
 
 
 class Redactor:
-    """Takes keys out of a line: hidden ones, ours by their form, and what stands in such headers."""
+    """Takes keys out of a line: hidden ones, our keys by their form, and values of such headers."""
 
     def __init__(self) -> None:
         self._forms: list[str] = []
@@ -101,7 +101,8 @@ class Logs:
     """The process's log, set up once. `reopen` and `apply` change it while it runs."""
 
     def __init__(self, settings: Settings, *, has_page: bool = False):
-        """Raises ConfigError when the file can't be written, also because its folder is missing.
+        """Set up the log. Raises ConfigError when the file can't be written, also because its folder is
+        missing.
 
         has_page  a start page comes: what a load says waits for `page_is_printed`
         """
@@ -116,13 +117,13 @@ class Logs:
         self.apply_settings(settings)
 
     def apply_settings(self, settings: Settings) -> None:
-        """Take on the level, and the key that must not appear."""
+        """Apply the level, and hide the key."""
         logging.getLogger("omlxd").setLevel(settings.log_level.upper())
         if settings.api_key:  # An old key stays hidden.
             self._redact.hide(settings.api_key)
 
     def page_is_printed(self) -> None:
-        """Write what waited for it."""
+        """Write what waited for the start page."""
         if isinstance(self._handler, _Stream) and self._handler.held is not None:
             held, self._handler.held = self._handler.held, None
             for record in held:
@@ -158,14 +159,14 @@ class Logs:
 
 
 MEASURED = "omlxd.engine.mlx_adapter."
-"""Loggers that say what was measured at a load, which `omlxd doctor` says too."""
+"""Loggers of measurements at a load, which `omlxd doctor` shows, too."""
 OF_A_LOAD = ("omlxd.engine.", "omlxd.front.engines.supervisor")
-"""Loggers that say how a load goes on; `MEASURED` are among them."""
+"""Loggers of a load's progress, `MEASURED` among them."""
 
 
 class _Stream(logging.StreamHandler[TextIO]):
-    """Standard error. What a load says, if it is no warning, comes after the start page: before it, a person
-    looks for what to type next. What was measured comes on a terminal at debug alone.
+    """Standard error. A load's lines, but for warnings, wait for the start page, which a person reads
+    first; its measurements show on a terminal at debug alone.
 
     held  what waits for the page; None: it is printed, or none comes
     """

@@ -1,4 +1,4 @@
-"""What systemd wants to hear: sd_notify(3), a datagram of `NAME=value` lines. launchd wants nothing.
+"""Messages to systemd: sd_notify(3), a datagram of `NAME=value` lines. launchd wants nothing.
 
 Without NOTIFY_SOCKET every call does nothing, and nothing wakes the process.
 """
@@ -14,7 +14,7 @@ from collections.abc import MutableMapping
 
 
 class Notifier:
-    """Takes its variables out of `environ`, so that no child speaks for us."""
+    """Sends the messages, and takes its variables out of `environ`, so that no child speaks for us."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ):
         address = environ.pop("NOTIFY_SOCKET", "")
@@ -26,7 +26,7 @@ class Notifier:
         self._timer: asyncio.TimerHandle | None = None
 
     def ready(self, status: str = "") -> None:
-        """Serving; also the end of a reload."""
+        """Report that the daemon serves, and the end of a reload."""
         self._send("READY=1", f"STATUS={status}")
 
     def stopping(self) -> None:
@@ -37,7 +37,7 @@ class Notifier:
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
 
     def watch(self) -> None:
-        """Tell the watchdog, for as long as the event loop runs, that it does."""
+        """Ping the watchdog while the event loop runs."""
         if self._interval_s:
             self._send("WATCHDOG=1")
             self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.watch)

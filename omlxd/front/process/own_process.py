@@ -1,4 +1,4 @@
-"""What a process that runs engines does for itself: its folder, its files, its signals, its log."""
+"""Sets up a process that runs engines: its folder, its files, its signals, its log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILES = 8192
-"""Open files that we ask the system for."""
+"""Open files asked of the system."""
 WARN_AGAIN_S = 60.0
 
 
@@ -43,7 +43,7 @@ def make_base(settings: Settings) -> None:
 
 
 def allow_many_files() -> None:
-    """A connection is a file, and service managers start us with 256 or 1024 at most."""
+    """Raise the limit of open files: a connection is one, and service managers start us with 256 or 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -52,7 +52,7 @@ def allow_many_files() -> None:
 
 
 def what_to_do(busy: LedgerBusy) -> str:
-    """If another omlxd holds the SSD cache's folder."""
+    """Say what to do if another omlxd holds the SSD cache's folder."""
     return (
         f"the SSD cache {busy}; stop that one, give this one another folder with --paged-ssd-cache-dir, "
         "or start it with --if-cache-busy no-ssd."
@@ -60,7 +60,7 @@ def what_to_do(busy: LedgerBusy) -> str:
 
 
 class LogUnexpected:
-    """asyncio's own handler writes exceptions out with their text, which may be a prompt's."""
+    """Logs asyncio's exceptions without their text, which may be a prompt's."""
 
     def __init__(self) -> None:
         self._warned_of_files_at = -math.inf
@@ -78,7 +78,7 @@ class LogUnexpected:
 
 
 def pool_and_stop(settings: Settings) -> tuple[EnginePool, asyncio.Event]:
-    """A pool that has begun nothing yet, and what a signal sets. In the running loop."""
+    """Return a pool that has begun nothing, and the event that a signal sets. In the running loop."""
     from ..engines.link import ENGINE_COMMAND
     from ..engines.pool import EnginePool
 
@@ -91,7 +91,7 @@ def pool_and_stop(settings: Settings) -> tuple[EnginePool, asyncio.Event]:
 
 
 def _stop_on_signals(stop: asyncio.Event, pool: EnginePool) -> None:
-    """The first signal asks for an end in order; the second one ends everything at once."""
+    """End in order at the first signal, and at once at the second."""
 
     def on_signal() -> None:
         if stop.is_set():
@@ -109,7 +109,7 @@ def _stop_on_signals(stop: asyncio.Event, pool: EnginePool) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process, all having ended in order.
+    """End the process once all has ended in order.
 
     A loop that closes gives its signals back to the system, and Python's own end those that it has left:
     from then on a second SIGTERM would be the exit status. And neither waits here for a thread.

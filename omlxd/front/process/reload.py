@@ -1,4 +1,4 @@
-"""SIGHUP: the configuration is read again, and what can change while serving does.
+"""SIGHUP reads the configuration again, and applies what can change while serving.
 
 Live: the log's level, the API key, and what models there are and how each is served. What belongs to
 a loaded model holds from its next load on. Everything else is named in the log and waits for the next
@@ -39,7 +39,7 @@ FROM_THE_NEXT_LOAD = frozenset(
 
 @dataclass
 class Reloader:
-    """Call it on SIGHUP.
+    """Applies a changed configuration; called on SIGHUP.
 
     read      the configuration as it is now; raises ConfigError
     loopback  whether only this machine can reach the daemon

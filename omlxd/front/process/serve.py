@@ -45,16 +45,16 @@ from .sockets import AT_ONCE, CannotListen, addresses_of, all_loopback, for_asyn
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75.0
-"""Agents pause between turns; a new connection a turn costs them, an idle one costs us nothing."""
+"""Seconds that an idle connection stays: agents pause between turns, and a new connection costs them."""
 MAX_HEADERS = 64 * 1024
 CACHE_INDEX_AFTER_S = 20.0
-"""After the start, once the default model is loaded, the SSD cache is read for whoever looks at it later."""
+"""Seconds after the start, with the default model loaded, until the SSD cache is read for later looks."""
 END_S = 3.0
-"""How long connections may take to close once their last answer has ended."""
+"""Seconds for connections to close once their last answer has ended."""
 
 
 def serve(settings: Settings, read: Callable[[], Settings]) -> int:
-    """Serve until it is to stop, and end the process; returns its exit status (1) if it can't listen.
+    """Serve until the daemon is to stop, and end the process; returns status 1 if it can't listen.
 
     Raises ConfigError for what can't be right.
 
@@ -84,7 +84,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
 
 
 def _check_default_model(settings: Settings) -> None:
-    """Raise ConfigError where the files of `--model` are no model: who starts it then sees no address."""
+    """Raise ConfigError where the files of `--model` are no model, before an address is shown."""
     default = default_model(settings)
     if default is None or default.source not in ("folder", "model-dir"):
         return
@@ -99,7 +99,7 @@ def _check_default_model(settings: Settings) -> None:
 
 
 def _hangup_means_reload() -> bool:
-    """Whether SIGHUP means that the configuration changed, and not that the terminal is gone.
+    """Return whether SIGHUP means a changed configuration, and not that the terminal is gone.
 
     Until there is a handler it is ignored: one that comes early must not end the start. One that
     nohup ignores stays so.
@@ -112,7 +112,7 @@ def _hangup_means_reload() -> bool:
 
 
 def _stop_with_stdin(stop: asyncio.Event) -> None:
-    """Stop once nobody holds our standard input open any more: who started us is gone, however it ended."""
+    """Stop once our standard input closes: its holder is gone, however it ended."""
     loop = asyncio.get_running_loop()
 
     def read() -> None:

@@ -30,7 +30,7 @@ FIRST_FD = 3
 
 
 class ActivationError(ConfigError):
-    """What the service manager handed over is nothing that we can listen on."""
+    """The service manager's descriptors are nothing that we can listen on."""
 
 
 LaunchdSockets = Callable[[str], Sequence[int]]
@@ -40,7 +40,7 @@ LaunchdSockets = Callable[[str], Sequence[int]]
 def inherited_sockets(
     environ: MutableMapping[str, str] = os.environ, launchd: LaunchdSockets | None = None
 ) -> list[socket.socket]:
-    """Listening sockets, IPv4 or IPv6, that a service manager opened for this process; [] for none.
+    """Return listening sockets, IPv4 or IPv6, that a service manager opened for this process.
 
     The variables that announce them are removed, so that no child takes them for its own. Raises
     ActivationError.
@@ -98,7 +98,7 @@ def _listens(made: socket.socket) -> bool:
 
 
 def launch_activate_socket(name: str) -> list[int]:
-    """macOS's own call. [] if this job has no such sockets, isn't launchd's, or there is no such call."""
+    """Ask macOS for sockets; [] if this job has none, isn't launchd's, or there is no such call."""
     import ctypes
 
     libc = ctypes.CDLL(None)
@@ -129,7 +129,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 HEALTH_S = 1.0
-"""How long the holder of our port may take to say that it is omlxd."""
+"""Seconds for the holder of our port to say that it is omlxd."""
 
 RESERVE = 64
 """Open files kept for what is no connection: engines, the cache, the log."""
@@ -139,7 +139,7 @@ AT_ONCE = 32
 """Connections accepted in one turn of the event loop. With one a turn, /health waited behind all that
 stood in the kernel's queue: 10 s at 200 connections a second."""
 PAUSE_S = 0.5
-"""After files ran out; asyncio tries again after one second."""
+"""Seconds of pause after files ran out; asyncio tries again after one."""
 
 
 class Listening(socket.socket):
@@ -169,7 +169,7 @@ class Listening(socket.socket):
 
 
 def for_asyncio(made: socket.socket) -> Listening:
-    """Takes `made` over."""
+    """Wrap `made`, and take it over."""
     family, kind, protocol = made.family, made.type, made.proto
     one = Listening(family, kind, protocol, fileno=made.detach())
     one.setblocking(False)
@@ -177,11 +177,12 @@ def for_asyncio(made: socket.socket) -> Listening:
 
 
 class CannotListen(Exception):
-    """One sentence for the owner."""
+    """The daemon can't listen; the text is one sentence for the owner."""
 
 
 def open_sockets(settings: Settings, *, guarded: bool) -> list[socket.socket]:
-    """Listening sockets; a service manager's win over --host and --port. Those of --ollama-port come last.
+    """Open listening sockets; a service manager's win over --host and --port. Those of --ollama-port come
+    last.
 
     guarded  whether a key is asked for; without one, only loopback will do
     Raises CannotListen, and ConfigError for what the service manager got wrong.
@@ -220,7 +221,7 @@ def _own_sockets(settings: Settings, guarded: bool) -> list[socket.socket]:
 
 
 def _same_port_on_ipv6(made: socket.socket) -> list[socket.socket]:
-    """The other address that `localhost` means to clients, if `made` listens on the first."""
+    """Bind the other address that `localhost` means to clients, if `made` listens on the first."""
     host, port = made.getsockname()[:2]
     if host != "127.0.0.1":
         return []
@@ -237,7 +238,7 @@ def all_loopback(sockets: list[socket.socket]) -> bool:
 
 
 def addresses_of(sockets: list[socket.socket]) -> list[str]:
-    """The addresses of `sockets`, without ports."""
+    """Return the addresses of `sockets`, without ports."""
     return [one.getsockname()[0] for one in sockets]
 
 
@@ -246,7 +247,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens on the first address that `host` means. Raises OSError."""
+    """Return a socket that listens on the first address that `host` means. Raises OSError."""
     family, *_, address = sorted(
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
         key=lambda address: address[0] != socket.AF_INET,  # localhost is 127.0.0.1 to most clients.
@@ -289,7 +290,7 @@ def _no_address(settings: Settings) -> str:
 
 
 def urls_of(sockets: list[socket.socket]) -> str:
-    """For people, without `[::1]` where 127.0.0.1 has the same port."""
+    """Return URLs for people, without `[::1]` where 127.0.0.1 has the same port."""
     addresses = [one.getsockname()[:2] for one in sockets]
     shown = [
         (host, port) for host, port in addresses if host != "::1" or ("127.0.0.1", port) not in addresses

@@ -1,4 +1,4 @@
-"""What `omlxd serve` prints on standard output once its model is loaded: facts, and commands to type next.
+"""The start page of `omlxd serve`, printed once its model is loaded: facts, and commands to type next.
 
 The line before it, which programs read, says where the daemon listens, and comes as soon as it does.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..engines.pool import EnginePool
 
 COUNT_S = 2.0
-"""How long the page waits for the count of a large cache."""
+"""Seconds that the page waits for the count of a large cache."""
 
 Rows = list[tuple[str, str]]
 
@@ -72,7 +72,7 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
 
 @contextlib.contextmanager
 def _told_on_a_terminal(text: str) -> Generator[None]:
-    """Show `text` there until the block ends."""
+    """Show `text` on a terminal until the block ends."""
     if not sys.stdout.isatty():
         yield
         return
@@ -102,7 +102,7 @@ def _model_rows(engine: ModelEngine | None, models: int, trouble: str) -> Rows:
 
 
 def _memory(engine: ModelEngine, info: ModelInfo) -> str:
-    """What takes memory: on a CPU weights may be several times what they are on disk."""
+    """Say what takes memory: on a CPU weights may be several times what they are on disk."""
     on_disk = weight_bytes(engine.installed.folder) if engine.installed.folder is not None else None
     kind = " in float32" if "float32" in info.speed else ""
     disk = f" ({human(on_disk)} on disk)" if on_disk else ""
@@ -112,7 +112,7 @@ def _memory(engine: ModelEngine, info: ModelInfo) -> str:
 
 
 async def _count(pool: EnginePool) -> tuple[LedgerStats | None, bool]:
-    """The SSD cache's account, and whether its files are counted to the end."""
+    """Return the SSD cache's account, and whether its files are counted to the end."""
     try:
         return await asyncio.wait_for(pool.cold.ledger_stats(), COUNT_S), True
     except TimeoutError:
@@ -139,7 +139,7 @@ def _commands(engine: ModelEngine, url: str, settings: Settings, key_required: b
 
 
 def command() -> str:
-    """What a shell calls this installation's `omlxd` by: its path where `PATH` has none, or another one."""
+    """Return a shell's name for this `omlxd`: its path where `PATH` has none, or another one."""
     own = os.path.join(os.path.dirname(sys.executable), "omlxd")
     found = shutil.which("omlxd")
     if not os.path.exists(own) or (found and os.path.realpath(found) == os.path.realpath(own)):
@@ -149,7 +149,7 @@ def command() -> str:
 
 
 def _is_default(url: str) -> bool:
-    """Whether commands look at `url` by themselves, where no variable says otherwise."""
+    """Return whether commands look at `url` without a variable."""
     from ...cli.daemon_client import daemon_of
 
     try:

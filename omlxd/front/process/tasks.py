@@ -1,4 +1,4 @@
-"""What each asyncio task waits for, for the log: the stack of a request that hangs."""
+"""Logs what each asyncio task waits for: the stack of a request that hangs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ log = logging.getLogger(__name__)
 
 
 def show_on_signal() -> None:
-    """From now on the signal has the tasks of the running event loop logged, behind the stacks of threads."""
+    """Log the tasks of the running event loop at the signal, behind the stacks of threads."""
     asyncio.get_running_loop().add_signal_handler(SIGNAL, lambda: log.warning("tasks:\n%s", tasks()))
     show_threads_on_signal(chain=True)
 
 
 def tasks() -> str:
-    """A line for each, and one for each call in it, the innermost last."""
+    """List a line for each task, and one for each call in it, the innermost last."""
     lines: list[str] = []
     for task in asyncio.all_tasks():
         lines.append(task.get_name())
