@@ -97,18 +97,20 @@ MUTANTS = (
         "kvio", _BRIDGE, "len(sequence.tokens) - 1) // self._block", "len(sequence.tokens)) // self._block"
     ),
     Mutant("kvio", _BRIDGE, "[0] * self._block >= len(", "[0] * self._block > len("),
-    Mutant("kvio", _BRIDGE, "sequence.restores >= MOST_RESTORES:", "sequence.restores > MOST_RESTORES:"),
-    Mutant("kvio", _BRIDGE, "sequence.restored_hot -= cold", "pass"),
+    Mutant(
+        "kvio", _BRIDGE, "sequence.kv.restores >= MOST_RESTORES:", "sequence.kv.restores > MOST_RESTORES:"
+    ),
+    Mutant("kvio", _BRIDGE, "sequence.stats.restored_hot -= cold", "pass"),
     Mutant("kvio", _BRIDGE, "            if not fine\n", "            if fine\n"),
     Mutant("kvio", _STATES, "(held is not None and held[0] == blocks)", "held is not None"),
     Mutant("kvio", _STATES, "self._put(sequence, write=True)", "self._put(sequence, write=False)"),
     Mutant(
         "schedule",
         _SCHEDULER,
-        "sequence.generated >= sequence.max_new",
-        "sequence.generated > sequence.max_new",
+        "sequence.generated >= sequence.sampling.max_new",
+        "sequence.generated > sequence.sampling.max_new",
     ),
-    Mutant("schedule", _SCHEDULER, "        sequence.stored.clear()\n", ""),
+    Mutant("schedule", _SCHEDULER, "        sequence.kv.stored.clear()\n", ""),
     Mutant(
         "schedule",
         _SCHEDULER,
@@ -117,7 +119,7 @@ MUTANTS = (
     ),
     Mutant("schedule", _PREFILL, "        if start >= last:\n", "        if start > last:\n"),
     Mutant("schedule", _PREFILL, "return (start // size + 1) * size", "return start + size"),
-    Mutant("schedule", _PREFILL, "sequence.overtaken += min(less, self.largest)", "pass"),
+    Mutant("schedule", _PREFILL, "sequence.stats.overtaken += min(less, self.largest)", "pass"),
     Mutant(
         "schedule",
         "engine/schedule/decode_batch.py",

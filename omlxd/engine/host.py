@@ -29,7 +29,6 @@ from ..models.footprint import Footprint, footprint
 from ..token_bytes import COUNTED_CONTEXTS
 from . import mlx_adapter
 from .adapters import Adapters, Served
-from .constrain.constraint import Constraint
 from .explain import Explainer, ExtraKeys, Placed
 from .kvio.fingerprint import file_identities
 from .kvio.open_store import ModelStore
@@ -48,7 +47,7 @@ from .sampling import RowSampling, SamplingDefaults
 from .schedule.memory_admission import MemoryAdmission
 from .schedule.rehearsal import rehearse
 from .schedule.scheduler import Scheduler
-from .sequence import SamplerRow, Sequence
+from .sequence import Prompt, SamplerRow, Sequence, SequenceKV, SequenceStats
 from .vision.documents import read_documents
 from .vision.images import Images, make_images, place_images, prompt_with_images
 from .vision.media import Media
@@ -214,9 +213,9 @@ class EngineHost:
         sequence = self._sequence(id, request, checked, served, sink)
         if images is not None:
             images.fetch(self._cached_tokens(sequence))
-        lineage = lineage_of(request, rendered, sequence.hashes)
+        lineage = lineage_of(request, rendered, sequence.kv.hashes)
         standing = self._sessions.begin(lineage) if lineage else Standing()
-        sequence.pins = standing.pins
+        sequence.prompt.pins = standing.pins
         sink.name = sequence.name
         sink.over = lambda: self._over(sequence, rendered, lineage, standing)
         sink.stop = lambda: self.scheduler.cancel(sequence)
@@ -248,33 +247,32 @@ class EngineHost:
         sequence = Sequence(
             id=id,
             tokens=tokens,
-            prompt_length=len(tokens),
-            root=root,
-            hashes=hash_blocks(root, tokens, block, extra_keys) if self.scheduler.bridge else [],
-            images=images,
+            prompt=Prompt(
+                len(tokens),
+                root,
+                images,
+                extra_keys,
+                labels=checked.labels,
+                prediction=checked.prediction,
+                keys_file=request.keys_file,
+                query=request.query,
+                values=request.values,
+                write_kv=self._writes_kv(request, tokens, served.adapter),
+                kv_from=checked.file,
+                client=request.client,
+                session=request.session,
+            ),
+            sampling=self._sampler(request, checked),
+            kv=SequenceKV(hash_blocks(root, tokens, block, extra_keys) if self.scheduler.bridge else []),
+            stats=SequenceStats(asked=request.asked),
             adapter=served.adapter,
-            extra_keys=extra_keys,
-            max_new=checked.max_new,
-            reserve=self._kv_reserve,
-            labels=checked.labels,
-            prediction=checked.prediction,
-            keys_file=request.keys_file,
-            query=request.query,
-            values=request.values,
-            kv_from=checked.file,
-            write_kv=self._writes_kv(request, tokens, served.adapter),
-            eos=checked.eos,
-            sampler=self._sampler(request, tokens, checked.constraint, checked.eos),
             sink=sink,
-            client=request.client,
-            session=request.session,
             name=request.name,
             again=request.again,
             told=request.again,  # Another answer of its request has begun: a line would say that that waits.
             carried=bool(request.kv_from or request.kv_into),
-            asked=request.asked,
         )
-        sequence.deadline = sequence.received + min(self._timeout_s, request.timeout_s or math.inf)
+        sequence.deadline = sequence.stats.received + min(self._timeout_s, request.timeout_s or math.inf)
         return sequence
 
     def _writes_kv(
@@ -291,7 +289,7 @@ class EngineHost:
         self, sequence: Sequence, rendered: RenderedPrompt, lineage: Lineage | None, standing: Standing
     ) -> None:
         if lineage is not None and not sequence.timed_out:
-            self._sessions.end(lineage, sequence.prompt_length // self._settings.block_size)
+            self._sessions.end(lineage, sequence.prompt.length // self._settings.block_size)
         self._traffic.note_request(sequence, rendered, standing)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -304,20 +302,21 @@ class EngineHost:
     def _learn(self, rendered: RenderedPrompt, sequence: Sequence, answer: Answer, count: int) -> None:
         """A turn of `count` tokens is over, but for the one that ends turns: later prompts get it as it was
         generated, each image a placeholder again."""
-        tokens, start = sequence.tokens, sequence.prompt_length
+        tokens, start = sequence.tokens, sequence.prompt.length
         if len(tokens) > start and not sequence.timed_out:
-            prompt = tokens[:start] if sequence.images is None else rendered.tokens
+            prompt = tokens[:start] if sequence.prompt.images is None else rendered.tokens
             self.prompts.learn(rendered.place, answer, prompt, tokens[start : start + count])
 
-    def _sampler(
-        self, request: GenerateRequest, tokens: list[int], constraint: Constraint | None, ends: frozenset[int]
-    ) -> SamplerRow:
-        params = RowSampling.of(request.sampling, self._defaults, ends)
+    def _sampler(self, request: GenerateRequest, checked: CheckedRequest) -> SamplerRow:
+        params = RowSampling.of(request.sampling, self._defaults, checked.eos)
         return SamplerRow(
             params,
-            prompt=tokens if params.penalised else (),
-            constraint=constraint,
+            prompt=checked.tokens if params.penalised else (),
+            constraint=checked.constraint,
             top_logprobs=request.sampling.logprobs,
+            max_new=checked.max_new,
+            reserve=self._kv_reserve,
+            eos=checked.eos,
         )
 
     def _render(self, served: Served, request: GenerateRequest, context: int) -> RenderedPrompt:
@@ -335,7 +334,7 @@ class EngineHost:
         """Tokens of the prompt that are cached now: whose images need no pixels."""
         if (bridge := self.scheduler.bridge) is None:
             return 0
-        cached = takewhile(bridge.store.where, sequence.hashes)
+        cached = takewhile(bridge.store.where, sequence.kv.hashes)
         return sum(1 for _ in cached) * self._settings.block_size
 
     def _context(self, request: GenerateRequest) -> int:

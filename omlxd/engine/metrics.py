@@ -156,19 +156,19 @@ class TrafficCounters:
             oddities["control_tokens_exposed"] = "yes"
         if standing.rejected_at is not None:
             oddities["canonical_rejected_at_token"] = standing.rejected_at * self._block
-        if sequence.unreached:
-            oddities["checkpoint_missing_tokens"] = sequence.unreached * self._block
+        if sequence.kv.unreached:
+            oddities["checkpoint_missing_tokens"] = sequence.kv.unreached * self._block
         with self._lock:
             self._exposed += rendered.exposed
-            self._missing += bool(sequence.unreached)
+            self._missing += bool(sequence.kv.unreached)
         log.log(
             logging.INFO if oddities else logging.DEBUG,
             "%s: session=%s %s prompt=%d cached=%d %s",
             sequence.name,
-            hashlib.blake2b(sequence.session.encode("utf-8", "replace"), digest_size=4).hexdigest(),
+            hashlib.blake2b(sequence.prompt.session.encode("utf-8", "replace"), digest_size=4).hexdigest(),
             "extends" if standing.extends else "begins",
-            sequence.prompt_length,
-            sequence.restored_hot + sequence.restored_cold,
+            sequence.prompt.length,
+            sequence.stats.restored_hot + sequence.stats.restored_cold,
             " ".join(f"{name}={value}" for name, value in oddities.items()) or "clean",
         )
 

@@ -178,7 +178,7 @@ def test_a_disk_that_fails_is_left_alone_by_checkpoints_too(recurrent: Path, tmp
         rig.store.flusher.health._clock = lambda: 0.0  # The pause is not over, however long this takes.
         rig.store.flusher.health.read_failed(OSError(errno.EIO, "Input/output error"))
         output = rig.run(prompt(200), 5)
-        assert output.cold == 0 and output.sequence.restores == 0
+        assert output.cold == 0 and output.sequence.kv.restores == 0
         retry_now(rig.store.flusher.health)
         assert rig.run(prompt(200, seed=1)[:100] + prompt(90), 5).cold == 0
 

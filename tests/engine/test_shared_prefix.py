@@ -107,7 +107,7 @@ class Watching(Output):
 
 def caches_of(rig: Rig) -> list[Any]:
     caches: list[Any] = [batch._cache for batch in rig.scheduler._batches]
-    return caches + [s.cache for s in rig.scheduler.running if s.cache is not None]
+    return caches + [s.kv.cache for s in rig.scheduler.running if s.kv.cache is not None]
 
 
 def held_bytes(caches: Iterable[Any]) -> tuple[int, int]:

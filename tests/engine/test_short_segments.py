@@ -47,8 +47,8 @@ class Cut(Output):
     base = -1
 
     def token(self, token: int, likelihood: Any = None) -> None:
-        if not self.got and self.sequence.cache is not None:
-            self.base = self.sequence.cache[0].base
+        if not self.got and self.sequence.kv.cache is not None:
+            self.base = self.sequence.kv.cache[0].base
         super().token(token, likelihood)
 
 

@@ -22,7 +22,7 @@ from omlxd.engine.kvio.checkpointer import Checkpointer
 from omlxd.engine.mlx_adapter.runtime import arrays
 from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
-from omlxd.engine.sequence import LabelScores, Sequence
+from omlxd.engine.sequence import LabelScores, Prompt, Sequence, SequenceKV
 from omlxd.engine.speculate.controller import Speculation
 from omlxd.engine.speculate.draft_model import DraftModel
 from omlxd.engine.speculate.mtp import MtpModel
@@ -125,16 +125,16 @@ class Output:
 
     @property
     def hot(self) -> int:
-        return self.sequence.restored_hot
+        return self.sequence.stats.restored_hot
 
     @property
     def cold(self) -> int:
-        return self.sequence.restored_cold
+        return self.sequence.stats.restored_cold
 
     @property
     def known(self) -> int:
         """Tokens that were restored, or stored and computed as that was faster."""
-        return self.hot + self.cold + self.sequence.recomputed
+        return self.hot + self.cold + self.sequence.stats.recomputed
 
 
 class Rig:
@@ -264,21 +264,17 @@ class Rig:
         output.sequence = Sequence(
             id=0,
             tokens=list(tokens),
-            prompt_length=len(tokens),
-            root=root,
-            hashes=hash_blocks(root, tokens, BLOCK, keys) if self.scheduler.bridge else [],
-            images=images,
-            adapter=adapter,
-            extra_keys=keys,
-            max_new=n,
-            eos=frozenset(eos),
-            sampler=SamplerRow(
-                params, prompt=list(tokens) if params.penalised else (), top_logprobs=top_logprobs
+            prompt=Prompt(len(tokens), root, images, keys, pins=pins, labels=labels, prediction=prediction),
+            sampling=SamplerRow(
+                params,
+                prompt=list(tokens) if params.penalised else (),
+                top_logprobs=top_logprobs,
+                max_new=n,
+                eos=frozenset(eos),
             ),
+            kv=SequenceKV(hash_blocks(root, tokens, BLOCK, keys) if self.scheduler.bridge else []),
+            adapter=adapter,
             sink=output,
-            pins=pins,
-            labels=labels,
-            prediction=prediction,
         )
         self.scheduler.submit(output.sequence)
         return output

@@ -67,7 +67,7 @@ def ours(bench: Bench, lengths: list[int]) -> Callable[[], object]:
     batches: list[DecodeBatch] = []
     for seed, length in enumerate(lengths):
         sequence = bench._decoding(1)
-        sequence.cache, sequence.kv_length = held(bench.model, length, seed), length
+        sequence.kv.cache, sequence.kv.length = held(bench.model, length, seed), length
         batch = best_batch(batches, sequence, bench.loaded)
         if batch is None:
             batches.append(batch := DecodeBatch(bench.model, compiled=bench.compiled))

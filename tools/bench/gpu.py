@@ -216,12 +216,12 @@ class GPUBench(Bench):
 
     def _catch_up(self, bridge: KVBridge, tokens: Seq[int], block: int) -> float:
         sequence = self._sequence(tokens, block)
-        sequence.table = bridge.store.new_table()
+        sequence.kv.table = bridge.store.new_table()
         taken = timed(bridge._catch_up, sequence)
-        assert sequence.restored_hot == len(tokens) // block * block - (
+        assert sequence.stats.restored_hot == len(tokens) // block * block - (
             block if len(tokens) % block == 0 else 0
         )
-        sequence.table.free()
+        sequence.kv.table.free()
         return taken
 
     # ----------------------------------------------------------------- decoding
@@ -437,7 +437,7 @@ class GPUBench(Bench):
             tokens = self.prompt(length, seed=length)
             cells: list[float] = [min(timed(self.prefilled, tokens) for _ in range(2))]
             for block in (0, *self.blocks):
-                best = min(self._run(tokens, block, 1).first_token_s for _ in range(2))
+                best = min(self._run(tokens, block, 1).stats.first_token_s for _ in range(2))
                 cells.append(best)
             row(length, *(length / seconds for seconds in cells))
 
@@ -478,11 +478,11 @@ class GPUBench(Bench):
                     again = run == "computed again"
                     with first_logits() as drawn_by:
                         sequence = self._run(tokens, 0 if again else block, 64, bridge, others)
-                    got, first = sequence.tokens[length:], drawn_by[id(sequence.sampler)][1]
+                    got, first = sequence.tokens[length:], drawn_by[id(sequence.sampling)][1]
                     computed = computed or (got, first)
                     apart = cast(float, mx.abs(first - computed[1]).max().item())
-                    hot, colds = sequence.restored_hot, sequence.restored_cold
-                    taken = sequence.first_token_s
+                    hot, colds = sequence.stats.restored_hot, sequence.stats.restored_cold
+                    taken = sequence.stats.first_token_s
                     row(
                         block,
                         length,

@@ -23,7 +23,7 @@ from omlxd.engine.mlx_adapter.cuda import products
 from omlxd.engine.sampling import BatchSampler, RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.scheduler import Scheduler
-from omlxd.engine.sequence import Sequence, State
+from omlxd.engine.sequence import Prompt, Sequence, SequenceKV, State
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.cold.flusher import Flusher
 from omlxd.kv.cold.tier import ColdTier
@@ -131,12 +131,9 @@ class Bench:
         return Sequence(
             id=0,
             tokens=list(tokens),
-            prompt_length=len(tokens),
-            root=root,
-            hashes=hash_blocks(root, tokens, block),
-            max_new=max_new,
-            eos=frozenset(),
-            sampler=SamplerRow(GREEDY),
+            prompt=Prompt(len(tokens), root),
+            sampling=SamplerRow(GREEDY, max_new=max_new),
+            kv=SequenceKV(hash_blocks(root, tokens, block)),
             sink=sink,
         )
 
@@ -152,8 +149,8 @@ class Bench:
         tokens = self.prompt(length, seed)
         sequence = self._sequence([*tokens, 1], self.blocks[0])
         sequence.state = State.DECODING
-        sequence.cache = self.prefilled(tokens)
-        sequence.kv_length = length
+        sequence.kv.cache = self.prefilled(tokens)
+        sequence.kv.length = length
         return sequence
 
     def _run(

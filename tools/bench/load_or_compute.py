@@ -90,7 +90,7 @@ class LoadBench(Bench):
             scheduler.turn()
         if rates is None:
             self.rate = scheduler.prefill_budget.rate
-        return sequence.first_token_s, sequence.recomputed
+        return sequence.stats.first_token_s, sequence.stats.recomputed
 
     def rates(self, kind: type[Rates] = Rates, read: float = 0.0) -> Rates:
         made = kind(BLOCK, self.layout.nbytes(BLOCK))

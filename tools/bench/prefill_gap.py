@@ -79,7 +79,7 @@ def run(bench: Bench, scheduler: Scheduler, long: int, context: int, seconds: fl
         wait(lambda: len(stream.times) > ALONE)
         marks.append(time.perf_counter())
         cold, first = submit(long, 1, 1)
-        wait(lambda: cold.kv_length >= long // 4)
+        wait(lambda: cold.kv.length >= long // 4)
         marks.append(time.perf_counter())
         short = submit(100, 15, 2)[1]
         wait(lambda: short.ended)

@@ -78,11 +78,11 @@ def install() -> None:
         self.scripts = Scripts(Path(load.model_path))
         plain_init(self, load, *arguments, **named)
 
-    def sampler(self: Any, request: GenerateRequest, tokens: list[int], *more: Any, **named: Any) -> Any:
-        row = plain_sampler(self, request, tokens, *more, **named)
+    def sampler(self: Any, request: GenerateRequest, checked: Any) -> Any:
+        row = plain_sampler(self, request, checked)
         # Fields as they are at this moment: whatever the plain row carries, the scripted one does.
         fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
-        return ScriptedRow(**fields, script=self.scripts.of(request, tokens))
+        return ScriptedRow(**fields, script=self.scripts.of(request, checked.tokens))
 
     def call(self: Any, logits: mx.array) -> Any:
         if pace:
@@ -133,11 +133,11 @@ def _played(sequence: Sequence) -> Played:
     return Played(
         id=sequence.id,
         tokens=list(sequence.tokens),
-        prompt=sequence.prompt_length,
-        computed=sequence.kv_length,
-        cached=sequence.restored_hot + sequence.restored_cold,
+        prompt=sequence.prompt.length,
+        computed=sequence.kv.length,
+        cached=sequence.stats.restored_hot + sequence.stats.restored_cold,
         cancelled=sequence.cancelled,
-        began=sequence.received,
+        began=sequence.stats.received,
         ended=time.monotonic(),
     )
 

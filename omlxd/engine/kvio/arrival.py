@@ -55,7 +55,7 @@ class DirectArrival:
     def make_cache(self, model: Any, live: Seq[Segment], sequence: Request, blocks: int) -> Cache:
         """A cache of `live`, and of the first `blocks` blocks behind; the arrival is over."""
         segments, full, base = [*live], blocks // self._each, sum(segment.tokens for segment in live)
-        names = [*self._segments.names(sequence.hashes, self._block, sequence.prompt_length)]
+        names = [*self._segments.names(sequence.kv.hashes, self._block, sequence.prompt.length)]
         for index in range(full):
             made = Segment(self._buffers[index].take_arrays(), self._segments.how)
             segments.append(self._segments.hold(made, names[len(segments)]))
@@ -63,8 +63,8 @@ class DirectArrival:
         tokens = base + blocks * self._block
         base += full * self._segments.tokens
         cache = mlx_adapter.filled_cache(model, tail, tokens, segments, base)
-        length, capacity = sequence.prompt_length, sequence.capacity
-        self._segments.cut(cache, sequence.hashes, self._block, length, capacity, last=False)
+        length, capacity = sequence.prompt.length, sequence.capacity
+        self._segments.cut(cache, sequence.kv.hashes, self._block, length, capacity, last=False)
         return cache
 
     def payloads(self) -> Seq[MLXPayload | None]:
@@ -113,12 +113,12 @@ class StagedArrival:
 
     def _join(self, cache: Cache, live: Seq[Segment], sequence: Request, end: int) -> None:
         """Join the blocks up to `end` to those that are joined."""
-        segments, length, capacity = self._segments, sequence.prompt_length, sequence.capacity
+        segments, length, capacity = self._segments, sequence.prompt.length, sequence.capacity
         run = [payload for payload in self._payloads[self._joined : end] if payload is not None]
         at = sum(segment.tokens for segment in live) + self._joined * self._block
         room = at + segments.tokens if segments.tokens and len(run) == self.run else capacity
         append_blocks(self._layout, cache, run, at, self._block, room)
-        segments.cut(cache, sequence.hashes, self._block, length, capacity, last=False)
+        segments.cut(cache, sequence.kv.hashes, self._block, length, capacity, last=False)
         self._joined = end
 
     def payloads(self) -> Seq[MLXPayload | None]:

@@ -62,12 +62,12 @@ class _OwnCache:
     """`Rows` of a sequence that is in no batch."""
 
     def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:
-        assert sequence.cache is not None
-        return mlx_adapter.token_range(sequence.cache, start, stop)
+        assert sequence.kv.cache is not None
+        return mlx_adapter.token_range(sequence.kv.cache, start, stop)
 
     def row_states(self, sequence: Sequence) -> dict[str, mx.array]:
-        assert sequence.cache is not None
-        return mlx_adapter.state_tensors(sequence.cache)
+        assert sequence.kv.cache is not None
+        return mlx_adapter.state_tensors(sequence.kv.cache)
 
 
 _OWN_CACHE = _OwnCache()
@@ -110,7 +110,7 @@ class KVBridge:
 
         batch  whose row the sequence is; None: its own cache holds a part of its prompt, or all of it
         """
-        if sequence.table is None or (batch is None and sequence.cache is None):
+        if sequence.kv.table is None or (batch is None and sequence.kv.cache is None):
             return
         if batch is None:
             self._offer_blocks(sequence, _OWN_CACHE)
@@ -119,7 +119,7 @@ class KVBridge:
                 self.states.after_chunk(sequence, last, lambda: _OWN_CACHE.row_states(sequence))
             return
         self._hold_state(sequence, batch)
-        due = sequence.kv_length - sequence.offered * self._block >= OFFER_TOKENS
+        due = sequence.kv.length - sequence.kv.offered * self._block >= OFFER_TOKENS
         if due or self._copier.may_again(sequence):
             self._offer_blocks(sequence, batch)
 
@@ -132,47 +132,51 @@ class KVBridge:
         spoiled  the logits are not finite: what the sequence has stored since its last good token, or its
                  match, is withdrawn instead
         """
-        table = sequence.table
+        table = sequence.kv.table
         if table is None:
             return
         try:
             self.reads.end_tail(sequence)
             if spoiled:
-                sequence.last_checkpoint = None
+                sequence.kv.last_checkpoint = None
                 self._withdraw(sequence)
-            elif batch is not None or sequence.cache is not None:
+            elif batch is not None or sequence.kv.cache is not None:
                 rows = _OWN_CACHE if batch is None else batch
                 self._offer_blocks(sequence, rows, last=True)
-                if sequence.kv_length < len(sequence.tokens):  # Else it goes, and would push one out before.
+                if sequence.kv.length < len(sequence.tokens):  # Else it goes, and would push one out before.
                     self._hold_state(sequence, rows)
             self._record_end(sequence, table)
         except Exception:
             log.exception("%s: its end is not kept", sequence.name)
-        sequence.table = None
+        sequence.kv.table = None
         table.free()
         self._unpin(sequence)
 
     def _record_end(self, sequence: Sequence, table: BlockTable) -> None:
-        used = sequence.hashes[: len(table.blocks)]
-        self.reads.recomputed += sequence.recomputed
-        if sequence.first_token_s and not sequence.carried:
-            self.store.count_match(sequence.prompt_length, sequence.restored_hot, sequence.restored_cold)
+        used = sequence.kv.hashes[: len(table.blocks)]
+        self.reads.recomputed += sequence.stats.recomputed
+        if sequence.stats.first_token_s and not sequence.carried:
+            self.store.count_match(
+                sequence.prompt.length, sequence.stats.restored_hot, sequence.stats.restored_cold
+            )
         if self.states is not None:
-            if sequence.last_checkpoint is not None and sequence.last_checkpoint[0] * self._block >= len(
-                sequence.tokens
-            ):
-                sequence.last_checkpoint = None  # As with blocks: nobody has looked at the logits after it.
-            if sequence.last_checkpoint is not None:
-                self.store.stats.new_state_bytes += sequence.last_checkpoint[1].nbytes
+            if sequence.kv.last_checkpoint is not None and sequence.kv.last_checkpoint[
+                0
+            ] * self._block >= len(sequence.tokens):
+                sequence.kv.last_checkpoint = (
+                    None  # As with blocks: nobody has looked at the logits after it.
+                )
+            if sequence.kv.last_checkpoint is not None:
+                self.store.stats.new_state_bytes += sequence.kv.last_checkpoint[1].nbytes
             # Before its chain, so the most recent: without it the chain is worth nothing.
             used = [*self.states.finish(sequence), *used]
-        self.store.stats.not_kept += len(sequence.unkept)
+        self.store.stats.not_kept += len(sequence.kv.unkept)
         hot = [block.on_disk and block.payload is not None for block in table.blocks]
         clean = [sequence.key(index, self._block) for index in range(len(hot)) if hot[index]]
         self.store.record_use(used, clean)
 
     def _hold_state(self, sequence: Sequence, rows: Rows) -> None:
-        if self.states is not None and sequence.kv_length % self._block == 0:
+        if self.states is not None and sequence.kv.length % self._block == 0:
             self.states.at_boundary(sequence, lambda: rows.row_states(sequence))
 
     def _offer_blocks(self, sequence: Sequence, rows: Rows, *, last: bool = False) -> None:
@@ -183,23 +187,23 @@ class KVBridge:
         Not a block that holds the newest token: it may have been put through the model, but nobody has
         looked at the logits. Without memory for copies the blocks are not kept, and the answer goes on.
         """
-        table = sequence.table
+        table = sequence.kv.table
         if table is None or not self._layout.groups or self.weights_changed():
             return
-        full = min(sequence.kv_length, len(sequence.tokens) - 1) // self._block
+        full = min(sequence.kv.length, len(sequence.tokens) - 1) // self._block
         table.append(full - len(table.blocks))
         sequence.hash_output(full, self._block)
         again: list[int] = []
         if last or self._copier.may_again(sequence):
-            again, sequence.unkept = sorted(sequence.unkept), []
+            again, sequence.kv.unkept = sorted(sequence.kv.unkept), []
         try:
             self._copier.put(sequence, table, again, rows, evict=last)
-            self._copier.put(sequence, table, range(sequence.offered, full), rows, evict=True)
+            self._copier.put(sequence, table, range(sequence.kv.offered, full), rows, evict=True)
         except Exception:
             log.exception("%s: blocks up to %d are not kept", sequence.name, full)
-        new = max(0, full - max(sequence.offered, self.reads.known(sequence)))
+        new = max(0, full - max(sequence.kv.offered, self.reads.known(sequence)))
         self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
-        sequence.offered = max(sequence.offered, full)  # Those that failed are not tried again.
+        sequence.kv.offered = max(sequence.kv.offered, full)  # Those that failed are not tried again.
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Remove what the sequence has stored since its last good token or its match.
@@ -207,9 +211,9 @@ class KVBridge:
         Before the first token also what it was restored from, as far as that is not finite: a process that
         was killed may have left it.
         """
-        self.segments.forget(sequence.hashes)
-        names = {**dict.fromkeys(self._not_finite(sequence), False), **sequence.stored}
-        sequence.stored = {}
+        self.segments.forget(sequence.kv.hashes)
+        names = {**dict.fromkeys(self._not_finite(sequence), False), **sequence.kv.stored}
+        sequence.kv.stored = {}
         if names:
             log.warning("%s: %d blocks without finite logits are removed", sequence.name, len(names))
             self.store.withdraw(names)
@@ -218,23 +222,23 @@ class KVBridge:
         """Names of matched blocks, and of the checkpoint resumed from, that hold NaN or infinity."""
         if sequence.generated:
             return []
-        if sequence.cache is None:  # In a batch, whose rows are not looked at: all that was restored goes.
-            reached = sequence.restored_hot + sequence.restored_cold + sequence.recomputed
-            return list(sequence.hashes[: reached // self._block])
-        full = sequence.kv_length // self._block
+        if sequence.kv.cache is None:  # In a batch, whose rows are not looked at: all that was restored goes.
+            reached = sequence.stats.restored_hot + sequence.stats.restored_cold + sequence.stats.recomputed
+            return list(sequence.kv.hashes[: reached // self._block])
+        full = sequence.kv.length // self._block
         good = mx.full((full,), True)
-        held = mlx_adapter.token_range(sequence.cache, 0, full * self._block) if full else {}
+        held = mlx_adapter.token_range(sequence.kv.cache, 0, full * self._block) if full else {}
         for array in held.values():
             if mx.issubdtype(array.dtype, mx.floating):
                 finite = mx.isfinite(array[0]).all(axis=(0, 2))
                 good = good & finite.reshape(full, self._block).all(axis=1)
         names = [
             name
-            for name, fine in zip(sequence.hashes, cast(list[bool], good.tolist()), strict=False)
+            for name, fine in zip(sequence.kv.hashes, cast(list[bool], good.tolist()), strict=False)
             if not fine
         ]
-        if self.states is not None and sequence.resume_at and not self.states.is_finite(sequence):
-            names.append(checkpoint_name(sequence.hashes[sequence.resume_at - 1]))
+        if self.states is not None and sequence.kv.resume_at and not self.states.is_finite(sequence):
+            names.append(checkpoint_name(sequence.kv.hashes[sequence.kv.resume_at - 1]))
         return names
 
     # ----------------------------------------------------------------- out of the store
@@ -243,10 +247,10 @@ class KVBridge:
         """Make the longest cached prefix the sequence's cache.
 
         Where only the disk has some of it, I/O threads read it first, or its end while the scheduler computes
-        up to `sequence.compute_to` (cold_reads.py). True: the scheduler waits, and `ready()` follows on the
-        engine thread.
+        up to `sequence.kv.compute_to` (cold_reads.py). True: the scheduler waits, and `ready()` follows on
+        the engine thread.
         """
-        first = sequence.table is None
+        first = sequence.kv.table is None
         if first:
             self._admit(sequence)
         waits = self.reads.begin(sequence, self._plan(sequence), ready)
@@ -259,35 +263,35 @@ class KVBridge:
 
     def _admit(self, sequence: Sequence) -> None:
         self.on_match()
-        sequence.table = self.store.new_table()
+        sequence.kv.table = self.store.new_table()
         self._pin(sequence)
 
     def _plan(self, sequence: Sequence) -> MatchPlan:
         """Take the longest cached prefix into the table of a sequence that has nothing; say how to get it."""
-        if sequence.kv_length or self.reads.tail_of(sequence):
+        if sequence.kv.length or self.reads.tail_of(sequence):
             return MatchPlan()
-        assert sequence.table is not None
-        table, limit = sequence.table, self._limit(sequence)
+        assert sequence.kv.table is not None
+        table, limit = sequence.kv.table, self._limit(sequence)
         if self._layout.groups:
-            self.store.extend_match(table, sequence.hashes, limit)
+            self.store.extend_match(table, sequence.kv.hashes, limit)
             limit = len(table.blocks)
         if self.states is not None:
             table.truncate(self.states.match(sequence, limit))
-        elif sequence.restores >= MOST_RESTORES:
+        elif sequence.kv.restores >= MOST_RESTORES:
             table.truncate(sum(1 for _ in takewhile(lambda block: block.payload is not None, table.blocks)))
         return self.reads.plan(sequence)
 
     def look_again(self, sequence: Sequence) -> None:
         """Before a sequence's first pass: take what others have computed since into its table."""
-        table, begun = sequence.table, sequence.kv_length or sequence.compute_to or sequence.restores
+        table, begun = sequence.kv.table, sequence.kv.length or sequence.kv.compute_to or sequence.kv.restores
         if table is not None and not begun and self.states is None:
-            self.store.extend_match(table, sequence.hashes, self._limit(sequence))
+            self.store.extend_match(table, sequence.kv.hashes, self._limit(sequence))
 
     def adopt(self, sequence: Sequence, cache: mlx_adapter.Cache, tokens: int) -> None:
         """Go on behind `cache`, which holds the prompt's first `tokens` and is verified; keep its blocks."""
         self.on_match()
-        sequence.table = self.store.new_table()
-        sequence.cache, sequence.kv_length = cache, tokens
+        sequence.kv.table = self.store.new_table()
+        sequence.kv.cache, sequence.kv.length = cache, tokens
         self.offer(sequence)
 
     def take_copy(self, sequence: Sequence, cache: mlx_adapter.Cache) -> None:
@@ -295,24 +299,24 @@ class KVBridge:
 
         For models without states at a position.
         """
-        sequence.cache, sequence.kv_length = cache, sequence.prompt_length
-        if (table := sequence.table) is not None:
-            self.store.extend_match(table, sequence.hashes, self._limit(sequence))
-            sequence.offered = len(table.blocks)
-            sequence.restored_hot = len(table.blocks) * self._block - sequence.restored_cold
+        sequence.kv.cache, sequence.kv.length = cache, sequence.prompt.length
+        if (table := sequence.kv.table) is not None:
+            self.store.extend_match(table, sequence.kv.hashes, self._limit(sequence))
+            sequence.kv.offered = len(table.blocks)
+            sequence.stats.restored_hot = len(table.blocks) * self._block - sequence.stats.restored_cold
 
     def _pin(self, sequence: Sequence) -> None:
-        """Take references to the blocks of `sequence.pins` that are cached."""
-        blocks = (self.store.pool.get_cached_block(name) for name in sequence.pins)
-        sequence.pinned = [block for block in blocks if block is not None]
-        self.store.pool.touch(sequence.pinned)
+        """Take references to the blocks of `sequence.prompt.pins` that are cached."""
+        blocks = (self.store.pool.get_cached_block(name) for name in sequence.prompt.pins)
+        sequence.kv.pinned = [block for block in blocks if block is not None]
+        self.store.pool.touch(sequence.kv.pinned)
 
     def _unpin(self, sequence: Sequence) -> None:
         """Give them back, more recent than what the sequence has used: call it after that."""
-        pinned, sequence.pinned = sequence.pinned, []
-        if sequence.pins:
+        pinned, sequence.kv.pinned = sequence.kv.pinned, []
+        if sequence.prompt.pins:
             self.store.pool.free(pinned)
-            self.store.record_use(list(sequence.pins))
+            self.store.record_use(list(sequence.prompt.pins))
 
     def _limit(self, sequence: Sequence) -> int:
         """Blocks that a hit may cover: at least one token is left to compute."""
@@ -324,14 +328,14 @@ class KVBridge:
         if payloads := tail.take():
             self._append(sequence, payloads)
             cold = sum(index in tail.come for index in range(start, tail.at)) * self._block
-            sequence.restored_hot -= cold
-            sequence.restored_cold += cold
+            sequence.stats.restored_hot -= cold
+            sequence.stats.restored_cold += cold
         if tail.at == tail.end:
             self.reads.end_tail(sequence)
             self._catch_up(sequence)
             return False
         if count := tail.claim():
-            sequence.compute_to = (tail.at + count) * self._block
+            sequence.kv.compute_to = (tail.at + count) * self._block
         else:
             tail.wait(ready)
         return not count
@@ -341,14 +345,14 @@ class KVBridge:
 
         This includes blocks that another request has computed meanwhile.
         """
-        table = sequence.table
+        table = sequence.kv.table
         if self.states is not None:
             self._catch_up_to_checkpoint(sequence, self.states)
-        elif table is not None and sequence.kv_length % self._block == 0:
-            have = sequence.kv_length // self._block
+        elif table is not None and sequence.kv.length % self._block == 0:
+            have = sequence.kv.length // self._block
             assert len(table.blocks) >= have
             if len(table.blocks) == have:
-                self.store.extend_match(table, sequence.hashes, self._limit(sequence))
+                self.store.extend_match(table, sequence.kv.hashes, self._limit(sequence))
             payloads = _hot_payloads(table.blocks[have:])
             table.truncate(have + len(payloads))
             if payloads:
@@ -357,56 +361,56 @@ class KVBridge:
     def _append(self, sequence: Sequence, payloads: list[MLXPayload]) -> None:
         """Hot blocks at the end of what the sequence has; none for a model without per-token KV."""
         capacity = sequence.capacity
-        if sequence.cache is None:
-            sequence.cache = mlx_adapter.new_cache(self._model, capacity)
-        start, count = sequence.kv_length, len(payloads) * self._block
+        if sequence.kv.cache is None:
+            sequence.kv.cache = mlx_adapter.new_cache(self._model, capacity)
+        start, count = sequence.kv.length, len(payloads) * self._block
         while payloads:
             payloads = payloads[self._append_some(sequence, payloads) :]
-        assert sequence.kv_length == start + count
-        length = sequence.prompt_length  # Others find it now, however long this one waits for its last pass.
-        self.segments.cut(sequence.cache, sequence.hashes, self._block, length, capacity, last=False)
-        sequence.restored_hot += count
-        sequence.offered = max(sequence.offered, sequence.kv_length // self._block)
+        assert sequence.kv.length == start + count
+        length = sequence.prompt.length  # Others find it now, however long this one waits for its last pass.
+        self.segments.cut(sequence.kv.cache, sequence.kv.hashes, self._block, length, capacity, last=False)
+        sequence.stats.restored_hot += count
+        sequence.kv.offered = max(sequence.kv.offered, sequence.kv.length // self._block)
 
     def _append_some(self, sequence: Sequence, payloads: list[MLXPayload]) -> int:
         """Append the first blocks: at most up to where a segment ends, and by a live one if there is one.
 
         Returns their number.
         """
-        assert sequence.cache is not None
-        segments, start, most = self.segments, sequence.kv_length, len(payloads)
-        length, capacity = sequence.prompt_length, sequence.capacity
+        assert sequence.kv.cache is not None
+        segments, start, most = self.segments, sequence.kv.length, len(payloads)
+        length, capacity = sequence.prompt.length, sequence.capacity
         if segments.tokens:
-            segments.cut(sequence.cache, sequence.hashes, self._block, length, capacity, last=False)
-            names = segments.names(sequence.hashes, self._block, length)
+            segments.cut(sequence.kv.cache, sequence.kv.hashes, self._block, length, capacity, last=False)
+            names = segments.names(sequence.kv.hashes, self._block, length)
             stop = start + most * self._block
             name, end = next(((n, end) for n, end in names.items() if start < end <= stop), (b"", stop))
             most = (end - start) // self._block
-            if start == mlx_adapter.segmented_layers(sequence.cache)[0].base:
+            if start == mlx_adapter.segmented_layers(sequence.kv.cache)[0].base:
                 if live := segments.find([name]):
-                    mlx_adapter.add_segment(sequence.cache, live[0])
-                    sequence.kv_length = end
+                    mlx_adapter.add_segment(sequence.kv.cache, live[0])
+                    sequence.kv.length = end
                     return most
                 capacity = end if name else capacity
-        append_blocks(self._layout, sequence.cache, payloads[:most], start, self._block, capacity)
-        sequence.kv_length += most * self._block
+        append_blocks(self._layout, sequence.kv.cache, payloads[:most], start, self._block, capacity)
+        sequence.kv.length += most * self._block
         return most
 
     def _catch_up_to_checkpoint(self, sequence: Sequence, states: Checkpointer) -> None:
         """As `_catch_up`, for a sequence that has nothing yet and whose match is hot, state and all."""
-        table, blocks = sequence.table, sequence.resume_at
-        if table is None or sequence.kv_length or not blocks:
+        table, blocks = sequence.kv.table, sequence.kv.resume_at
+        if table is None or sequence.kv.length or not blocks:
             return
         payloads, state = _hot_payloads(table.blocks), states.hot(sequence)
         if state is None or len(payloads) != len(table.blocks):
             table.truncate(0)
-            sequence.resume_at = 0
+            sequence.kv.resume_at = 0
             return
-        sequence.cache = mlx_adapter.new_cache(self._model, sequence.capacity)
-        states.put_into(sequence.cache, state, blocks * self._block)
+        sequence.kv.cache = mlx_adapter.new_cache(self._model, sequence.capacity)
+        states.put_into(sequence.kv.cache, state, blocks * self._block)
         self._append(sequence, payloads)
         if not payloads:
-            sequence.kv_length = sequence.restored_hot = blocks * self._block
+            sequence.kv.length = sequence.stats.restored_hot = blocks * self._block
 
     def close(self, deadline_s: float) -> bool:
         """Flush what is queued. False: the deadline came first."""

@@ -89,53 +89,56 @@ class Checkpointer:
 
     def after_chunk(self, sequence: Sequence, last_boundary: int, states: States) -> None:
         """A prefill chunk has ended: keep the state if this is a place for it."""
-        position = sequence.kv_length
-        lasting = position % self.interval == 0 or position == sequence.divergence * self._block
-        if lasting or position >= last_boundary or position // self._block in sequence.before_images:
+        position = sequence.kv.length
+        lasting = position % self.interval == 0 or position == sequence.kv.divergence * self._block
+        if lasting or position >= last_boundary or position // self._block in sequence.kv.before_images:
             self.at_boundary(sequence, states)
-            if sequence.last_checkpoint is not None and sequence.last_checkpoint[0] * self._block == position:
+            if (
+                sequence.kv.last_checkpoint is not None
+                and sequence.kv.last_checkpoint[0] * self._block == position
+            ):
                 self._put(sequence, write=lasting)
 
     def at_boundary(self, sequence: Sequence, states: States) -> None:
         """A sequence has reached a block boundary, or is about to end at one: hold its state aside."""
-        blocks, rest = divmod(sequence.kv_length, self._block)
-        held = sequence.last_checkpoint
+        blocks, rest = divmod(sequence.kv.length, self._block)
+        held = sequence.kv.last_checkpoint
         if rest or not blocks or (held is not None and held[0] == blocks):
             return
         sequence.hash_output(blocks, self._block)
         try:
-            sequence.last_checkpoint = (blocks, copy_state(self._layout.at(sequence.kv_length), states()))
+            sequence.kv.last_checkpoint = (blocks, copy_state(self._layout.at(sequence.kv.length), states()))
         except Exception:  # No memory for a copy, most likely: nobody's answer fails for it.
             log.exception("%s: its state after %d blocks is not kept", sequence.name, blocks)
 
     def _put(self, sequence: Sequence, *, write: bool) -> None:
-        assert sequence.last_checkpoint is not None
-        blocks, payload = sequence.last_checkpoint
-        block_hash = sequence.hashes[blocks - 1]
+        assert sequence.kv.last_checkpoint is not None
+        blocks, payload = sequence.kv.last_checkpoint
+        block_hash = sequence.kv.hashes[blocks - 1]
         was_hot = self.checkpoints.hot(block_hash) is not None
         had_file = self.checkpoints.put(block_hash, blocks * self._block, payload, write=write)
         if not was_hot:
             name = checkpoint_name(block_hash)
-            sequence.stored[name] = had_file and sequence.stored.get(name, True)
+            sequence.kv.stored[name] = had_file and sequence.kv.stored.get(name, True)
 
     def finish(self, sequence: Sequence) -> list[BlockHash]:
         """The sequence ends, however: what it holds aside is kept. Names of the checkpoints it used."""
-        ends = [sequence.resume_at] if sequence.resume_at else []
-        if sequence.resume_at and sequence.generated:
-            self._write_hot(sequence, sequence.resume_at)
+        ends = [sequence.kv.resume_at] if sequence.kv.resume_at else []
+        if sequence.kv.resume_at and sequence.generated:
+            self._write_hot(sequence, sequence.kv.resume_at)
         prompt_end = sequence.last_boundary(self._block) // self._block
-        computed = 0 < prompt_end * self._block <= sequence.kv_length
+        computed = 0 < prompt_end * self._block <= sequence.kv.length
         if sequence.cancelled and computed and self._write_hot(sequence, prompt_end):
             ends.insert(0, prompt_end)
-        if sequence.last_checkpoint is not None:
+        if sequence.kv.last_checkpoint is not None:
             self._put(sequence, write=True)
-            ends.insert(0, sequence.last_checkpoint[0])
-            sequence.last_checkpoint = None
-        return [checkpoint_name(sequence.hashes[blocks - 1]) for blocks in ends]
+            ends.insert(0, sequence.kv.last_checkpoint[0])
+            sequence.kv.last_checkpoint = None
+        return [checkpoint_name(sequence.kv.hashes[blocks - 1]) for blocks in ends]
 
     def _write_hot(self, sequence: Sequence, blocks: int) -> bool:
         """Write the checkpoint after `blocks` blocks, unless it has a file. False: it is not hot."""
-        block_hash = sequence.hashes[blocks - 1]
+        block_hash = sequence.kv.hashes[blocks - 1]
         payload = self.checkpoints.hot(block_hash)
         if not isinstance(payload, MLXPayload):
             return False
@@ -149,22 +152,24 @@ class Checkpointer:
 
         usable  blocks that the chain of token blocks reaches; where it ends a prompt diverges
         """
-        if sequence.restores >= MOST_RESTORES:
-            sequence.resume_at = sequence.divergence = 0
+        if sequence.kv.restores >= MOST_RESTORES:
+            sequence.kv.resume_at = sequence.kv.divergence = 0
             return 0
-        sequence.resume_at = self.checkpoints.deepest(sequence.hashes, usable)
-        gap = usable - sequence.resume_at
-        sequence.divergence = usable if self._sees_forks and gap * self._block >= self.least_fork else 0
+        sequence.kv.resume_at = self.checkpoints.deepest(sequence.kv.hashes, usable)
+        gap = usable - sequence.kv.resume_at
+        sequence.kv.divergence = usable if self._sees_forks and gap * self._block >= self.least_fork else 0
         if gap * self._block > self.interval:
-            sequence.unreached = gap
-        sequence.before_images = self._before_images(sequence)
-        return sequence.resume_at
+            sequence.kv.unreached = gap
+        sequence.kv.before_images = self._before_images(sequence)
+        return sequence.kv.resume_at
 
     def _before_images(self, sequence: Sequence) -> tuple[int, ...]:
         """Blocks after which images begin, far enough behind the last checkpoint."""
         places: list[int] = []
-        last = sequence.resume_at
-        for blocks in sequence.images.beginnings(self._block) if sequence.images is not None else ():
+        last = sequence.kv.resume_at
+        for blocks in (
+            sequence.prompt.images.beginnings(self._block) if sequence.prompt.images is not None else ()
+        ):
             position = blocks * self._block
             last = max(last, position // self.interval * self.interval // self._block)
             if position - last * self._block >= self.least_text and sequence.may_end(position):
@@ -174,7 +179,7 @@ class Checkpointer:
 
     def deepest_hot(self, sequence: Sequence, usable: int) -> int:
         """Blocks up to the deepest checkpoint in RAM within `usable`."""
-        hot = (n for n in range(usable, 0, -1) if self.checkpoints.hot(sequence.hashes[n - 1]) is not None)
+        hot = (n for n in range(usable, 0, -1) if self.checkpoints.hot(sequence.kv.hashes[n - 1]) is not None)
         return next(hot, 0)
 
     def nbytes(self, blocks: int) -> int:
@@ -183,12 +188,15 @@ class Checkpointer:
 
     def hot(self, sequence: Sequence) -> MLXPayload | None:
         """The checkpoint that the sequence resumes from, if it is in RAM. Any thread."""
-        payload = self.checkpoints.hot(sequence.hashes[sequence.resume_at - 1])
+        payload = self.checkpoints.hot(sequence.kv.hashes[sequence.kv.resume_at - 1])
         return payload if isinstance(payload, MLXPayload) else None
 
     def read(self, sequence: Sequence) -> tuple[MLXPayload | None, bool]:
         """(the checkpoint that the sequence resumes from, whether the disk was read). Any thread."""
-        block_hash, position = sequence.hashes[sequence.resume_at - 1], sequence.resume_at * self._block
+        block_hash, position = (
+            sequence.kv.hashes[sequence.kv.resume_at - 1],
+            sequence.kv.resume_at * self._block,
+        )
         if (hot := self.hot(sequence)) is not None:
             return hot, False
         return self.read_file(block_hash, position), True
@@ -203,7 +211,7 @@ class Checkpointer:
 
     def is_finite(self, sequence: Sequence) -> bool:
         """Whether the checkpoint that the sequence resumed from holds no NaN or infinity. Reads the disk."""
-        position = sequence.resume_at * self._block
+        position = sequence.kv.resume_at * self._block
         payload, _ = self.read(sequence)
         if payload is None:
             return True
@@ -212,8 +220,8 @@ class Checkpointer:
 
     def keep_hot(self, sequence: Sequence, payload: MLXPayload) -> None:
         """A checkpoint came from the cold tier: keep it in RAM too, if there is room."""
-        block_hash = sequence.hashes[sequence.resume_at - 1]
-        self.checkpoints.put(block_hash, sequence.resume_at * self._block, payload, write=False)
+        block_hash = sequence.kv.hashes[sequence.kv.resume_at - 1]
+        self.checkpoints.put(block_hash, sequence.kv.resume_at * self._block, payload, write=False)
 
     def put_into(self, cache: Cache, payload: MLXPayload, position: int) -> None:
         """Set the state of a cache that holds `position` tokens."""

@@ -144,9 +144,9 @@ class ColdReads:
             if full or cold & other.names:
                 return MatchPlan(Way.WAIT, cold, behind=other)
         if not self._is_slow(sequence, cold):
-            assert sequence.table is not None
-            hashes = sequence.hashes[: len(sequence.table.blocks)]
-            names = self.segments.names(hashes, self._block, sequence.prompt_length)
+            assert sequence.kv.table is not None
+            hashes = sequence.kv.hashes[: len(sequence.kv.table.blocks)]
+            names = self.segments.names(hashes, self._block, sequence.prompt.length)
             return MatchPlan(Way.RESTORE, cold, live=self.segments.find(names))
         if self._splits(sequence):
             return MatchPlan(Way.TAIL, cold)
@@ -158,7 +158,7 @@ class ColdReads:
         False: there are none, or some of it is computed, beside a tail (`tail_of`) or instead.
         """
         if plan.cold:
-            sequence.recomputed = 0
+            sequence.stats.recomputed = 0
         if plan.behind is not None:
             plan.behind.waiting.append(lambda: self._again(sequence, ready))
         elif plan.way is Way.RESTORE:
@@ -180,11 +180,11 @@ class ColdReads:
 
     def _cold_names(self, sequence: Sequence) -> set[BlockHash]:
         """Names of the matched blocks and the checkpoint that only the disk has."""
-        assert sequence.table is not None
-        blocks = zip(sequence.hashes, sequence.table.blocks, strict=False)
+        assert sequence.kv.table is not None
+        blocks = zip(sequence.kv.hashes, sequence.kv.table.blocks, strict=False)
         names = {name for name, block in blocks if block.payload is None}
-        if self.states is not None and sequence.resume_at and self.states.hot(sequence) is None:
-            names.add(checkpoint_name(sequence.hashes[sequence.resume_at - 1]))
+        if self.states is not None and sequence.kv.resume_at and self.states.hot(sequence) is None:
+            names.add(checkpoint_name(sequence.kv.hashes[sequence.kv.resume_at - 1]))
         return names
 
     def _splits(self, sequence: Sequence) -> bool:
@@ -192,13 +192,13 @@ class ColdReads:
 
         What is read lies in RAM until both meet, so the hot tier must have room for it.
         """
-        assert sequence.table is not None
-        room = self.store.hot_budget() >= self.layout.nbytes(len(sequence.table.blocks) * self._block)
-        return self.states is None and sequence.images is None and room
+        assert sequence.kv.table is not None
+        room = self.store.hot_budget() >= self.layout.nbytes(len(sequence.kv.table.blocks) * self._block)
+        return self.states is None and sequence.prompt.images is None and room
 
     def _is_slow(self, sequence: Sequence, names: Set[BlockHash]) -> bool:
         """Whether reading them alone would be."""
-        segments = self.segments.names(sequence.hashes, self._block, sequence.prompt_length)
+        segments = self.segments.names(sequence.kv.hashes, self._block, sequence.prompt.length)
         if not self.rates.read or self.segments.find(segments):
             return False  # What is live is not read.
         states, blocks, hot = self.states, len(names), 0
@@ -206,7 +206,7 @@ class ColdReads:
         if states is not None:
             hot = self._hot_end(sequence)
             if states.hot(sequence) is None:
-                nbytes += states.nbytes(sequence.resume_at) - self.rates.block_bytes
+                nbytes += states.nbytes(sequence.kv.resume_at) - self.rates.block_bytes
         splits = states is None and self._splits(sequence)
         return self.is_slow(sequence, self.rates.read_s(nbytes), blocks, hot, splits=splits)
 
@@ -217,7 +217,9 @@ class ColdReads:
         """
         if self.states is None:
             return splits and self.rates.both_pay(read_s, blocks)
-        return sequence.images is None and self.rates.computing_pays(read_s, sequence.resume_at - hot)
+        return sequence.prompt.images is None and self.rates.computing_pays(
+            read_s, sequence.kv.resume_at - hot
+        )
 
     # ----------------------------------------------------------------- reading all of it
 
@@ -253,12 +255,12 @@ class ColdReads:
 
         Where restoring goes through payloads it has done so already. Raises nothing.
         """
-        table, cache = sequence.table, sequence.cache
+        table, cache = sequence.kv.table, sequence.kv.cache
         if table is None or cache is None or not self.layout.groups or not transport().direct:
             return
         nbytes = self.layout.nbytes(self._block)
         most = min(PROMOTED_BLOCKS, self.store.hot_budget() // nbytes)
-        restored = table.blocks[: sequence.kv_length // self._block]
+        restored = table.blocks[: sequence.kv.length // self._block]
         cold = [index for index, block in enumerate(restored) if block.payload is None]
         try:
             while most and (run := cold[:most]) and self.store.make_room(len(run) * nbytes):
@@ -269,7 +271,7 @@ class ColdReads:
                 for index, payload in zip(
                     run, copy_blocks(self.layout, tensors, starts, self._block), strict=True
                 ):
-                    self.store.promote(restored[index], sequence.hashes[index], payload)
+                    self.store.promote(restored[index], sequence.kv.hashes[index], payload)
         except Exception:  # No memory for a copy, most likely: they stay cold.
             log.exception("%s: what it was restored from stays cold", sequence.name)
 
@@ -277,11 +279,11 @@ class ColdReads:
 
     def _begin_tail(self, sequence: Sequence, shared: _Shared) -> None:
         """Read what the sequence's table has behind its KV, from the end."""
-        table = sequence.table
+        table = sequence.kv.table
         if table is None:
             return
         keys = [sequence.key(index, self._block) for index in range(len(table.blocks))]
-        start = sequence.kv_length // self._block
+        start = sequence.kv.length // self._block
         have: dict[int, MLXPayload] = {}
         lost: set[int] = set()
         for index in range(start, len(keys)):
@@ -318,15 +320,15 @@ class ColdReads:
         if sequence not in self._tails:
             return None
         tail, _ = self._tails[sequence]
-        table = sequence.table
+        table = sequence.kv.table
         assert table is not None
         for index, payload in tail.news():
             if payload is None:
                 self.store.lose(table.blocks[index], sequence.key(index, self._block))
             else:
-                self.store.promote(table.blocks[index], sequence.hashes[index], payload)
-        computed = min(sequence.kv_length // self._block, tail.end) - tail.at
-        sequence.recomputed += computed * self._block
+                self.store.promote(table.blocks[index], sequence.kv.hashes[index], payload)
+        computed = min(sequence.kv.length // self._block, tail.end) - tail.at
+        sequence.stats.recomputed += computed * self._block
         tail.at += computed
         return tail
 
@@ -347,7 +349,7 @@ class ColdReads:
         finally:
             tail.stop()
             del self._tails[sequence]
-            sequence.compute_to = 0
+            sequence.kv.compute_to = 0
             self._under_way.remove(shared)
             self.post(lambda: self._wake(shared))
 
@@ -355,19 +357,19 @@ class ColdReads:
 
     def _hot_end(self, sequence: Sequence) -> int:
         """Blocks up to the deepest checkpoint in RAM that the hot blocks reach."""
-        states, table = self.states, sequence.table
+        states, table = self.states, sequence.kv.table
         assert states is not None and table is not None
         hot = 0
         while hot < len(table.blocks) and table.blocks[hot].payload is not None:
             hot += 1
         if not self.layout.groups:
-            hot = sequence.resume_at
+            hot = sequence.kv.resume_at
         return states.deepest_hot(sequence, hot)
 
     def _compute_instead(self, sequence: Sequence, blocks: int) -> None:
         """Compute all behind the checkpoint after `blocks` blocks."""
-        assert sequence.table is not None
-        sequence.recomputed = (sequence.resume_at - blocks) * self._block
-        sequence.resume_at = blocks
-        sequence.table.truncate(min(blocks, len(sequence.table.blocks)))
+        assert sequence.kv.table is not None
+        sequence.stats.recomputed = (sequence.kv.resume_at - blocks) * self._block
+        sequence.kv.resume_at = blocks
+        sequence.kv.table.truncate(min(blocks, len(sequence.kv.table.blocks)))
         self.rates.doubt()

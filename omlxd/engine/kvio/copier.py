@@ -1,6 +1,6 @@
 """Copies blocks of a sequence's KV into the store, as far as a tier has room for them.
 
-Where neither has, nothing is copied, and the sequence remembers the blocks (`Sequence.unkept`): its own KV
+Where neither has, nothing is copied, and the sequence remembers the blocks (`SequenceKV.unkept`): its own KV
 is as good a source later, and so they are written straight from it as the writer's queue empties.
 """
 
@@ -39,9 +39,9 @@ class BlockCopier:
 
     def may_again(self, sequence: Request) -> bool:
         """Whether to offer unkept blocks again: there is room for a run of them, or no writer is busy."""
-        if not sequence.unkept:
+        if not sequence.kv.unkept:
             return False
-        flusher, count = self._store.flusher, min(len(sequence.unkept), RUN_BLOCKS)
+        flusher, count = self._store.flusher, min(len(sequence.kv.unkept), RUN_BLOCKS)
         idle = flusher is not None and not flusher.writer.queued_bytes
         return idle or self._has_room(count, evict=False)
 
@@ -53,13 +53,13 @@ class BlockCopier:
         indices  ascending; those that it has no room for become `unkept`
         evict    older blocks of the hot tier may go for these
         """
-        wanted = (index for index in indices if self._store.wants(sequence.hashes[index], index))
+        wanted = (index for index in indices if self._store.wants(sequence.kv.hashes[index], index))
         for run in _runs(wanted):
             while run and (count := self._most(len(run), evict)):
                 self._put_run(sequence, table, run[:count], rows)
                 del run[:count]
             if run:
-                sequence.unkept += indices[indices.index(run[0]) :]
+                sequence.kv.unkept += indices[indices.index(run[0]) :]
                 return
 
     def _put_run(self, sequence: Request, table: BlockTable, run: list[int], rows: Rows) -> None:
@@ -69,11 +69,11 @@ class BlockCopier:
         payloads = copy_blocks(self._layout, tensors, range(0, len(run) * size, size), size)
         for index, payload in zip(run, payloads, strict=True):
             key, not_kept, refused = sequence.key(index, size), store.stats.not_kept, self._refused()
-            had_file = store.put(table, index, key, payload, sequence.prompt_length)
-            sequence.stored[key.block_hash] = had_file
+            had_file = store.put(table, index, key, payload, sequence.prompt.length)
+            sequence.kv.stored[key.block_hash] = had_file
             if store.stats.not_kept > not_kept and self._refused() > refused:
                 store.stats.not_kept = not_kept
-                sequence.unkept.append(index)
+                sequence.kv.unkept.append(index)
 
     def _refused(self) -> int:
         """Blocks for which there was no room, whatever the write policy thought of them."""

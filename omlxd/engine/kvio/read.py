@@ -85,14 +85,14 @@ class Restore:
         self._layout, self._store, self._states = reads.layout, reads.store, reads.states
         self._sequence = sequence
         self._ready = ready
-        assert sequence.table is not None
-        sequence.restores += 1
+        assert sequence.kv.table is not None
+        sequence.kv.restores += 1
         self._block = self._store.block_size
         self._state: MLXPayload | None = None
         self._state_cold = False
         self._live = live
         self._first = sum(segment.tokens for segment in self._live) // self._block
-        self._blocks = sequence.table.blocks[self._first :]
+        self._blocks = sequence.kv.table.blocks[self._first :]
         self._cold = [block.payload is None for block in self._blocks]
         self._keys = [sequence.key(self._first + i, self._block) for i in range(len(self._blocks))]
         self._good: list[bool | None] = [None] * len(self._blocks)  # None: not tried.
@@ -200,14 +200,14 @@ class Restore:
         except Exception:  # out of memory, most likely
             log.exception("restore: can't fill a cache")
             sequence = self._sequence
-            sequence.cache, sequence.kv_length, sequence.offered, sequence.resume_at = None, 0, 0, 0
-            if sequence.table is not None:
-                sequence.table.truncate(0)
+            sequence.kv.cache, sequence.kv.length, sequence.kv.offered, sequence.kv.resume_at = None, 0, 0, 0
+            if sequence.kv.table is not None:
+                sequence.kv.table.truncate(0)
         self._ready(self)
 
     def _accept(self) -> None:
         """The good prefix becomes the sequence's cache."""
-        sequence, table, arrival = self._sequence, self._sequence.table, self._arrival
+        sequence, table, arrival = self._sequence, self._sequence.kv.table, self._arrival
         assert table is not None
         self._arrival = None
         good = self._good_blocks()
@@ -218,10 +218,10 @@ class Restore:
         if self._states is not None and (good < len(self._good) or self._state is None):
             # A checkpoint serves only the whole prefix that it stands on: match again, shorter.
             good = 0
-            sequence.resume_at = 0
+            sequence.kv.resume_at = 0
         if not (self.ended_early and self._splits):
             table.truncate(self._first + good)
-        if arrival is not None and (self._first + good or sequence.resume_at):
+        if arrival is not None and (self._first + good or sequence.kv.resume_at):
             self._take_arrival(arrival, good)
 
     def _keep_or_lose(self, arrival: DirectArrival | StagedArrival) -> None:
@@ -237,19 +237,19 @@ class Restore:
         if self._not_joined is not None:
             raise self._not_joined
         sequence, states = self._sequence, self._states
-        blocks = sequence.resume_at or self._first + good
+        blocks = sequence.kv.resume_at or self._first + good
         tokens = blocks * self._block
-        sequence.cache = arrival.make_cache(self._reads.model, self._live, sequence, good)
-        sequence.kv_length, sequence.offered = tokens, blocks
+        sequence.kv.cache = arrival.make_cache(self._reads.model, self._live, sequence, good)
+        sequence.kv.length, sequence.kv.offered = tokens, blocks
         cold = sum(self._cold[:good])
         if states is not None and self._state is not None:
-            states.put_into(sequence.cache, self._state, tokens)
+            states.put_into(sequence.kv.cache, self._state, tokens)
             if self._state_cold:
                 states.keep_hot(sequence, self._state)
             if not good:  # no per-token KV: the state is all that there is
                 good, cold = blocks, blocks * self._state_cold
-        sequence.restored_cold += cold * self._block
-        sequence.restored_hot += (self._first + good - cold) * self._block
+        sequence.stats.restored_cold += cold * self._block
+        sequence.stats.restored_hot += (self._first + good - cold) * self._block
 
 
 class TailRead(Generic[P]):

@@ -281,28 +281,30 @@ def _cut(usage: chat.Usage, tokens: int) -> chat.Usage:
 def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
     """Counts of a sequence as it stands. `now`: on the monotonic clock; None: the time."""
     now = now or time.monotonic()
-    ttft_s = sequence.first_token_s or now - sequence.asked
-    prefill_s = sequence.prefill_s + (now - sequence.pass_since if sequence.pass_since else 0.0)
-    reached = max(sequence.kv_length, sequence.restored_hot + sequence.restored_cold)
-    cut = sequence.timed_out and not sequence.first_token_s
+    ttft_s = sequence.stats.first_token_s or now - sequence.stats.asked
+    prefill_s = sequence.stats.prefill_s + (
+        now - sequence.stats.pass_since if sequence.stats.pass_since else 0.0
+    )
+    reached = max(sequence.kv.length, sequence.stats.restored_hot + sequence.stats.restored_cold)
+    cut = sequence.timed_out and not sequence.stats.first_token_s
     return chat.Usage(
-        prompt_tokens=sequence.prompt_length,
-        cached_hot=sequence.restored_hot,
-        cached_cold=sequence.restored_cold,
+        prompt_tokens=sequence.prompt.length,
+        cached_hot=sequence.stats.restored_hot,
+        cached_cold=sequence.stats.restored_cold,
         completion_tokens=sequence.generated,
         ttft_s=ttft_s,
-        queue_s=max(0.0, ttft_s - sequence.restore_s - prefill_s),
-        restore_s=sequence.restore_s,
+        queue_s=max(0.0, ttft_s - sequence.stats.restore_s - prefill_s),
+        restore_s=sequence.stats.restore_s,
         prefill_s=prefill_s,
-        decode_s=max(0.0, now - sequence.asked - ttft_s),
-        peak_bytes=sequence.peak_bytes,
-        drafted=sequence.drafted,
-        accepted=sequence.accepted,
-        model_drafted=sequence.model_drafted,
-        model_accepted=sequence.model_accepted,
-        predicted=sequence.predicted,
-        predicted_accepted=sequence.predicted_accepted,
-        recomputed=sequence.recomputed,
-        left_over=max(0, sequence.prompt_length - reached) if cut else 0,
-        not_enforced=constraint.left_out if (constraint := sequence.sampler.constraint) else (),
+        decode_s=max(0.0, now - sequence.stats.asked - ttft_s),
+        peak_bytes=sequence.stats.peak_bytes,
+        drafted=sequence.stats.drafted,
+        accepted=sequence.stats.accepted,
+        model_drafted=sequence.stats.model_drafted,
+        model_accepted=sequence.stats.model_accepted,
+        predicted=sequence.stats.predicted,
+        predicted_accepted=sequence.stats.predicted_accepted,
+        recomputed=sequence.stats.recomputed,
+        left_over=max(0, sequence.prompt.length - reached) if cut else 0,
+        not_enforced=constraint.left_out if (constraint := sequence.sampling.constraint) else (),
     )

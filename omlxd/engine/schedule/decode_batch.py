@@ -126,9 +126,9 @@ class DecodeBatch:
             self._extend(mlx_adapter.extend, sequence.take_cache())
         _advance(sequence, sequence.tokens[-1])
         self._append_rows([sequence])
-        hidden, sequence.hidden = sequence.hidden, None
+        hidden, sequence.kv.hidden = sequence.kv.hidden, None
         if hidden is not None:
-            self._record(hidden, sequence.kv_length - hidden.shape[1])
+            self._record(hidden, sequence.kv.length - hidden.shape[1])
 
     def add_prompts(self, sequences: Seq[Sequence], cache: mlx_adapter.Cache) -> None:
         """Add rows whose prompts are in a batch cache, but for their last tokens.
@@ -180,16 +180,16 @@ class DecodeBatch:
         if shared.draft_model is not None:
             self._drafts = self._drafts or shared.draft_model.rows()
             if not shared.repeatable:
-                row.sampler.params = seeded(row.sampler.params)
+                row.sampling.params = seeded(row.sampling.params)
             shared.rates[DRAFT].forget()
-        return RowSpeculator(row.tokens, row.sampler.constraint, shared.rates, row.prediction)
+        return RowSpeculator(row.tokens, row.sampling.constraint, shared.rates, row.prompt.prediction)
 
     def _may_speculate(self) -> bool:
         if self._speculation is None or not mlx_adapter.can_take_back(self._cache, len(self.rows)):
             return False
         if self._speculation.draft_model is None and self._flat and len(self.rows) > MOST_FLAT_ROWS:
             return False
-        params = [row.sampler.params for row in self.rows]
+        params = [row.sampling.params for row in self.rows]
         return not self._speculation.repeatable or all(p.greedy or p.seed is not None for p in params)
 
     def remove_rows(self, rows: Seq[Sequence]) -> None:
@@ -241,10 +241,10 @@ class DecodeBatch:
             if width or self._draft_width(offers):
                 read = self._read(self._inputs, self._unread)
                 self._unread = [False] * len(self.rows)
-            rooms = {row: row.max_new - row.generated - 1 for row in self.rows}
+            rooms = {row: row.sampling.max_new - row.generated - 1 for row in self.rows}
             for row, token, _ in read:
                 rooms[row] -= 1
-                if row.cancelled or rooms[row] < 0 or token in row.eos or token == NO_TOKEN:
+                if row.cancelled or rooms[row] < 0 or token in row.sampling.eos or token == NO_TOKEN:
                     self._turn = None
                     return read  # The row has ended.
             plan = self._plan(rooms, offers, width)
@@ -315,11 +315,11 @@ class DecodeBatch:
             return []
         if self._grid:
             rooms = {
-                row: min(room, self._grid - 1 - row.kv_length % self._grid) for row, room in rooms.items()
+                row: min(room, self._grid - 1 - row.kv.length % self._grid) for row, room in rooms.items()
             }
         most = self._most_guesses
         # Penalties are made at a row's first step: before it, each guess would get some of its own.
-        unmade = {row for row in rooms if row.sampler.params.penalised and row.sampler.penalties is None}
+        unmade = {row for row in rooms if row.sampling.params.penalised and row.sampling.penalties is None}
         rooms = {row: 0 if row in unmade else min(room, most) for row, room in rooms.items()}
         self._draft(rooms)
         if (now := self._offers(rooms)) != offers:
@@ -327,7 +327,7 @@ class DecodeBatch:
         plan: list[tuple[list[int], list[Any]]] = []
         for row in self.rows if width else ():
             guess, masks = self._speculators[row].guess[: min(width, rooms[row])], []
-            if guess and (constraint := row.sampler.constraint) is not None:
+            if guess and (constraint := row.sampling.constraint) is not None:
                 masks = constraint.masks_along(guess)
                 guess = guess[: len(masks) - 1]
             plan.append((guess, masks))
@@ -352,7 +352,7 @@ class DecodeBatch:
 
     def _draft_rates(self) -> list[float]:
         """Of each row, the share of the draft model's guesses that hold. It sees no images."""
-        return [self._speculators[row].draft_rate if row.images is None else 0.0 for row in self.rows]
+        return [self._speculators[row].draft_rate if row.prompt.images is None else 0.0 for row in self.rows]
 
     def _draft_width(self, offers: Seq[Offer]) -> int:
         if self._drafts is None or self._speculation is None:
@@ -367,7 +367,7 @@ class DecodeBatch:
         if not width or self._drafts is None or self._speculation is None:
             return
         wanted = [
-            Wanted(row, self._speculators[row].tokens, drafting(row.sampler))
+            Wanted(row, self._speculators[row].tokens, drafting(row.sampling))
             for row, rate, own in zip(self.rows, self._draft_rates(), offers, strict=True)
             if rate > own.share and rooms[row] > 0
         ]
@@ -389,7 +389,7 @@ class DecodeBatch:
         turn.checked, turn.guesses = clock(), width
         recurrent, inputs = mlx_adapter.recurrent_states(self._cache), self._inputs[:, None]
         samplers = [
-            sampler_rows(row.sampler, guess, masks)
+            sampler_rows(row.sampling, guess, masks)
             for row, (guess, masks) in zip(self.rows, plan, strict=True)
         ]
         counts = [len(guess) + 1 for guess, _ in plan]
@@ -416,14 +416,14 @@ class DecodeBatch:
         kept: list[list[int]] = []
         for row, (guess, _), own in zip(self.rows, plan, samplers, strict=True):
             of_row = list(islice(drawn, len(own)))
-            count = 1 + _held(guess, [token for token, _ in of_row], row.eos)
+            count = 1 + _held(guess, [token for token, _ in of_row], row.sampling.eos)
             kept.append([token for token, _ in of_row[:count]])
             draws += [(row, token, likelihood) for token, likelihood in of_row[:count]]
-            self._record(hidden[:, :count] if hidden is not None else None, row.kv_length)
-            row.kv_length += count
-            row.sampler.step, row.sampler.penalties = own[count - 1].step, own[count - 1].penalties
+            self._record(hidden[:, :count] if hidden is not None else None, row.kv.length)
+            row.kv.length += count
+            row.sampling.step, row.sampling.penalties = own[count - 1].step, own[count - 1].penalties
         if recurrent and len(kept[0]) <= width:  # Of one row: what held is computed again.
-            mlx_adapter.put_back(recurrent, self.rows[0].kv_length - len(kept[0]))
+            mlx_adapter.put_back(recurrent, self.rows[0].kv.length - len(kept[0]))
             mlx_adapter.trim(self._cache, [width + 1])
             mx.eval(self._forward(inputs[:, : len(kept[0])]))
         else:
@@ -443,9 +443,9 @@ class DecodeBatch:
         inputs, unread = self._inputs, self._unread
         assert inputs is not None
         if self._sampler is None:
-            self._sampler = BatchSampler([sequence.sampler for sequence in self.rows])
+            self._sampler = BatchSampler([sequence.sampling for sequence in self.rows])
         logits = self._forward(inputs[:, None])[:, -1, :]
-        self._record(mlx_adapter.take_hidden(), self.rows[0].kv_length)
+        self._record(mlx_adapter.take_hidden(), self.rows[0].kv.length)
         draws: list[Draw] | None = None
         if self._sampler.constrained:
             # What a constrained row may say follows from its token of the step before: that is read
@@ -457,7 +457,7 @@ class DecodeBatch:
         mx.async_eval(self._inputs, *(logprobs or ()))
         self._unread = [True] * len(self.rows)
         for sequence in self.rows:
-            sequence.kv_length += 1
+            sequence.kv.length += 1
         if draws is None:
             draws = self._read(inputs, unread)
         if any(unread):
@@ -478,7 +478,10 @@ class DecodeBatch:
 
     def _is_plain(self) -> bool:
         """Whether passes need nothing but tokens and cache."""
-        plain = all(row.adapter is None and (row.images is None or not row.images.delta) for row in self.rows)
+        plain = all(
+            row.adapter is None and (row.prompt.images is None or not row.prompt.images.delta)
+            for row in self.rows
+        )
         return plain and not mlx_adapter.keeps_hidden()
 
     def _forward_flat(self, guesses: Seq[list[int]], counts: Seq[int]) -> mx.array | None:
@@ -505,7 +508,10 @@ class DecodeBatch:
             self._steps += 1
             if logits is not None:
                 return logits
-        deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
+        deltas = [
+            sequence.prompt.images.delta if sequence.prompt.images is not None else 0
+            for sequence in self.rows
+        ]
         moved = {"deltas": deltas} if any(deltas) else {}
         adapters = [sequence.adapter for sequence in self.rows]
         with mlx_adapter.row_adapters(adapters):
@@ -526,7 +532,7 @@ class DecodeBatch:
         draws: list[Draw] = []
         for row, token, new in zip(self.rows, tokens, unread, strict=True):
             if new:
-                draws.append((row, token, likely.get(id(row.sampler))))
+                draws.append((row, token, likely.get(id(row.sampling))))
                 _advance(row, token)
         if turn is not None and not self._rest:  # The next turn looks, and a step is on its way.
             began = clock()
@@ -547,7 +553,7 @@ def _held(guesses: Seq[int], drawn: Seq[int], ends: Container[int]) -> int:
 
 def _advance(sequence: Sequence, token: int) -> None:
     """Advance a row's constraint by its newest token; if that fails, the row alone does."""
-    constraint = sequence.sampler.constraint
+    constraint = sequence.sampling.constraint
     if constraint is None or token == NO_TOKEN:
         return
     constraint.advance(token)
@@ -585,12 +591,12 @@ def best_batch(batches: Seq[DecodeBatch], sequence: Sequence, loaded: LoadedMode
         uneven = min(lengths) < longest
         return len(lengths) * longest * per_token * (masked if uneven else 1.0)
 
-    best, best_cost = None, loaded.weight_bytes + kv_cost([sequence.kv_length])
+    best, best_cost = None, loaded.weight_bytes + kv_cost([sequence.kv.length])
     for batch in batches:
         if not mlx_adapter.may_share_pass([sequence.adapter, *(row.adapter for row in batch.rows)]):
             continue
-        lengths = [row.kv_length for row in batch.rows]
-        cost = kv_cost([*lengths, sequence.kv_length]) - kv_cost(lengths)
+        lengths = [row.kv.length for row in batch.rows]
+        cost = kv_cost([*lengths, sequence.kv.length]) - kv_cost(lengths)
         if cost <= best_cost:
             best, best_cost = batch, cost
     return best

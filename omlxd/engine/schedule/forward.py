@@ -94,7 +94,7 @@ class PromptPasses:
             else:
                 self.compute(together[0])
         for sequence in together:
-            sequence.end_pass()
+            sequence.stats.end_pass()
         return True
 
     def _of_one_pass(self, first: Sequence, sequences: list[Sequence]) -> list[Sequence]:
@@ -117,7 +117,7 @@ class PromptPasses:
             yield
         except Interrupted:
             for sequence in sequences:
-                sequence.cache = None  # Half written. What earlier passes computed has been offered.
+                sequence.kv.cache = None  # Half written. What earlier passes computed has been offered.
                 self._scheduler.release(sequence)
         except Exception as error:
             if not isinstance(error, OmlxdError):
@@ -134,47 +134,49 @@ class PromptPasses:
 
     def _prepare(self, sequence: Sequence) -> None:
         """Before a pass of a sequence that has been matched again: its time runs from here."""
-        sequence.begin_pass()
-        if sequence.cache is None:
-            sequence.cache = mlx_adapter.new_cache(self._loaded.model, sequence.capacity)
-        self._tell_begin(sequence, sequence.kv_length)
-        if sequence.kv_length >= sequence.last_boundary(self._block):
+        sequence.stats.begin_pass()
+        if sequence.kv.cache is None:
+            sequence.kv.cache = mlx_adapter.new_cache(self._loaded.model, sequence.capacity)
+        self._tell_begin(sequence, sequence.kv.length)
+        if sequence.kv.length >= sequence.last_boundary(self._block):
             # Whatever was restored and whoever shares: bits follow the cuts.
-            length, capacity = sequence.prompt_length, sequence.capacity
+            length, capacity = sequence.prompt.length, sequence.capacity
             self._loaded.segments.cut(
-                sequence.cache, sequence.hashes, self._block, length, capacity, last=True
+                sequence.kv.cache, sequence.kv.hashes, self._block, length, capacity, last=True
             )
 
     def _tell_begin(self, sequence: Sequence, restored: int) -> None:
         """Report, once, of how many tokens its KV was `restored`."""
         if not sequence.begun:
             sequence.begun = True
-            sequence.sink.progress(Progress(restored, sequence.prompt_length, cold=sequence.restored_cold))
+            sequence.sink.progress(
+                Progress(restored, sequence.prompt.length, cold=sequence.stats.restored_cold)
+            )
 
     # ----------------------------------------------------------------- one sequence
 
     def compute(self, sequence: Sequence) -> None:
         """The next pass of `sequence`."""
         memory = self._scheduler.memory
-        if sequence.kv_from is not None:
-            self._take_file(sequence, sequence.kv_from)
+        if sequence.prompt.kv_from is not None:
+            self._take_file(sequence, sequence.prompt.kv_from)
             return
         if self._scheduler.match(sequence):
             return  # Somebody has computed it meanwhile, and it lies on disk.
         self._prepare(sequence)
-        length, start = sequence.prompt_length, sequence.kv_length
+        length, start = sequence.prompt.length, sequence.kv.length
         if start and start >= sequence.last_boundary(self._block) and self._takes_steps(sequence):
             self._finish_ends([sequence])
             return
         stop = self._budget.next_stop(sequence)
-        if sequence.images is not None:
+        if sequence.prompt.images is not None:
             # A CPU may take minutes.
             with self._looking_up([sequence], mlx_adapter.backend() == "cpu"):
-                saw = sequence.images.see_next(start, stop)
+                saw = sequence.prompt.images.see_next(start, stop)
             if saw:
                 self._scheduler.steps += 1
                 return  # A turn for each image: what else waits has its own in between.
-        if sequence.labels and stop == length:
+        if sequence.prompt.labels and stop == length:
             self._score(sequence)
             return
         if memory is not None:
@@ -195,32 +197,32 @@ class PromptPasses:
                 memory.end_chunk(start, stop)
         self._scheduler.steps += 1
         self._scheduler.count_prompt(sequence, stop - start)
-        sequence.kv_length = stop
-        sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
+        sequence.kv.length = stop
+        sequence.stats.peak_bytes = max(sequence.stats.peak_bytes, mx.get_peak_memory())
         if stop < length:
             del logits
             self._scheduler.offer(sequence)
             sequence.sink.progress(Progress(stop, length))
             return
         last, others = logits[:, -1, :], self._same_prompt(sequence)
-        held = [(other, mlx_adapter.copied(sequence.cache or []), sequence.hidden) for other in others]
-        before_s = sequence.prefill_s
+        held = [(other, mlx_adapter.copied(sequence.kv.cache or []), sequence.kv.hidden) for other in others]
+        before_s = sequence.stats.prefill_s
         self.first_token(sequence, last)
         for other, cache, hidden in held:  # As if each had computed it: the pass counts for all.
             with self._over_if_broken([other]):
                 self._take_copy(other, cache)
-                other.hidden = hidden
-                other.prefill_s += sequence.prefill_s - before_s
+                other.kv.hidden = hidden
+                other.stats.prefill_s += sequence.stats.prefill_s - before_s
                 self.first_token(other, last)
 
     def _take_copy(self, other: Sequence, cache: mlx_adapter.Cache) -> None:
         """Go on behind a copy of what another sequence with the same prompt has computed."""
         if (bridge := self._scheduler.bridge_of(other)) is None:
-            other.cache, other.kv_length = cache, other.prompt_length
+            other.kv.cache, other.kv.length = cache, other.prompt.length
         else:
             bridge.take_copy(other, cache)
-        cached = other.restored_hot + other.restored_cold
-        self._scheduler.count_prompt(other, other.prompt_length - cached)
+        cached = other.stats.restored_hot + other.stats.restored_cold
+        self._scheduler.count_prompt(other, other.prompt.length - cached)
         self._tell_begin(other, cached)
 
     def _same_prompt(self, sequence: Sequence) -> list[Sequence]:
@@ -238,43 +240,53 @@ class PromptPasses:
 
     def _key(self, sequence: Sequence) -> tuple[Any, ...] | None:
         """Equal for sequences whose prompts have the same KV and logits; None: more is done with it."""
-        more = sequence.images, sequence.labels, sequence.keys_file, sequence.write_kv, sequence.kv_from
-        if any(more) or sequence.compute_to or sequence.cancelled:
+        more = (
+            sequence.prompt.images,
+            sequence.prompt.labels,
+            sequence.prompt.keys_file,
+            sequence.prompt.write_kv,
+            sequence.prompt.kv_from,
+        )
+        if any(more) or sequence.kv.compute_to or sequence.cancelled:
             return None
-        rest = sequence.tokens[len(sequence.hashes) * self._block :]
-        return sequence.root, sequence.adapter, sequence.prompt_length, sequence.hashes[-1:], rest
+        rest = sequence.tokens[len(sequence.kv.hashes) * self._block :]
+        return sequence.prompt.root, sequence.adapter, sequence.prompt.length, sequence.kv.hashes[-1:], rest
 
     def _take_file(self, sequence: Sequence, file: PromptCacheFile) -> None:
         """Verify some of the KV in `file`; once all is done, go on behind it as behind a cached prefix."""
         bridge = self._scheduler.bridge_of(sequence)
         assert bridge is not None
-        if sequence.checked is None:
-            sequence.checked = mlx_adapter.checked_kv(self._loaded, file, sequence.tokens, self._block)
+        if sequence.kv.checked is None:
+            sequence.kv.checked = mlx_adapter.checked_kv(self._loaded, file, sequence.tokens, self._block)
         self._scheduler.steps += 1
-        sequence.begin_pass()
+        sequence.stats.begin_pass()
         with mlx_adapter.row_adapters([sequence.adapter]):
-            cache = next(sequence.checked)
+            cache = next(sequence.kv.checked)
         if cache is not None:
-            sequence.kv_from = sequence.checked = None
+            sequence.prompt.kv_from = sequence.kv.checked = None
             bridge.adopt(sequence, cache, file.at)
 
     def first_token(self, sequence: Sequence, logits: mx.array) -> None:
         """Draw it by the `logits` (1, vocabulary) of the prompt's end; the sequence decodes from now on."""
-        assert sequence.cache is not None
-        if sequence.keys_file:
+        assert sequence.kv.cache is not None
+        if sequence.prompt.keys_file:
             attention: list[mx.array] | None = None
-            if sequence.query is not None:
-                at = sequence.query % sequence.prompt_length
+            if sequence.prompt.query is not None:
+                at = sequence.prompt.query % sequence.prompt.length
                 with mlx_adapter.row_adapters([sequence.adapter]):
                     attention = mlx_adapter.attention_from(
-                        self._loaded.model, sequence.cache, sequence.tokens[at], at
+                        self._loaded.model, sequence.kv.cache, sequence.tokens[at], at
                     )
             mlx_adapter.write_keys(
-                Path(sequence.keys_file), sequence.cache, sequence.kv_length, sequence.values, attention
+                Path(sequence.prompt.keys_file),
+                sequence.kv.cache,
+                sequence.kv.length,
+                sequence.prompt.values,
+                attention,
             )
-        if sequence.write_kv is not None:
-            sequence.write_kv(sequence.cache)
-        drawn = sample_one(sequence.sampler, logits)
+        if sequence.prompt.write_kv is not None:
+            sequence.prompt.write_kv(sequence.kv.cache)
+        drawn = sample_one(sequence.sampling, logits)
         if self._scheduler.accept(sequence, [drawn]):
             # The token is out; now there is time to store the last blocks.
             self._scheduler.offer(sequence)
@@ -297,9 +309,9 @@ class PromptPasses:
                 waits = True
         if waits:
             return  # As in `compute`; the others' turn comes again.
-        if any(sequence.kv_length < sequence.last_boundary(self._block) for sequence in sequences):
+        if any(sequence.kv.length < sequence.last_boundary(self._block) for sequence in sequences):
             for sequence in sequences:
-                sequence.end_pass()
+                sequence.stats.end_pass()
             self.compute(sequences[0])  # Blocks have gone meanwhile.
             return
         self._finish_ends(sequences)
@@ -310,13 +322,19 @@ class PromptPasses:
         Then its bits are those that it has beside others. An end that fills a block has a pass of its own:
         what is stored of a prompt has been computed as prompt.
         """
-        more = sequence.adapter, sequence.images, sequence.labels, sequence.keys_file, sequence.write_kv
+        more = (
+            sequence.adapter,
+            sequence.prompt.images,
+            sequence.prompt.labels,
+            sequence.prompt.keys_file,
+            sequence.prompt.write_kv,
+        )
         plain = self._step_tokens > 0 and not any(more) and not mlx_adapter.keeps_hidden()
-        return plain and 0 < sequence.prompt_length % self._block <= LONGEST + 1
+        return plain and 0 < sequence.prompt.length % self._block <= LONGEST + 1
 
     def _finish_ends(self, sequences: Seq[Sequence]) -> None:
         """Compute ends of prompts but for the last tokens. Their batch's next step draws the first tokens."""
-        first, before_s, steps = sequences[0], sequences[0].prefill_s, None
+        first, before_s, steps = sequences[0], sequences[0].stats.prefill_s, None
         others = self._same_prompt(first) if len(sequences) == 1 else []
         tokens = [sequence.remaining_prefill for sequence in sequences]
         if self._step_tokens:
@@ -328,18 +346,18 @@ class PromptPasses:
             self._scheduler.count_prompt(sequence, computed)
         copies = [mlx_adapter.copied(cache) for _ in others]
         self._add_prompts(sequences, cache if len(sequences) > 1 else mlx_adapter.merge([cache]))
-        first.end_pass()
+        first.stats.end_pass()
         for other, copy in zip(others, copies, strict=True):  # As if each had computed it.
             with self._over_if_broken([other]):
                 self._take_copy(other, copy)
-                other.prefill_s += first.prefill_s - before_s
+                other.stats.prefill_s += first.stats.prefill_s - before_s
                 self._add_prompts([other], mlx_adapter.merge([other.take_cache()]))
 
     def _add_prompts(self, sequences: Seq[Sequence], cache: mlx_adapter.Cache) -> None:
         """Let them decode, from the last tokens of their prompts on."""
         for sequence in sequences:
-            sequence.kv_length = sequence.prompt_length - 1
-        batch = self._scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
+            sequence.kv.length = sequence.prompt.length - 1
+        batch = self._scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv.length))
         with self._scheduler.dropped_if_joined(batch, sequences[0]):
             batch.add_prompts(sequences, cache)
         for sequence in sequences:
@@ -350,10 +368,10 @@ class PromptPasses:
         """Score the labels of `first`, which stands at its prompt's end, and of others that do."""
         together, tokens = [first], tokens_to_score(first)
         for other in sorted(self._scheduler.running, key=lambda sequence: sequence.arrival):
-            alone = first.images or other.images or not self._loaded.batchable
-            if other is first or alone or not other.labels or other.state is not State.PREFILLING:
+            alone = first.prompt.images or other.prompt.images or not self._loaded.batchable
+            if other is first or alone or not other.prompt.labels or other.state is not State.PREFILLING:
                 continue
-            if not self._is_matched(other) or other.kv_length < other.last_boundary(self._block):
+            if not self._is_matched(other) or other.kv.length < other.last_boundary(self._block):
                 continue
             if tokens + (more := tokens_to_score(other)) > TOGETHER:
                 break
@@ -417,24 +435,24 @@ def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool
     Returns the logits (1, tokens, vocabulary) of its last pass, not evaluated: before the prompt's
     end only the KV is.
     """
-    start, length = sequence.kv_length, sequence.prompt_length
-    assert sequence.cache is not None
+    start, length = sequence.kv.length, sequence.prompt.length
+    assert sequence.kv.cache is not None
     if last_alone and start < length - 1 and stop == length and sequence.may_end(stop - 1):
         _pass(model, sequence, start, stop - 1)
-        mx.eval(mlx_adapter.state_arrays(sequence.cache))
+        mx.eval(mlx_adapter.state_arrays(sequence.kv.cache))
         start = stop - 1
     logits = _pass(model, sequence, start, stop)
-    sequence.hidden = mlx_adapter.take_hidden()
+    sequence.kv.hidden = mlx_adapter.take_hidden()
     if stop < length:
-        mx.eval(mlx_adapter.state_arrays(sequence.cache))
+        mx.eval(mlx_adapter.state_arrays(sequence.kv.cache))
     return logits
 
 
 def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
-    inputs = sequence.images.inputs(start, stop) if sequence.images is not None else {}
-    early = stop < sequence.prompt_length
+    inputs = sequence.prompt.images.inputs(start, stop) if sequence.prompt.images is not None else {}
+    early = stop < sequence.prompt.length
     with mlx_adapter.row_adapters([sequence.adapter]), mlx_adapter.fixed_shapes(early):
-        return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache, **inputs)
+        return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.kv.cache, **inputs)
 
 
 def compute_ends(model: Any, sequences: Seq[Sequence], steps: EndSteps | None = None) -> mlx_adapter.Cache:
@@ -448,7 +466,7 @@ def compute_ends(model: Any, sequences: Seq[Sequence], steps: EndSteps | None = 
         for cache in caches:
             mlx_adapter.open_tails(cache)
     cache = mlx_adapter.merge(caches) if len(caches) > 1 else caches[0]
-    ends = [sequence.tokens[sequence.kv_length : sequence.prompt_length - 1] for sequence in sequences]
+    ends = [sequence.tokens[sequence.kv.length : sequence.prompt.length - 1] for sequence in sequences]
     if steps is not None:
         ends = steps.compute(cache, ends)
     if width := max(map(len, ends)):

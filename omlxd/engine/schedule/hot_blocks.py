@@ -9,7 +9,7 @@
 | that the disk's writer has                                | not yet: their bytes stay until it is done |
 
 A block that is not on disk loses its name with its bytes. Where a running sequence has its KV, the bridge
-copies that again once a tier has room, or at the sequence's end (`Sequence.unkept`).
+copies that again once a tier has room, or at the sequence's end (`SequenceKV.unkept`).
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class HotBlocks:
         """Hot blocks that `sequence`, which waits, will use; in order."""
         if (store := self._store_of(sequence)) is None:
             return []
-        names = sequence.hashes[: (sequence.prompt_length - 1) // store.block_size]
+        names = sequence.kv.hashes[: (sequence.prompt.length - 1) // store.block_size]
         blocks = (store.pool.get_cached_block(name) for name in names)
         return [block for block in blocks if block is not None and block.payload is not None]
 
     def held(self, running: list[Sequence], waiting: Iterable[Sequence]) -> Held:
         uncopied = {id(block): block for sequence in running for block in self._uncopied(sequence)}
-        held = uncopied | {id(block): block for sequence in running for block in sequence.pinned}
+        held = uncopied | {id(block): block for sequence in running for block in sequence.kv.pinned}
         for store in self._stores():
             for name in store.flusher.writing if store.flusher is not None else ():
                 if (block := store.pool.get_cached_block(name)) is not None:
@@ -110,25 +110,25 @@ class HotBlocks:
         if store.flusher is not None:
             store.flusher.unwritten.pop(block.block_hash)
         store.pool.forget(block)
-        sequence.unkept.append(index)
+        sequence.kv.unkept.append(index)
         return nbytes
 
     def _own(self, sequence: Sequence) -> int:
         """Blocks of its table that `sequence`, which runs, has KV of."""
-        if sequence.table is None or (store := self._store_of(sequence)) is None:
+        if sequence.kv.table is None or (store := self._store_of(sequence)) is None:
             return 0
-        has_kv = sequence.cache is not None or sequence.state is State.DECODING
-        return min(len(sequence.table.blocks), sequence.kv_length // store.block_size) if has_kv else 0
+        has_kv = sequence.kv.cache is not None or sequence.state is State.DECODING
+        return min(len(sequence.kv.table.blocks), sequence.kv.length // store.block_size) if has_kv else 0
 
     def _uncopied(self, sequence: Sequence) -> list[Block]:
         """Blocks that `sequence`, which runs, has still to copy."""
-        return sequence.table.blocks[self._own(sequence) :] if sequence.table is not None else []
+        return sequence.kv.table.blocks[self._own(sequence) :] if sequence.kv.table is not None else []
 
     def _copied(self, running: list[Sequence]) -> Iterator[tuple[Sequence, int, Block]]:
         """(sequence, index, block) of those that only later requests need."""
-        needed = {id(b) for sequence in running for b in (*self._uncopied(sequence), *sequence.pinned)}
+        needed = {id(b) for sequence in running for b in (*self._uncopied(sequence), *sequence.kv.pinned)}
         for sequence in running:
-            store, table = self._store_of(sequence), sequence.table
+            store, table = self._store_of(sequence), sequence.kv.table
             writing = store.flusher.writing if store is not None and store.flusher is not None else ()
             for index in range(self._own(sequence) - 1, -1, -1):
                 block = table.blocks[index] if table is not None else None

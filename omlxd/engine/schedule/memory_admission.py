@@ -147,20 +147,20 @@ class MemoryAdmission:
         waits for it: who finds no memory gets `KV_RESERVE` tokens.
         """
         layout = self._loaded.layout
-        if sequence.reserve is not None or layout is None or not (per_token := layout.nbytes(1)):
+        if sequence.sampling.reserve is not None or layout is None or not (per_token := layout.nbytes(1)):
             return
-        unused = per_token * sum(max(0, each.capacity - each.kv_length) for each in running)
+        unused = per_token * sum(max(0, each.capacity - each.kv.length) for each in running)
         free = self._room(running)[1] - self._hot.nbytes - need
         share = ANSWER_SHARE * (ANSWERS_SHARE * (free + unused) - unused)
-        sequence.reserve = KV_RESERVE + max(0, int(share / per_token))
+        sequence.sampling.reserve = KV_RESERVE + max(0, int(share / per_token))
 
     def need(self, sequence: Sequence) -> int:
         """Bytes that a sequence will add: its KV, as it is allocated, and a chunk's work or an image's."""
-        return self._kv(sequence) + max(self.working(sequence.prompt_length), self._tower(sequence))
+        return self._kv(sequence) + max(self.working(sequence.prompt.length), self._tower(sequence))
 
     def _tower(self, sequence: Sequence, cached: int = 0) -> int:
         """Bytes that the vision tower takes for the largest image behind the first `cached` tokens."""
-        images = sequence.images.seen_from(cached) if sequence.images is not None else ()
+        images = sequence.prompt.images.seen_from(cached) if sequence.prompt.images is not None else ()
         return max((self._vision.working(i.values, i.tiles, self._fused) for i in images), default=0)
 
     def working(self, length: int, cached: int = 0) -> int:
@@ -191,7 +191,7 @@ class MemoryAdmission:
         store = self._store_of(sequence)
         if store is not None and layout is not None and not (states and states.tensors):
             size = store.block_size
-            for name in sequence.hashes[: (sequence.prompt_length - 1) // size]:
+            for name in sequence.kv.hashes[: (sequence.prompt.length - 1) // size]:
                 tier = store.where(name)
                 if not tier:
                     break
@@ -199,7 +199,7 @@ class MemoryAdmission:
                 if tier == "hot" and (block := store.pool.get_cached_block(name)) is not None:
                     hot.append(block)
         twice = layout.nbytes(cached) if layout is not None and cached else 0
-        work = max(self.working(sequence.prompt_length, cached), self._tower(sequence, cached))
+        work = max(self.working(sequence.prompt.length, cached), self._tower(sequence, cached))
         through = self._kv(sequence) + twice + work
         self._looked[sequence.arrival] = now + LOOK_S, through
         return through, hot
@@ -210,9 +210,9 @@ class MemoryAdmission:
         if not live.tokens or layout is None or self.store is None:
             return 0
         block, most = self.store.block_size, 0
-        mine = live.names(sequence.hashes, block, sequence.prompt_length)
+        mine = live.names(sequence.kv.hashes, block, sequence.prompt.length)
         for other in others:
-            theirs = live.names(other.hashes, block, other.prompt_length)
+            theirs = live.names(other.kv.hashes, block, other.prompt.length)
             most = max([most, *(mine[name] for name in mine.keys() & theirs.keys())])
         return layout.nbytes(most) if most else 0
 
@@ -238,7 +238,7 @@ class MemoryAdmission:
         return sum(
             self._kv(sequence) - self._shared(sequence, running[:index])
             for index, sequence in enumerate(running)
-            if sequence.cache is None and sequence.state is not State.DECODING
+            if sequence.kv.cache is None and sequence.state is not State.DECODING
         )
 
     def room(self, running: list[Sequence]) -> int:
@@ -260,11 +260,11 @@ class MemoryAdmission:
         """Bytes that `sequence` will add where its blocks in RAM stay. As for `_through_cache`."""
         cached, states = 0, self._loaded.states
         if (store := self._store_of(sequence)) is not None and not (states and states.tensors):
-            for block, name in zip(self._hot.of(sequence), sequence.hashes, strict=False):
+            for block, name in zip(self._hot.of(sequence), sequence.kv.hashes, strict=False):
                 if block.block_hash != name:
                     break
                 cached += store.block_size
-        work = max(self.working(sequence.prompt_length, cached), self._tower(sequence, cached))
+        work = max(self.working(sequence.prompt.length, cached), self._tower(sequence, cached))
         return self._kv(sequence) + work
 
     def _clear_the_way(self, need: int, running: list[Sequence], waiting: list[Sequence]) -> None:
@@ -277,17 +277,17 @@ class MemoryAdmission:
     def _note_wait(
         self, sequence: Sequence, need: int, room: int, held: Held, running: list[Sequence]
     ) -> None:
-        if sequence.short_since:
+        if sequence.stats.short_since:
             return
-        sequence.short_since = self._clock()
-        layout, prompt = self._loaded.layout, mlx_adapter.round_up(sequence.prompt_length)
+        sequence.stats.short_since = self._clock()
+        layout, prompt = self._loaded.layout, mlx_adapter.round_up(sequence.prompt.length)
         answer = self._kv(sequence) - layout.nbytes(prompt) if layout else 0
         log.info(
             "%s (prompt=%d) waits for memory: it needs %s, %s of that for its answer (kv-reserve), "
             "and %s can be had beside %d others; %s of blocks in RAM must stay until they are copied or on "
             "disk",
             sequence.name,
-            sequence.prompt_length,
+            sequence.prompt.length,
             human(need),
             human(answer),
             human(room),
@@ -299,14 +299,14 @@ class MemoryAdmission:
         """Forget that the front was asked for it, and log it with the access log's `prompt=` and `queue=`."""
         if self._asked is sequence:
             self._asked = None
-        if sequence.short_since:
-            waited = time.monotonic() - sequence.received
-            log.info("%s (prompt=%d) %s, queue=%.3fs", sequence.name, sequence.prompt_length, how, waited)
+        if sequence.stats.short_since:
+            waited = time.monotonic() - sequence.stats.received
+            log.info("%s (prompt=%d) %s, queue=%.3fs", sequence.name, sequence.prompt.length, how, waited)
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
-        what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"
+        what = f"This prompt of {sequence.prompt.length} tokens needs about {human(need)} of memory"
         advice = "shorten it"
-        if (tower := self._tower(sequence)) > self.working(sequence.prompt_length):
+        if (tower := self._tower(sequence)) > self.working(sequence.prompt.length):
             what += f", {human(tower)} of it for its largest image,"
             advice = "send that one smaller"
         if never:

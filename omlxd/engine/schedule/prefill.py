@@ -87,11 +87,11 @@ class PrefillBudget:
 
     def pick_sequence(self, sequences: Seq[Sequence]) -> Sequence:
         """The one that has begun, else the first that got its slot; a much shorter one goes before either."""
-        sequence = min(sequences, key=lambda sequence: (not sequence.begun, sequence.admitted))
+        sequence = min(sequences, key=lambda sequence: (not sequence.begun, sequence.stats.admitted))
         shortest = min(sequences, key=self._to_compute)
         left, less = self._to_compute(sequence), self._to_compute(shortest)
-        if less * OVERTAKE <= left and sequence.overtaken + less <= PATIENCE * left:
-            sequence.overtaken += min(less, self.largest)
+        if less * OVERTAKE <= left and sequence.stats.overtaken + less <= PATIENCE * left:
+            sequence.stats.overtaken += min(less, self.largest)
             return shortest
         return sequence
 
@@ -102,12 +102,12 @@ class PrefillBudget:
             return None
         ends = [self._end(sequence) for sequence in self.ends_together(first, sequences)]
         for other in sorted(sequences, key=self._to_compute):
-            its_end = other.prompt_length % self._block if other.prompt_length > self._block else 0
+            its_end = other.prompt.length % self._block if other.prompt.length > self._block else 0
             alike = mlx_adapter.may_share_pass([first.adapter, other.adapter])
             joins = other is not first and its_end and alike and self._is_plain(other)
-            waits = first.overtaken + self._to_compute(other) <= TOGETHER
+            waits = first.stats.overtaken + self._to_compute(other) <= TOGETHER
             if joins and waits and self._fit([*ends, its_end]) and not self._end(other):
-                first.overtaken += min(self._to_compute(other), self.largest)
+                first.stats.overtaken += min(self._to_compute(other), self.largest)
                 return other
         return None
 
@@ -136,31 +136,38 @@ class PrefillBudget:
         """
         behind = self._behind(sequence)
         last = behind and self._is_plain(sequence) and behind >= sequence.last_boundary(self._block)
-        return sequence.prompt_length - behind if last and sequence.prompt_length % self._block else 0
+        return sequence.prompt.length - behind if last and sequence.prompt.length % self._block else 0
 
     @staticmethod
     def _is_plain(sequence: Sequence) -> bool:
         """Whether a pass may compute its end and others'."""
-        others = sequence.images is not None or sequence.keys_file or sequence.labels or sequence.write_kv
+        others = (
+            sequence.prompt.images is not None
+            or sequence.prompt.keys_file
+            or sequence.prompt.labels
+            or sequence.prompt.write_kv
+        )
         return not others
 
     def _to_compute(self, sequence: Sequence) -> int:
         """Tokens of its prompt that are left to compute."""
-        return sequence.prompt_length - self._behind(sequence)
+        return sequence.prompt.length - self._behind(sequence)
 
     def _behind(self, sequence: Sequence) -> int:
         """Tokens of its prompt that it has KV of, or will find in RAM before its first pass."""
-        if sequence.kv_length or sequence.table is None or sequence.compute_to:
-            return sequence.kv_length
-        return len(sequence.table.blocks) * self._block
+        if sequence.kv.length or sequence.kv.table is None or sequence.kv.compute_to:
+            return sequence.kv.length
+        return len(sequence.kv.table.blocks) * self._block
 
     def next_stop(self, sequence: Sequence) -> int:
         """Where the next pass of `sequence` ends. The last one begins at its last boundary, or past it."""
-        start, last = sequence.kv_length, sequence.last_boundary(self._block)
+        start, last = sequence.kv.length, sequence.last_boundary(self._block)
         if start >= last:
-            return sequence.prompt_length
-        checkpoints = (blocks * self._block for blocks in (sequence.divergence, *sequence.before_images))
-        places = (place for place in (*checkpoints, sequence.compute_to) if start < place)
+            return sequence.prompt.length
+        checkpoints = (
+            blocks * self._block for blocks in (sequence.kv.divergence, *sequence.kv.before_images)
+        )
+        places = (place for place in (*checkpoints, sequence.kv.compute_to) if start < place)
         stop = min(last, self.chunk_end(start), *places)
         while not sequence.may_end(stop):
             stop += self._block

@@ -106,18 +106,19 @@ class RequestQueue:
             if self._overtaken[stuck] >= PATIENCE:
                 return None
             shorter = (sequence for sequence in self if sequence is not stuck)
-            return min(shorter, key=lambda sequence: sequence.prompt_length, default=None)
+            return min(shorter, key=lambda sequence: sequence.prompt.length, default=None)
         if not self._overtaken:
             return None
         running = [*running]
         client = self._clients.next_group(
-            (sequence.client for sequence in self), Counter(sequence.client for sequence in running)
+            (sequence.prompt.client for sequence in self),
+            Counter(sequence.prompt.client for sequence in running),
         )
-        waiting = [sequence for sequence in self if sequence.client == client]
-        self._sessions = {one.client: self._sessions.get(one.client) or Turns() for one in self}
+        waiting = [sequence for sequence in self if sequence.prompt.client == client]
+        self._sessions = {one.prompt.client: self._sessions.get(one.prompt.client) or Turns() for one in self}
         session = self._sessions[client].next_group(
             (session_of(sequence) for sequence in waiting),
-            Counter(session_of(sequence) for sequence in running if sequence.client == client),
+            Counter(session_of(sequence) for sequence in running if sequence.prompt.client == client),
         )
         return next(sequence for sequence in waiting if session_of(sequence) == session)
 
@@ -127,15 +128,15 @@ class RequestQueue:
             if waiting is sequence:
                 break
             self._overtaken[waiting] += 1
-        self._clients.take_turn(sequence.client)
-        if sessions := self._sessions.get(sequence.client):
+        self._clients.take_turn(sequence.prompt.client)
+        if sessions := self._sessions.get(sequence.prompt.client):
             sessions.take_turn(session_of(sequence))
         self.remove_request(sequence)
 
 
 def session_of(sequence: Sequence) -> str:
     """Sub-agents' sessions are `session/agent`: one with their parent."""
-    return sequence.session.partition("/")[0]
+    return sequence.prompt.session.partition("/")[0]
 
 
 class Watchdog:
@@ -164,9 +165,9 @@ class Watchdog:
             log.warning(
                 "%s: its time is up after %.0f s, %d of %d prompt tokens done, %d generated",
                 sequence.name,
-                now - sequence.received,
-                min(sequence.kv_length, sequence.prompt_length),
-                sequence.prompt_length,
+                now - sequence.stats.received,
+                min(sequence.kv.length, sequence.prompt.length),
+                sequence.prompt.length,
                 sequence.generated,
             )
             sequence.sink.finished(sequence, "length")

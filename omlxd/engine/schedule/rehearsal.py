@@ -18,7 +18,7 @@ from ...kv.hashing import chain_root, hash_blocks
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
 from ..sampling import RowSampling
-from ..sequence import SamplerRow, Sequence
+from ..sequence import Prompt, SamplerRow, Sequence, SequenceKV
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -92,11 +92,8 @@ def _request(
     return Sequence(
         id=0,
         tokens=tokens,
-        prompt_length=length,
-        root=root,
-        hashes=hash_blocks(root, tokens, block_size),
-        max_new=answer,
-        eos=frozenset(),
-        sampler=SamplerRow(GREEDY),
+        prompt=Prompt(length, root),
+        sampling=SamplerRow(GREEDY, max_new=answer),
+        kv=SequenceKV(hash_blocks(root, tokens, block_size)),
         sink=sink,
     )

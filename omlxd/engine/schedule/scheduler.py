@@ -189,7 +189,7 @@ class Scheduler:
     def load_metrics(self) -> dict[str, float]:
         """Gauges; a prompt with a slot waits for its first pass. Any thread: a torn read costs nothing."""
         slots = [*self.running]
-        waiting = sum(each.state is State.PREFILLING and not each.was_in_pass for each in slots)
+        waiting = sum(each.state is State.PREFILLING and not each.stats.was_in_pass for each in slots)
         return {
             "num_requests_running": len(slots) - waiting,
             "num_requests_waiting": len(self.waiting) + waiting,
@@ -214,7 +214,7 @@ class Scheduler:
                 self.waiting.take_request(sequence)
                 self.running.append(sequence)
                 sequence.state = State.PREFILLING
-                sequence.admitted = time.monotonic()
+                sequence.stats.admitted = time.monotonic()
                 self.match(sequence)
             except Exception as error:
                 if not isinstance(error, OmlxdError):
@@ -226,12 +226,12 @@ class Scheduler:
     def _tell_waiters(self, stuck: Sequence | None) -> None:
         """A line for each that waits; who is next and waits for memory has its own (memory_admission.py)."""
         for place, sequence in enumerate(self.waiting):
-            if not sequence.told and not sequence.short_since:
+            if not sequence.told and not sequence.stats.short_since:
                 sequence.told = True
                 log.info(
                     "%s (prompt=%d) waits for %s: %d run, %d came before it",
                     sequence.name,
-                    sequence.prompt_length,
+                    sequence.prompt.length,
                     f"memory behind {stuck.name}" if stuck else "a slot",
                     len(self.running),
                     place,
@@ -239,16 +239,16 @@ class Scheduler:
 
     def match(self, sequence: Sequence) -> bool:
         """Give a sequence its cached prefix. True: the disk is read first, and `_restored` follows."""
-        if (bridge := self.bridge_of(sequence)) is None or sequence.kv_from is not None:
+        if (bridge := self.bridge_of(sequence)) is None or sequence.prompt.kv_from is not None:
             return False
         began = time.monotonic()
 
         def restored() -> None:
-            sequence.restore_s += time.monotonic() - began
+            sequence.stats.restore_s += time.monotonic() - began
             self._restored(sequence)
 
         if not bridge.match(sequence, restored):
-            sequence.restore_s += time.monotonic() - began
+            sequence.stats.restore_s += time.monotonic() - began
             return False
         sequence.state = State.RESTORING  # Not if that raised: somebody has to settle it.
         return True
@@ -289,9 +289,9 @@ class Scheduler:
     def decode(self, *, beside_prefill: bool) -> None:
         """Run a step of every batch; wait for its end beside a prefill, so that each is timed by itself."""
         began = time.perf_counter()
-        prompts = [row for batch in self._batches for row in batch.rows if not row.first_token_s]
+        prompts = [row for batch in self._batches for row in batch.rows if not row.stats.first_token_s]
         for sequence in prompts:  # Their ends were computed together, but for the last tokens.
-            sequence.begin_pass()
+            sequence.stats.begin_pass()
         for batch in list(self._batches):
             self._step(batch)
         if beside_prefill:
@@ -299,12 +299,12 @@ class Scheduler:
                 with self._dropped_if_broken(batch):
                     batch.wait()
         for sequence in prompts:
-            sequence.end_pass()
+            sequence.stats.end_pass()
         self._stepped_at = time.perf_counter()
         took = self._stepped_at - began
         self.decode_s += took
         for sequence in self.passes.computing:
-            sequence.pass_since += took
+            sequence.stats.pass_since += took
         if beside_prefill:  # One slow step is no reason to keep decoders waiting as long again.
             usual = self._step_s or took
             self._step_s = min(took, (1 - SMOOTHING) * usual + SMOOTHING * took)
@@ -318,7 +318,7 @@ class Scheduler:
             ended: list[Sequence] = []
             for sequence, own in drawn.items():
                 if not self.accept(sequence, own):
-                    sequence.kv_length = min(sequence.kv_length, len(sequence.tokens))
+                    sequence.kv.length = min(sequence.kv.length, len(sequence.tokens))
                     ended.append(sequence)
             batch.end_turn()
             self.leave(batch, ended)
@@ -391,13 +391,16 @@ class Scheduler:
             sequence.tokens.append(token)
             if sequence.cancelled:
                 return False
-            if token in sequence.eos:
+            if token in sequence.sampling.eos:
                 end = "stop"
                 if sequence.sink.shows_stop:
                     kept.append((token, likelihood))
                 break
             kept.append((token, likelihood))
-            if sequence.generated >= sequence.max_new or len(sequence.tokens) >= self._loaded.context_length:
+            if (
+                sequence.generated >= sequence.sampling.max_new
+                or len(sequence.tokens) >= self._loaded.context_length
+            ):
                 end = "length"
                 break
         count = partial(self._count_token, sequence.adapter)
@@ -421,17 +424,17 @@ class Scheduler:
 
     def _count_restored(self, sequence: Sequence) -> None:
         """Count the tokens that it restored: before its first token is noted, or as it ends without one."""
-        if not (sequence.first_token_s or sequence.again or sequence.carried):
-            self.restored_hot[sequence.adapter] += sequence.restored_hot
-            self.restored_cold[sequence.adapter] += sequence.restored_cold
+        if not (sequence.stats.first_token_s or sequence.again or sequence.carried):
+            self.restored_hot[sequence.adapter] += sequence.stats.restored_hot
+            self.restored_cold[sequence.adapter] += sequence.stats.restored_cold
 
     def note_good(self, sequence: Sequence) -> None:
         """Its KV so far gave finite logits."""
-        sequence.end_pass()
+        sequence.stats.end_pass()
         self._count_restored(sequence)
-        sequence.first_token_s = sequence.first_token_s or time.monotonic() - sequence.asked
-        sequence.stored.clear()
-        sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
+        sequence.stats.first_token_s = sequence.stats.first_token_s or time.monotonic() - sequence.stats.asked
+        sequence.kv.stored.clear()
+        sequence.stats.peak_bytes = max(sequence.stats.peak_bytes, mx.get_peak_memory())
 
     def spoiled(self, sequence: Sequence) -> None:
         """Logits are not finite: fail the request and withdraw the KV that it stored."""
@@ -473,18 +476,18 @@ class Scheduler:
         sequence.cancelled = True
         if sequence.state is State.RESTORING or sequence in self.passes.computing:
             return  # As in `_cancel`.
-        sequence.cache = None
+        sequence.kv.cache = None
         self._finish(sequence)
         self.waiting.remove_request(sequence)
         self._over(sequence)
 
     def _over(self, sequence: Sequence) -> None:
         """Nothing of it is held any more; its sink, which holds it, is let go."""
-        if self.memory and not sequence.admitted:
+        if self.memory and not sequence.stats.admitted:
             self.memory.note_end_of_wait(sequence, "ended before it got memory")
         if sequence.begun and sequence.state is not State.DONE:
             self._count_restored(sequence)
-        sequence.cache = sequence.last_checkpoint = sequence.checked = sequence.sink = None
+        sequence.kv.cache = sequence.kv.last_checkpoint = sequence.kv.checked = sequence.sink = None
         sequence.state = State.DONE
         if sequence in self.running:
             self.running.remove(sequence)

@@ -40,7 +40,7 @@ class _Row:
     @property
     def answer(self) -> int:
         """The position whose logits are of the answer's first token."""
-        return self.sequence.prompt_length - self.sequence.kv_length - 1
+        return self.sequence.prompt.length - self.sequence.kv.length - 1
 
 
 def tokens_to_score(sequence: Sequence) -> int:
@@ -62,13 +62,13 @@ def score(loaded: LoadedModel, sequences: Seq[Sequence]) -> Iterator[tuple[Seque
 
 
 def _rows(sequence: Sequence) -> list[_Row]:
-    end = sequence.tokens[sequence.kv_length : sequence.prompt_length]
-    heads = sorted({tuple(label[:-1]) for label in sequence.labels})
+    end = sequence.tokens[sequence.kv.length : sequence.prompt.length]
+    heads = sorted({tuple(label[:-1]) for label in sequence.prompt.labels})
     # Whatever goes on from a head stands right behind it.
     begun = {head for head, after in pairwise(heads) if after[: len(head)] == head}
     heads = [head for head in heads if head not in begun]
     rows = [_Row(sequence, [*end, *head], []) for head in heads]
-    for index, label in enumerate(sequence.labels):
+    for index, label in enumerate(sequence.prompt.labels):
         rows[bisect_left(heads, tuple(label[:-1]))].labels.append(index)
     return rows
 
@@ -78,15 +78,15 @@ def _groups(loaded: LoadedModel, rows: Seq[_Row]) -> Iterator[list[_Row]]:
     per_token = loaded.layout.nbytes(1) if loaded.layout else 0
     group: list[_Row] = []
     # Rows with KV and without it don't mix: nobody needs that, and not every class can do it.
-    for row in sorted(rows, key=lambda row: (row.sequence.kv_length > 0, len(row.tokens))):
+    for row in sorted(rows, key=lambda row: (row.sequence.kv.length > 0, len(row.tokens))):
         several = [*group, row]
-        copied = len(several) * max(each.sequence.kv_length for each in several) * per_token
+        copied = len(several) * max(each.sequence.kv.length for each in several) * per_token
         if group and not (
             loaded.batchable
             and len(several) * len(row.tokens) <= TOGETHER
             and copied <= COPIED
-            and bool(row.sequence.kv_length) == bool(group[0].sequence.kv_length)
-            and row.sequence.images is None
+            and bool(row.sequence.kv.length) == bool(group[0].sequence.kv.length)
+            and row.sequence.prompt.images is None
             and mlx_adapter.may_share_pass([each.sequence.adapter for each in several])
         ):
             yield group
@@ -100,8 +100,8 @@ class _Found:
 
     def __init__(self, sequence: Sequence):
         self._sequence = sequence
-        self.logprobs = [[math.nan] * len(label) for label in sequence.labels]
-        self.logits = [math.nan] * len(sequence.labels)
+        self.logprobs = [[math.nan] * len(label) for label in sequence.prompt.labels]
+        self.logits = [math.nan] * len(sequence.prompt.labels)
         self.likeliest: tuple[int, Likelihood] | None = None
 
     def scores(self) -> LabelScores | None:
@@ -132,18 +132,18 @@ def _cache_of(loaded: LoadedModel, group: Seq[_Row]) -> mlx_adapter.Cache:
     """The rows' prefixes, to be written to; a sequence with several rows keeps its own."""
     if len(group) == 1 and len(_rows(group[0].sequence)) == 1:
         return group[0].sequence.take_cache()
-    if loaded.batchable and group[0].sequence.images is None:
-        held = (cast(mlx_adapter.Cache, row.sequence.cache) for row in group)
+    if loaded.batchable and group[0].sequence.prompt.images is None:
+        held = (cast(mlx_adapter.Cache, row.sequence.kv.cache) for row in group)
         return mlx_adapter.merge([*map(mlx_adapter.copied, held)])
-    return mlx_adapter.copied(cast(mlx_adapter.Cache, group[0].sequence.cache))
+    return mlx_adapter.copied(cast(mlx_adapter.Cache, group[0].sequence.kv.cache))
 
 
 def _spans(group: Seq[_Row], width: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """(start, stop, what the model gets besides) of each pass: a row alone may be long."""
-    images, start = group[0].sequence.images, 0
+    images, start = group[0].sequence.prompt.images, 0
     if images is not None:  # A prompt's end may be a few images, and is one pass as it always is.
-        behind, start = group[0].sequence.kv_length, group[0].answer + 1
-        yield 0, start, images.inputs(behind, group[0].sequence.prompt_length)
+        behind, start = group[0].sequence.kv.length, group[0].answer + 1
+        yield 0, start, images.inputs(behind, group[0].sequence.prompt.length)
     for at in range(start, width, TOGETHER):
         yield at, min(at + TOGETHER, width), {"deltas": [images.delta]} if images and images.delta else {}
 
@@ -157,7 +157,7 @@ def _take(group: Seq[_Row], wanted: Seq[Seq[int]], logits: mx.array, found: dict
         for at, position in enumerate(own):
             of_answer = position - row.answer
             for label in row.labels:
-                if of_answer < len(tokens := row.sequence.labels[label]):
+                if of_answer < len(tokens := row.sequence.prompt.labels[label]):
                     places.append((index, at, tokens[of_answer]))
                     owners.append((row.sequence, label, of_answer))
         if row.answer in own and row.sequence not in firsts and found[row.sequence].likeliest is None:
@@ -168,7 +168,7 @@ def _take(group: Seq[_Row], wanted: Seq[Seq[int]], logits: mx.array, found: dict
     sampler, drawn = None, None
     if firsts:
         sampler = BatchSampler(
-            [replace(row.sampler, top_logprobs=row.sampler.top_logprobs or 0) for row in firsts]
+            [replace(row.sampling, top_logprobs=row.sampling.top_logprobs or 0) for row in firsts]
         )
         drawn = sampler(mlx_adapter.rows_at(logits, [*firsts.values()])[:, 0])
     mx.eval(values, logprobs, *([] if sampler is None else [drawn, *(sampler.logprobs or ())]))

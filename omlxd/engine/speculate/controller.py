@@ -357,14 +357,14 @@ class Speculation:
     def count(self, row: Sequence, guesses: int, held: int, *, of_model: bool, predicted: bool) -> None:
         """Count what a pass checked of `row`."""
         self.counts[row.adapter].record(guesses, held, of_model=of_model)
-        row.drafted += guesses
-        row.accepted += held
+        row.stats.drafted += guesses
+        row.stats.accepted += held
         if of_model:
-            row.model_drafted += guesses
-            row.model_accepted += held
+            row.stats.model_drafted += guesses
+            row.stats.model_accepted += held
         if predicted:
-            row.predicted += guesses
-            row.predicted_accepted += held
+            row.stats.predicted += guesses
+            row.stats.predicted_accepted += held
 
     def record_step(self, rows: int, seconds: float, *, steady: bool = True) -> None:
         """A plain step took `seconds`, as `PassTimes.record_step` has it."""

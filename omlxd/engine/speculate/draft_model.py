@@ -55,7 +55,7 @@ class DraftModel:
     def kv_bytes(self, sequence: Sequence) -> int:
         """Most that its KV takes for one sequence, as far as room is made for its answer at once."""
         assert self.loaded.layout is not None
-        tokens = min(sequence.prompt_length, self.context) + sequence.capacity - sequence.prompt_length
+        tokens = min(sequence.prompt.length, self.context) + sequence.capacity - sequence.prompt.length
         return self.loaded.layout.nbytes(mlx_adapter.round_up(tokens))
 
     def rows(self) -> DraftRows:
@@ -185,7 +185,7 @@ class DraftRows:
         last = len(each.tokens) - 1
         if row is None:
             start = max(0, last - self.model.context)
-            capacity = last - start + each.sequence.capacity - each.sequence.prompt_length
+            capacity = last - start + each.sequence.capacity - each.sequence.prompt.length
             row = _Row(each.sequence, start, start, mlx_adapter.new_cache(self.model.loaded.model, capacity))
             self._coming.append(row)
         assert row.cache is not None

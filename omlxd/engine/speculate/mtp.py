@@ -34,7 +34,7 @@ class MtpModel:
 
     def kv_bytes(self, sequence: Sequence) -> int:
         """Most that the heads' KV takes for one sequence, as far as room is made for its answer at once."""
-        tokens = MOST + sequence.capacity - sequence.prompt_length
+        tokens = MOST + sequence.capacity - sequence.prompt.length
         return self.heads.token_bytes * mlx_adapter.round_up(tokens)
 
     def rows(self) -> MtpRows:

@@ -48,7 +48,7 @@ def test_a_turn_writes_one_checkpoint_apart_from_its_blocks_and_named_by_its_cha
 ):
     with Rig(model, tmp_path) as rig:
         first = rig.run(prompt(150), 150)  # four blocks and 43 tokens
-        end = first.sequence.hashes[(150 + 150 - 1) // BLOCK - 1]
+        end = first.sequence.kv.hashes[(150 + 150 - 1) // BLOCK - 1]
         (only,) = checkpoint_files(tmp_path)
         assert only == tmp_path / rig.store.cold.path_of(checkpoint_name(end))
         blocks = {p for p in tmp_path.glob("*/*/*.safetensors")} - {only}
@@ -137,8 +137,8 @@ def test_a_checkpoint_that_serves_a_hit_becomes_the_most_recent_file(model: Path
         used = rig.start(prompt(300), 1)
         used.tokens()
         rig.settle()
-        mine = rig.store.cold.path_of(checkpoint_name(used.sequence.hashes[3]))
-        theirs = rig.store.cold.path_of(checkpoint_name(other.sequence.hashes[3]))
+        mine = rig.store.cold.path_of(checkpoint_name(used.sequence.kv.hashes[3]))
+        theirs = rig.store.cold.path_of(checkpoint_name(other.sequence.kv.hashes[3]))
         assert order.index(mine) > order.index(theirs)
         assert order[-1] == mine
 

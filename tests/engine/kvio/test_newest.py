@@ -51,12 +51,12 @@ def test_a_share_of_the_room_is_filled_with_what_was_used_last_and_is_older_than
 ):
     with Rig(qwen3, tmp_path) as rig:
         each = rig.loaded.layout.nbytes(BLOCK)
-        old, new = (rig.run(prompt(4 * BLOCK + 1, seed=seed), 1).sequence.hashes for seed in (1, 2))
+        old, new = (rig.run(prompt(4 * BLOCK + 1, seed=seed), 1).sequence.kv.hashes for seed in (1, 2))
     with Rig(qwen3, tmp_path, hot=6 * each) as rig:
         assert read_newest(rig).nbytes == 3 * each
         assert [rig.store.where(name) for name in new] == ["hot", "hot", "hot", "cold"]
         assert {rig.store.where(name) for name in old} == {"cold"}
-        used = rig.run(prompt(5 * BLOCK + 1, seed=3), 1).sequence.hashes
+        used = rig.run(prompt(5 * BLOCK + 1, seed=3), 1).sequence.kv.hashes
         # Leaves go first, and what the request used stays.
         assert {rig.store.where(name) for name in used} == {"hot"}
         assert [rig.store.where(name) for name in new] == ["hot", "cold", "cold", "cold"]
@@ -105,7 +105,7 @@ def test_a_file_under_another_blocks_name_is_not_taken_and_a_damaged_one_is_remo
     qwen3: Path, tmp_path: Path
 ):
     with Rig(qwen3, tmp_path) as rig:
-        names = rig.run(prompt(4 * BLOCK + 1), 1).sequence.hashes
+        names = rig.run(prompt(4 * BLOCK + 1), 1).sequence.kv.hashes
         files = [tmp_path / block_path(rig.namespace, name) for name in names]
     stranger = tmp_path / block_path(bytes.fromhex(files[0].parts[-3]) + bytes(16), bytes(32))
     stranger.parent.mkdir(exist_ok=True)

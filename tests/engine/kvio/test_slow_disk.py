@@ -132,13 +132,13 @@ def test_both_ends_meet_with_the_bits_of_a_run_without_reuse(
         is_right(rig, output, reference)
         assert output.hot == 0
         assert output.cold > 0
-        assert output.sequence.recomputed > 0
+        assert output.sequence.stats.recomputed > 0
         assert output.cold == disk.reads * BLOCK, "what was read is used"
         assert rig.store.flusher is not None
         assert rig.store.flusher.writer.stats.written <= 2, "what was computed again is not written again"
         assert rig.store.stats.hits_cold == output.cold
         again = rig.run(TOKENS, 8)
-        assert (again.hot, again.cold, again.sequence.recomputed) == (CACHED, 0, 0)
+        assert (again.hot, again.cold, again.sequence.stats.recomputed) == (CACHED, 0, 0)
 
 
 def test_what_is_in_ram_is_neither_read_nor_computed(cache: Path, model: Path, reference: Reference):
@@ -151,7 +151,7 @@ def test_what_is_in_ram_is_neither_read_nor_computed(cache: Path, model: Path, r
         is_right(rig, output, reference)
         assert output.hot == 384
         assert output.cold == (disk.reads - before) * BLOCK
-        assert output.cold and output.sequence.recomputed
+        assert output.cold and output.sequence.stats.recomputed
 
 
 def test_a_fast_disk_is_read_alone(cache: Path, model: Path, reference: Reference):
@@ -159,7 +159,7 @@ def test_a_fast_disk_is_read_alone(cache: Path, model: Path, reference: Referenc
         tell(rig, 0.001, 0.05)
         output = rig.run(TOKENS, 8)
         is_right(rig, output, reference)
-        assert (output.cold, output.sequence.recomputed) == (CACHED, 0)
+        assert (output.cold, output.sequence.stats.recomputed) == (CACHED, 0)
 
 
 def test_nothing_is_split_where_the_hot_tier_has_no_room(cache: Path, model: Path, reference: Reference):
@@ -167,7 +167,7 @@ def test_nothing_is_split_where_the_hot_tier_has_no_room(cache: Path, model: Pat
         tell(rig, 0.1, 0.05)
         output = rig.run(TOKENS, 8)
         is_right(rig, output, reference)
-        assert (output.cold, output.sequence.recomputed) == (CACHED, 0)
+        assert (output.cold, output.sequence.stats.recomputed) == (CACHED, 0)
 
 
 def test_a_long_restore_is_progress(cache: Path, model: Path):
@@ -190,7 +190,7 @@ def test_a_restore_that_turns_out_to_be_slow_ends_early(cache: Path, model: Path
         output = rig.run(TOKENS, 8)
         is_right(rig, output, reference)
         assert output.cold == disk.reads * BLOCK
-        assert output.cold and output.sequence.recomputed
+        assert output.cold and output.sequence.stats.recomputed
         assert rig.scheduler.bridge is not None
         assert (
             rig.scheduler.bridge.reads.rates.read < 1.1 * rig.scheduler.bridge.reads.rates.block_bytes / 0.06
@@ -213,7 +213,7 @@ def test_computing_goes_through_damaged_blocks(
             path.write_bytes(data)
         output = rig.run(TOKENS, 8)
         is_right(rig, output, reference)
-        assert output.sequence.recomputed >= len(bad) * BLOCK
+        assert output.sequence.stats.recomputed >= len(bad) * BLOCK
         found = rig.store.stats.corrupt
     with Rig(model, cache, record=True) as rig:
         rig.run(TOKENS, 1)
@@ -230,7 +230,7 @@ def test_two_over_one_prefix_compute_it_once(cache: Path, model: Path, reference
         want = reference.once(TOKENS, 8)[0]
         assert one.tokens() == two.tokens() == want
         rig.settle()
-        assert one.sequence.recomputed and not two.sequence.recomputed
+        assert one.sequence.stats.recomputed and not two.sequence.stats.recomputed
         assert (two.hot, two.cold) == (CACHED, 0)
         assert disk.reads * BLOCK == one.cold
         rig.on_engine(lambda: check_pool(rig.pool, {}))
@@ -296,7 +296,7 @@ def test_a_model_with_checkpoints_is_computed_where_that_is_faster(family: str, 
             tell(rig, 0, 0.01)
             output = rig.run(tokens, 8)
             assert (output.hot, output.cold) == (0, 0)
-            assert output.sequence.recomputed == 576
+            assert output.sequence.stats.recomputed == 576
             assert output.got == reference(tokens, 8)[0]
             rig.on_engine(lambda: check_pool(rig.pool, {}))
 

@@ -195,7 +195,7 @@ def test_a_damaged_file_ends_what_is_joined(tmp_path: Path, bad: int):
     reference, tokens = Reference(model), prompt(400)
     cache = tmp_path / "cache"
     with Rig(model, cache) as rig:
-        name = rig.run(tokens, 4).sequence.hashes[bad]
+        name = rig.run(tokens, 4).sequence.kv.hashes[bad]
         rig.settle()
         assert rig.store.cold is not None
         path = cache / rig.store.cold.path_of(name)
@@ -236,7 +236,7 @@ def test_a_damaged_file_ends_the_prefix(tmp_path: Path):
     cache = tmp_path / "cache"
     with Rig(model, cache) as rig:
         rig.run(tokens, 4)
-        third = rig.start(tokens, 1).sequence.hashes[2]
+        third = rig.start(tokens, 1).sequence.kv.hashes[2]
         rig.settle()
         assert rig.store.cold is not None
         path = cache / rig.store.cold.path_of(third)

@@ -17,7 +17,7 @@ from kv_machines import QUICK
 from omlxd.engine.kvio import bridge
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.mlx_adapter import storage_dtype
-from omlxd.engine.sequence import Sequence
+from omlxd.engine.sequence import Prompt, SamplerRow, Sequence
 from omlxd.kv.hashing import chain_root
 
 
@@ -55,15 +55,15 @@ class DecodingMachine(RuleBasedStateMachine):
         self.count += 1
         root = chain_root(bytes(32), str(self.count))  # No row hits another's blocks.
         self.row, tokens = Row(), [1] * length
-        self.sequence = Sequence(0, [*tokens, 1], length, root, [], 1 << 20, frozenset(), None)  # type: ignore[arg-type]
+        self.sequence = Sequence(0, [*tokens, 1], Prompt(length, root), SamplerRow(None, max_new=1 << 20))
         assert not self.bridge.match(self.sequence, lambda: None)
-        self.sequence.kv_length = length
+        self.sequence.kv.length = length
 
     @rule(count=st.integers(1, 2 * BLOCK))
     def decode(self, count: int) -> None:
         for _ in range(count):
-            self.sequence.kv_length = len(self.sequence.tokens)
-            self.sequence.stored.clear()
+            self.sequence.kv.length = len(self.sequence.tokens)
+            self.sequence.kv.stored.clear()
             self.sequence.tokens.append(1)
             self.bridge.offer(self.sequence, self.row)
 
@@ -72,7 +72,7 @@ class DecodingMachine(RuleBasedStateMachine):
         """The row ends with a step in flight; `read`: its logits are looked at before."""
         if spoiled:
             self.row.spoiled = len(self.sequence.tokens) - 1
-        self.sequence.kv_length = len(self.sequence.tokens)
+        self.sequence.kv.length = len(self.sequence.tokens)
         if not read or not spoiled:
             self.bridge.finish(self.sequence, self.row)
         else:

@@ -29,7 +29,7 @@ from omlxd.chat import (
 from omlxd.engine.output.sink import OutputThread, RequestSink, _joined
 from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
-from omlxd.engine.sequence import Sequence
+from omlxd.engine.sequence import Prompt, Sequence
 from omlxd.models import demo
 
 
@@ -65,8 +65,8 @@ class Parser:
 
 
 def sequence() -> Sequence:
-    row = SamplerRow(RowSampling.of(Sampling(), SamplingDefaults()))
-    return Sequence(1, [1, 2, 3], 3, bytes(32), [], 10, frozenset(), row)
+    row = SamplerRow(RowSampling.of(Sampling(), SamplingDefaults()), max_new=10)
+    return Sequence(1, [1, 2, 3], Prompt(3, bytes(32)), row)
 
 
 class Line:
@@ -197,7 +197,7 @@ def test_a_request_that_is_over_is_freed_without_the_collector(tmp_path: Path):
     host = Host(demo.build_demo(tmp_path / "demo"))
 
     def held() -> int:
-        return sum(type(thing) is Sequence and thing.session == "freed" for thing in gc.get_objects())
+        return sum(type(thing) is Sequence and thing.prompt.session == "freed" for thing in gc.get_objects())
 
     gc.collect()
     gc.disable()

@@ -195,7 +195,7 @@ def test_a_sub_agent_never_evicts_its_parents_branch(model, pinning):
         held = rig.pool.hot_bytes
     with Rig(model, hot=held + held // 4) as rig:
         first = rig.run(parent, n=2)
-        names = list(first.sequence.hashes) if pinning else ()
+        names = list(first.sequence.kv.hashes) if pinning else ()
         for turn in range(2):
             rig.run(child + [30] * turn, n=2, pins=names)
             assert all(block.ref_cnt == 0 for block in rig.pool._blocks)
@@ -218,7 +218,7 @@ def test_a_sub_agent_that_is_over_goes_before_its_parent(model):
         held = rig.pool.hot_bytes
     with Rig(model, hot=held * 2 + held // 10) as rig:
         first = rig.run(parent, n=2)
-        rig.run(child, n=2, pins=list(first.sequence.hashes))
+        rig.run(child, n=2, pins=list(first.sequence.kv.hashes))
         rig.run(other, n=2)
         assert rig.run(parent, n=2).hot == 20 * BLOCK
 
@@ -227,7 +227,7 @@ def test_a_cancelled_sub_agent_lets_go(model):
     parent = prompt_of(10 * BLOCK, 1)
     with Rig(model) as rig:
         first = rig.run(parent, n=2)
-        output = rig.start(prompt_of(200, 2), n=100_000, pins=list(first.sequence.hashes))
+        output = rig.start(prompt_of(200, 2), n=100_000, pins=list(first.sequence.kv.hashes))
         assert output.first.wait(120)
         assert any(block.ref_cnt for block in rig.pool._blocks)
         rig.scheduler.cancel(output.sequence)
@@ -245,8 +245,8 @@ def test_a_missing_checkpoint_is_noted(tmp_path_factory):
         tokens = prompt_of(8 * BLOCK + 9, 5)
         for _ in range(3):
             output = rig.run(tokens, n=BLOCK)
-            assert output.sequence.unreached == 0
+            assert output.sequence.kv.unreached == 0
             tokens = [*output.sequence.tokens, *prompt_of(BLOCK, 9)]
         rig.checkpointer.checkpoints.deepest = lambda hashes, reach: min(reach, 1)  # type: ignore[method-assign]
         output = rig.run(tokens, n=2)
-        assert output.sequence.unreached > 5
+        assert output.sequence.kv.unreached > 5

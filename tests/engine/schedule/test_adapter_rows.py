@@ -71,10 +71,10 @@ def test_guesses_and_tokens_are_counted_by_whose_they_are(
         assert values["prompt_tokens_total"] == len(PROMPT)
         assert values["generation_tokens_total"] == tokens
         drafted = values["spec_decode_num_draft_tokens_total"]
-        assert drafted == output.sequence.drafted > 0
-        assert values["spec_decode_num_accepted_tokens_total"] == output.sequence.accepted
+        assert drafted == output.sequence.stats.drafted > 0
+        assert values["spec_decode_num_accepted_tokens_total"] == output.sequence.stats.accepted
         held = [count for name, count in values.items() if "accepted_tokens_per_pos_" in name]
-        assert len(held) == WIDTHS[-1] and sum(held) == output.sequence.accepted
+        assert len(held) == WIDTHS[-1] and sum(held) == output.sequence.stats.accepted
         assert held == sorted(held, reverse=True) and held[0] <= values["spec_decode_num_drafts_total"]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
+from omlxd.engine.sequence import SequenceKV
 from omlxd.kv.layout import Group, KVLayout
 
 PER_TOKEN = 4096
@@ -24,7 +25,7 @@ def a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def batch(*lengths: int) -> DecodeBatch:
     made = DecodeBatch(None)
-    made.rows = cast(Any, [SimpleNamespace(kv_length=length, adapter=None) for length in lengths])
+    made.rows = cast(Any, [SimpleNamespace(kv=SequenceKV(length=length), adapter=None) for length in lengths])
     return made
 
 
@@ -33,7 +34,9 @@ def chosen(
 ) -> DecodeBatch | None:
     model = SimpleNamespace(omlxd_own_rows=own_rows)
     loaded = SimpleNamespace(model=model, batchable=batchable, layout=LAYOUT, weight_bytes=WEIGHTS)
-    return best_batch(batches, cast(Any, SimpleNamespace(kv_length=length, adapter=None)), cast(Any, loaded))
+    return best_batch(
+        batches, cast(Any, SimpleNamespace(kv=SequenceKV(length=length), adapter=None)), cast(Any, loaded)
+    )
 
 
 def test_the_layout_is_as_the_figures_here_take_it():

@@ -20,7 +20,7 @@ from omlxd.chat import AnswerFormat, Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.host import EngineHost
 from omlxd.engine.schedule.decode_batch import DecodeBatch
-from omlxd.engine.sequence import SamplerRow, Sequence
+from omlxd.engine.sequence import Prompt, SamplerRow, Sequence
 from omlxd.engine.speculate import draft_model
 from omlxd.engine.speculate.controller import (
     DRAFT,
@@ -71,7 +71,7 @@ def test_the_answer_and_its_kv_are_those_of_plain_decoding(
         assert output.got == plain
         checks, guesses, held = drafted(rig)
         assert checks > 10 and 0 < held < guesses
-        assert (output.sequence.model_drafted, output.sequence.model_accepted) == (guesses, held)
+        assert (output.sequence.stats.model_drafted, output.sequence.stats.model_accepted) == (guesses, held)
         again = rig.run(then, 20)
         assert (again.hot, again.got) == (turn.hot, turn.got)
 
@@ -101,7 +101,7 @@ def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
         for output, plain in zip(running, alone, strict=True):
             assert output.tokens() == plain.got
         assert all(each is not None for each in running[3].likelihoods)
-        assert sum(output.sequence.model_accepted > 0 for output in running) >= 3
+        assert sum(output.sequence.stats.model_accepted > 0 for output in running) >= 3
         rig.settle()
 
 
@@ -135,7 +135,7 @@ def test_a_model_that_guesses_as_it_answers_has_every_guess_hold(
     draft_always(monkeypatch)
     with Rig(model, speculate=True, draft=model) as rig:
         output = rig.run(prompt(100, seed=1), 60, sampling=FREE)
-        assert output.sequence.model_accepted >= 0.95 * output.sequence.model_drafted > 20
+        assert output.sequence.stats.model_accepted >= 0.95 * output.sequence.stats.model_drafted > 20
 
 
 def test_an_engine_counts_its_memory_and_its_guesses_and_grammars_hold(
@@ -157,7 +157,7 @@ def test_an_engine_counts_its_memory_and_its_guesses_and_grammars_hold(
         assert counts["spec_decode_num_draft_tokens_of_draft_model_total"] == usage.model_drafted > 0
         assert counts["spec_decode_draft_model"] == 1
         memory, loaded = engine.engine.scheduler.memory, engine.engine.loaded
-        sequence = Sequence(0, [1] * 1000, 1000, b"", [], 500, frozenset(), SamplerRow(None))
+        sequence = Sequence(0, [1] * 1000, Prompt(1000, b""), SamplerRow(None, max_new=500))
         assert memory is not None and memory.draft_model is not None and loaded.layout is not None
         with_draft, memory.draft_model = memory.need(sequence), None
         assert with_draft - memory.need(sequence) == loaded.layout.nbytes(1536)
@@ -175,7 +175,7 @@ def test_a_long_prompt_is_read_from_its_end_and_in_chunks(
     with Rig(model, speculate=True, draft=model) as rig:
         asked = prompt(900, seed=2)
         output = rig.run(asked, 60)
-        assert output.sequence.model_drafted > 20
+        assert output.sequence.stats.model_drafted > 20
         assert rig.scheduler.speculation is not None
         shared = rig.scheduler.speculation.draft_model
         assert shared is not None and shared.kv_bytes(output.sequence) < shared.loaded.layout.nbytes(600)  # pyright: ignore

@@ -24,7 +24,7 @@ from omlxd.engine.mlx_adapter.runtime import arrays
 from omlxd.engine.sampling import RowSampling, SamplingDefaults
 from omlxd.engine.schedule.memory_admission import RESERVE_FRACTION, MemoryAdmission
 from omlxd.engine.schedule.queue import PATIENCE
-from omlxd.engine.sequence import SamplerRow, Sequence
+from omlxd.engine.sequence import Prompt, SamplerRow, Sequence
 from omlxd.errors import InvalidRequest, Unavailable
 from omlxd.front.app import create_app
 from omlxd.front.engines import memory_guard
@@ -337,7 +337,7 @@ def test_one_that_does_not_fit_waits_while_others_run(rig: Rig):
     second = rig.start(list(reversed(PROMPT)), 4)
     for _ in range(3):  # It is looked at again and again.
         rig.on_engine(lambda: None)
-        assert second.sequence.cache is None and not second.got
+        assert second.sequence.kv.cache is None and not second.got
     assert not first.reason
     memory.available = 10**9
     assert len(second.tokens()) == 4
@@ -410,7 +410,7 @@ def test_hot_blocks_of_a_running_request_give_way(tmp_path: Path, on_disk: bool)
         memory = Memory(rig, 10**9)
         first = rig.start(PROMPT, 100_000)
         assert first.first.wait(60)
-        blocks = rig.on_engine(lambda: first.sequence.table.blocks[: len(PROMPT) // BLOCK])
+        blocks = rig.on_engine(lambda: first.sequence.kv.table.blocks[: len(PROMPT) // BLOCK])
         if on_disk:
             deadline = time.monotonic() + 60
             while not all(block.on_disk for block in blocks):
@@ -424,7 +424,7 @@ def test_hot_blocks_of_a_running_request_give_way(tmp_path: Path, on_disk: bool)
         gone = [index for index, block in enumerate(blocks) if block.payload is None]
         assert gone and not first.reason
         assert len(second.tokens()) == 4
-        unkept = rig.on_engine(lambda: set(first.sequence.unkept))
+        unkept = rig.on_engine(lambda: set(first.sequence.kv.unkept))
         assert unkept.isdisjoint(gone) if on_disk else unkept.issuperset(gone)
         rig.hot = 1 << 30
         rig.scheduler.cancel(first.sequence)
@@ -464,7 +464,7 @@ def test_what_the_cache_has_done_refuses_no_prompt(rig: Rig):
     memory.available = RESERVE + need - own - younger // 2
     memory.admission.take_budget(Budget(most=rig.loaded.weight_bytes + need))
     again = rig.run(PROMPT, 4)
-    assert len(again.got) == 4 and again.sequence.restored_hot == cached
+    assert len(again.got) == 4 and again.sequence.stats.restored_hot == cached
     with pytest.raises(InvalidRequest, match=r"at most .* can be had"):
         rig.start([8, *PROMPT], 4).tokens()
     assert not memory.wants
@@ -483,7 +483,7 @@ def test_a_waiting_prompt_can_be_cancelled(rig: Rig, caplog: pytest.LogCaptureFi
     memory = Memory(rig, RESERVE)
     memory.now = 1.0
     output = rig.start(PROMPT, 1000)
-    output.sequence.received -= 100  # It came when no one looked whether there is memory.
+    output.sequence.stats.received -= 100  # It came when no one looked whether there is memory.
     rig.on_engine(lambda: None)
     rig.scheduler.cancel(output.sequence)
     rig.settle()
@@ -586,13 +586,15 @@ def test_what_is_measured_near_and_what_scores_take_tell_of_far_contexts(
     assert learning.working(20_000) == 2048 * (5000 + 16 * 2048)
 
 
+def of_300_tokens(max_new: int, reserve: int | None) -> Sequence:
+    params = RowSampling.of(Sampling(), SamplingDefaults())
+    sampling = SamplerRow(params, max_new=max_new, reserve=reserve)
+    return Sequence(1, list(range(1, 301)), Prompt(300, bytes(32)), sampling)
+
+
 def test_a_models_reserve_is_room_at_once_and_is_counted(rig: Rig):
-    sampler = SamplerRow(RowSampling.of(Sampling(), SamplingDefaults()))
-    tokens = list(range(1, 301))
     rooms = (0, KV_RESERVE, 4096, 10**6)
-    none, usual, wide, most = (
-        Sequence(1, tokens, 300, bytes(32), [], 5000, frozenset(), sampler, reserve=room) for room in rooms
-    )
+    none, usual, wide, most = (of_300_tokens(5000, room) for room in rooms)
     capacities = [none.capacity, usual.capacity, wide.capacity, most.capacity]
     assert capacities == [300, 300 + KV_RESERVE, 300 + 4096, 300 + 5000]
     admission = MemoryAdmission(rig.loaded, 1000, lambda wants: None)
@@ -601,8 +603,7 @@ def test_a_models_reserve_is_room_at_once_and_is_counted(rig: Rig):
 
 def test_an_answers_room_is_what_it_may_need_up_to_a_share_of_free_memory(rig: Rig):
     """`kv-reserve` auto: one request gets a 32nd of what is free, all a quarter; none waits for it."""
-    sampler = SamplerRow(RowSampling.of(Sampling(), SamplingDefaults()))
-    tokens, total = list(range(1, 301)), 64 << 30
+    total = 64 << 30
     free = 1 << 26
     admission = MemoryAdmission(
         rig.loaded, 1000, lambda wants: None, measure=lambda: (total, free + int(total * RESERVE_FRACTION))
@@ -611,7 +612,7 @@ def test_an_answers_room_is_what_it_may_need_up_to_a_share_of_free_memory(rig: R
     per_token = rig.loaded.layout.nbytes(1)
 
     def admitted(max_new: int, running: list[Sequence], reserve: int | None = None) -> Sequence:
-        sequence = Sequence(1, tokens, 300, bytes(32), [], max_new, frozenset(), sampler, reserve=reserve)
+        sequence = of_300_tokens(max_new, reserve)
         assert admission.has_room_for(sequence, running)
         return sequence
 
@@ -623,6 +624,6 @@ def test_an_answers_room_is_what_it_may_need_up_to_a_share_of_free_memory(rig: R
     rooms = [sequence.capacity - 300 - KV_RESERVE for sequence in running]
     assert rooms[0] * per_token == pytest.approx(free / 32, rel=0.02)
     assert rooms == sorted(rooms, reverse=True) and sum(rooms) * per_token <= free / 4
-    none = Sequence(1, tokens, 300, bytes(32), [], 10**6, frozenset(), sampler, reserve=None)
+    none = of_300_tokens(10**6, None)
     free = admission.need(none) + 1
     assert admission.has_room_for(none, []) and none.capacity == 300 + KV_RESERVE, "it fits, and just so"

@@ -56,7 +56,7 @@ def test_answers_and_their_kv_are_those_of_plain_decoding(model: Path, monkeypat
         for sampling, expected in zip((GREEDY, SAMPLED), plain, strict=True):
             output = rig.run(ASKED, 80, sampling=sampling)
             assert output.got == expected
-            assert output.sequence.model_accepted > output.sequence.model_drafted / 3 > 5
+            assert output.sequence.stats.model_accepted > output.sequence.stats.model_drafted / 3 > 5
         again = rig.run(then, 20)
         assert (again.hot, again.got) == (turn.hot, turn.got)
         both = [rig.start(ASKED, 80, sampling=sampling) for sampling in (GREEDY, SAMPLED)]

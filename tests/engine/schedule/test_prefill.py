@@ -18,19 +18,19 @@ from omlxd.chat import Sampling
 from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule import forward as prompt_passes
 from omlxd.engine.schedule.prefill import PrefillBudget
-from omlxd.engine.sequence import Sequence
+from omlxd.engine.sequence import Prompt, Sequence, SequenceStats
 from omlxd.errors import OmlxdError
 
 
 def waiting(length: int) -> Sequence:
-    row = SamplerRow(RowSampling.of(Sampling(), SamplingDefaults()))
-    return Sequence(0, [1] * length, length, bytes(32), [], 1, frozenset(), row)
+    row = SamplerRow(RowSampling.of(Sampling(), SamplingDefaults()), max_new=1)
+    return Sequence(0, [1] * length, Prompt(length, bytes(32)), row)
 
 
 def test_short_prompts_go_first_and_cost_a_long_one_no_more_than_it_takes_itself():
     budget = PrefillBudget(64)
     long = waiting(9000)
-    long.kv_length = 2048
+    long.kv.length = 2048
     picked = [budget.pick_sequence([long, waiting(100)]) is long for _ in range(200)]
     before = picked.index(True)
     assert all(picked[before:]), "then it goes on to its end"
@@ -40,11 +40,11 @@ def test_short_prompts_go_first_and_cost_a_long_one_no_more_than_it_takes_itself
 
 def test_what_a_prompt_finds_in_ram_counts_as_computed():
     budget, first, turn = PrefillBudget(64), waiting(9000), waiting(8000)
-    first.kv_length = 2048
+    first.kv.length = 2048
     assert budget.pick_sequence([first, turn]) is first
-    turn.table = cast(Any, SimpleNamespace(blocks=[None] * 115))  # 640 tokens are left.
+    turn.kv.table = cast(Any, SimpleNamespace(blocks=[None] * 115))  # 640 tokens are left.
     assert budget.pick_sequence([first, turn]) is turn
-    turn.compute_to = 7000  # A reader has what follows; the front is computed.
+    turn.kv.compute_to = 7000  # A reader has what follows; the front is computed.
     assert budget.pick_sequence([first, turn]) is first
 
 
@@ -112,15 +112,15 @@ def test_a_request_whose_blocks_can_not_be_looked_up_ends_alone(
 
 
 def test_a_prompt_waits_until_its_first_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    begin_pass, noted = Sequence.begin_pass, list[tuple[float, float]]()
+    begin_pass, noted = SequenceStats.begin_pass, list[tuple[float, float]]()
     with Rig(build_family("qwen3", tmp_path / "model")) as rig:
 
-        def noting(sequence: Sequence) -> None:
-            begin_pass(sequence)
+        def noting(stats: SequenceStats) -> None:
+            begin_pass(stats)
             load = rig.scheduler.load_metrics()
             noted.append((load["num_requests_running"], load["num_requests_waiting"]))
 
-        monkeypatch.setattr(Sequence, "begin_pass", noting)
+        monkeypatch.setattr(SequenceStats, "begin_pass", noting)
         prompts = [prompt(5 * BLOCK, seed=seed) for seed in (1, 2, 3)]
         for output in rig.on_engine(lambda: [rig.start(tokens, 40) for tokens in prompts]):
             output.tokens()
@@ -137,16 +137,16 @@ def test_short_rests_are_brought_to_their_ends_first():
     first, second, third = rests
     assert budget.pick_sequence(rests) is first
     assert budget.before_its_end(first, rests) is second
-    second.kv_length += 64
+    second.kv.length += 64
     for _ in range(2):
         assert budget.before_its_end(first, rests) is third
-        third.kv_length += 64
+        third.kv.length += 64
     assert budget.before_its_end(first, rests) is None
     assert budget.ends_together(first, rests) == rests
     assert budget.before_its_end(first, [*rests, behind_a_hit(84)]) is None, "it has waited for 192 tokens"
-    first.overtaken = 0
+    first.stats.overtaken = 0
     long, full, alone, short, wide = *map(behind_a_hit, (300, 64, 84)), waiting(60), behind_a_hit(64 + 63)
-    alone.keys_file = "keys.safetensors"
+    alone.prompt.keys_file = "keys.safetensors"
     for other in (long, full, alone, short, wide):
         assert budget.before_its_end(first, [first, other]) is None, "it is long, or its end joins none"
 
@@ -165,15 +165,15 @@ def test_ends_that_need_much_padding_do_not_share_a_pass():
 
 def behind_a_hit(rest: int) -> Sequence:
     sequence = waiting(2560 + rest)
-    sequence.kv_length = 2560
+    sequence.kv.length = 2560
     return sequence
 
 
 def test_a_prompt_whose_keys_are_written_is_computed_alone():
     budget, (one, two) = PrefillBudget(BLOCK), (waiting(100), waiting(100))
-    one.kv_length = two.kv_length = 80
+    one.kv.length = two.kv.length = 80
     assert budget.ends_together(one, [one, two]) == [one, two]
-    two.keys_file = "keys.safetensors"
+    two.prompt.keys_file = "keys.safetensors"
     assert budget.ends_together(one, [one, two]) == [one]
     assert budget.ends_together(two, [one, two]) == [two]
 
@@ -230,7 +230,7 @@ def test_ends_of_prompts_are_computed_together(
                 started = [rig.run(tokens, 40) for tokens in prompts]
             answers += [output.tokens() for output in started]
             rig.settle()
-            assert all(output.hot and output.sequence.first_token_s for output in started)
+            assert all(output.hot and output.sequence.stats.first_token_s for output in started)
         return answers
 
     with Rig(folder, **kv) as rig:
@@ -335,7 +335,7 @@ def test_one_prompt_asked_for_several_times_is_computed_once(tmp_path: Path, kno
         computed = 21 if known and reuse else len(tokens)
         ends = sum(len(tokens) - output.hot for output in running[1:])
         assert rig.scheduler.prefilled.total() == computed + ends
-        assert all(output.sequence.prefill_s > 0 for output in running)
+        assert all(output.sequence.stats.prefill_s > 0 for output in running)
         assert sum(shape[1] for shape in passes.shapes if shape[0] == 1 and shape[1] > 1) <= computed
         hit = 3 * BLOCK if reuse else 0
         assert [output.hot for output in running[1:]] == [hit] * 3
@@ -380,15 +380,15 @@ def test_which_prompts_are_the_same(tmp_path: Path):
         passes = rig.scheduler.passes
         one, two, shorter = waiting(BLOCK + 9), waiting(BLOCK + 9), waiting(BLOCK + 8)
         assert passes._key(one) == passes._key(two) != passes._key(shorter)
-        two.root = bytes([1] * 32)
+        two.prompt.root = bytes([1] * 32)
         assert passes._key(one) != passes._key(two), "another client's salt"
         two = waiting(BLOCK + 9)
         two.tokens[-1] = 2
         assert passes._key(one) != passes._key(two)
         two = waiting(BLOCK + 9)
-        two.hashes, one.hashes = [bytes([1] * 32)], [bytes([2] * 32)]
+        two.kv.hashes, one.kv.hashes = [bytes([1] * 32)], [bytes([2] * 32)]
         assert passes._key(one) != passes._key(two)
-        one.keys_file = "keys.safetensors"
+        one.prompt.keys_file = "keys.safetensors"
         assert passes._key(one) is None
 
 
@@ -397,11 +397,11 @@ def test_what_is_restored_from_disk_goes_before_an_older_prompt_a_bounded_number
     budget, cold, overtook = PrefillBudget(64), waiting(6000), 0
     while overtook < 100:
         warm = waiting(12000)
-        warm.kv_length = warm.restored_cold = 9600
-        while warm.kv_length < warm.prompt_length:
+        warm.kv.length = warm.stats.restored_cold = 9600
+        while warm.kv.length < warm.prompt.length:
             picked = budget.pick_sequence([cold, warm])
             picked.begun = True
-            picked.kv_length += 64
+            picked.kv.length += 64
             if picked is cold:
                 return
         overtook += 1

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from omlxd.chat import Sampling
 from omlxd.engine.sampling import UNNAMED, RowSampling, SamplerRow
 from omlxd.engine.schedule.queue import PATIENCE, RequestQueue
-from omlxd.engine.sequence import Sequence
+from omlxd.engine.sequence import Prompt, Sequence
 
 GREEDY = RowSampling.of(Sampling(temperature=0.0), UNNAMED)
 
@@ -15,14 +15,8 @@ def sequence(session: str = "", client: str = "") -> Sequence:
     return Sequence(
         id=0,
         tokens=[1],
-        prompt_length=1,
-        root=bytes(32),
-        hashes=[],
-        max_new=1,
-        eos=frozenset(),
-        sampler=SamplerRow(GREEDY),
-        client=client,
-        session=session,
+        prompt=Prompt(1, bytes(32), client=client, session=session),
+        sampling=SamplerRow(GREEDY, max_new=1),
     )
 
 
@@ -91,7 +85,7 @@ def test_the_shortest_goes_before_one_that_waits_for_memory_but_not_for_ever():
     assert line.next_request([], stuck) is None
     for _ in range(PATIENCE):
         longer, short = sequence(), sequence()
-        longer.prompt_length = 2
+        longer.prompt.length = 2
         line.add_request(longer)
         line.add_request(short)
         assert line.next_request([], stuck) is short
@@ -126,7 +120,9 @@ def test_nobody_waits_longer_for_the_sessions_that_others_name(crowd, sessions, 
             line.add_request(small)
         if len(running) == SLOTS:
             ended = running.pop(picks.randrange(SLOTS))
-            line.add_request(sequence(ended.session, ended.client)) if ended.client != "small" else None
+            line.add_request(
+                sequence(ended.prompt.session, ended.prompt.client)
+            ) if ended.prompt.client != "small" else None
         following = take(line, running)
         running.append(following)
         if following is small:
@@ -141,7 +137,7 @@ def test_a_session_waits_for_the_number_of_sessions_not_for_their_requests(sessi
     for n in range(1, sessions):
         line.add_request(sequence(f"s{n}", "one"))
     took = [take(line, [sequence("s1", "one")] * SLOTS) for _ in range(busy + sessions - 1)]
-    late = max(took.index(one) for one in took if one.session != "busy")
+    late = max(took.index(one) for one in took if one.prompt.session != "busy")
     assert late <= PATIENCE + 2 * sessions
 
 
@@ -154,4 +150,4 @@ def test_a_client_of_100_sessions_has_as_many_turns_as_one_of_one():
         held = held[-SLOTS + 1 :]
         held.append(take(line, held))
         if len(held) == SLOTS:
-            assert [one.client for one in held].count("small") == SLOTS // 2
+            assert [one.prompt.client for one in held].count("small") == SLOTS // 2

@@ -210,7 +210,7 @@ def test_a_corrupt_file_ends_the_prefix_and_is_computed_again(model: Path, tmp_p
     tokens = prompt(400)
     with Rig(model, tmp_path) as rig:
         want = rig.run(tokens, 8).got
-        third = rig.store.cold.path_of(rig.start(tokens, 1).sequence.hashes[2])
+        third = rig.store.cold.path_of(rig.start(tokens, 1).sequence.kv.hashes[2])
     path = tmp_path / third
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
@@ -351,7 +351,7 @@ def test_one_whose_cached_blocks_can_not_be_taken_fails_alone(model: Path, label
         match, asked, broken = bridge.match, [shared + [9 + n] * 8 for n in range(3)], []
 
         def fails_before_its_pass(sequence: Sequence, ready: Any) -> bool:
-            if sequence.tokens[:-1] == asked[1][:-1] and sequence.table is not None:
+            if sequence.tokens[:-1] == asked[1][:-1] and sequence.kv.table is not None:
                 broken.append(sequence)
                 raise RuntimeError("[malloc] Unable to allocate")
             return match(sequence, ready)

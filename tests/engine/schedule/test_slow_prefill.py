@@ -62,7 +62,7 @@ def test_the_last_layers_output_is_left_alone_for_other_passes_need_its_kv_alone
     with Rig(model, slots=1) as rig:
         looks, between = [], rig.scheduler.passes.between_layers
         rig.scheduler.passes.between_layers = lambda: (
-            looks.append(rig.scheduler.passes.computing[0].kv_length),
+            looks.append(rig.scheduler.passes.computing[0].kv.length),
             between(),
         )
         rig.run(prompt(2 * BLOCK + 10), 1)
@@ -80,7 +80,7 @@ def test_the_next_layer_is_computed_while_a_look_is_taken(model: Path, beside: b
         hook.is_ahead = True
 
         def look() -> None:
-            looks.append(rig.scheduler.passes.computing[0].kv_length)
+            looks.append(rig.scheduler.passes.computing[0].kv.length)
             assert len(hook._under_way) == 1
             between()
 
@@ -194,8 +194,8 @@ def test_a_prompt_that_is_cut_off_counts_with_what_it_restored(model: Path):
         rig.scheduler.passes.between_layers = cut
         rig.start(prompt(9 * BLOCK), 1, output=output)
         rig.settle()
-        assert output.sequence.cancelled and not output.sequence.first_token_s
-        restored = output.sequence.restored_hot
+        assert output.sequence.cancelled and not output.sequence.stats.first_token_s
+        restored = output.sequence.stats.restored_hot
         assert restored and rig.scheduler.restored_hot.total() == cached + restored
         assert output.progressed == [(restored, 9 * BLOCK)]
 

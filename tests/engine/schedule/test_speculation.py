@@ -88,11 +88,11 @@ def test_the_answer_and_its_kv_are_those_of_plain_decoding(
             assert output.got == plain
             shared = rig.scheduler.speculation
             assert shared is not None and 0 < shared.counts[None].accepted < shared.counts[None].drafted
-            assert (output.sequence.drafted, output.sequence.accepted) == (
+            assert (output.sequence.stats.drafted, output.sequence.stats.accepted) == (
                 shared.counts[None].drafted,
                 shared.counts[None].accepted,
             )
-            assert output.sequence.kv_length <= len(output.sequence.tokens)
+            assert output.sequence.kv.length <= len(output.sequence.tokens)
             assert rig.scheduler.decoded[None] == len(plain)
             rig.recorder.logits.clear()
             turn = rig.run(then, 5)
@@ -112,7 +112,7 @@ def test_an_answer_ends_where_it_would_although_guesses_went_on(model: Path, mon
     with Rig(model, speculate=True) as rig:
         output = rig.run(asked, 60, eos=[end])
         assert (output.got, output.reason) == (expected, "stop")
-        assert output.sequence.kv_length <= len(output.sequence.tokens)
+        assert output.sequence.kv.length <= len(output.sequence.tokens)
         for most in range(1, 14):
             assert rig.run(asked, most).got == plain[:most]
             assert rig.run(asked, most).reason == "length"
@@ -129,10 +129,10 @@ def test_guesses_come_from_what_the_client_predicts(model: Path, monkeypatch, sa
         right = rig.run(asked, 60, sampling=sampling, prediction=[9, *plain, 9])
         wrong = rig.run(asked, 60, sampling=sampling, prediction=prompt(60, seed=2))
         assert without.got == right.got == wrong.got == plain
-        assert right.sequence.predicted_accepted > 40 > without.sequence.accepted
-        assert wrong.sequence.predicted_accepted <= wrong.sequence.predicted
-        assert not without.sequence.predicted
-        assert right.sequence.tokens[:40] == asked and right.sequence.prompt_length == 40
+        assert right.sequence.stats.predicted_accepted > 40 > without.sequence.stats.accepted
+        assert wrong.sequence.stats.predicted_accepted <= wrong.sequence.stats.predicted
+        assert not without.sequence.stats.predicted
+        assert right.sequence.tokens[:40] == asked and right.sequence.prompt.length == 40
 
 
 NOT_RECURRENT = [name for name, family in CONFIGS.items() if "ArraysCache" not in family.classes]
@@ -234,7 +234,7 @@ def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
                     )
             shared = rig.scheduler.speculation
             assert shared is not None and 0 < shared.counts[None].accepted < shared.counts[None].drafted
-            assert running[0].sequence.accepted and not running[3].sequence.drafted
+            assert running[0].sequence.stats.accepted and not running[3].sequence.stats.drafted
             rig.settle()
             assert next_turns(rig, running) == turns
 

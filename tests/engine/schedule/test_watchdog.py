@@ -13,6 +13,7 @@ from omlxd.api.body import ParsedRequest, with_timeout
 from omlxd.chat import Conversation, GenerateRequest
 from omlxd.engine.output.sink import usage_of
 from omlxd.engine.schedule.queue import Watchdog
+from omlxd.engine.sequence import Prompt, SequenceKV, SequenceStats
 from omlxd.errors import InvalidRequest
 
 
@@ -91,7 +92,8 @@ class Fake:
     """What the watchdog looks at."""
 
     def __init__(self, deadline: float, cancelled: bool = False):
-        self.name, self.received, self.kv_length, self.prompt_length, self.generated = "a", 0.0, 0, 10, 0
+        self.name, self.generated = "a", 0
+        self.prompt, self.kv, self.stats = Prompt(10, bytes(32)), SequenceKV(), SequenceStats(received=0.0)
         self.deadline, self.cancelled, self.sink = deadline, cancelled, self
         self.reasons: list[str] = []
 

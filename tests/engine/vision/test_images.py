@@ -312,7 +312,7 @@ def test_an_image_that_the_tower_has_no_memory_for_waits_or_is_refused(model: Pa
         waiting = rig.begin(talk)
         while not wants:
             rig.on_engine(lambda: None)
-        assert not waiting.got and waiting.sequence.cache is None
+        assert not waiting.got and waiting.sequence.kv.cache is None
         memory[1] = 10**9
         assert len(waiting.tokens()) == 4
     finally:
@@ -417,5 +417,5 @@ def test_an_images_tokens_see_each_other_behind_a_cached_prefix_too(tmp_path: Pa
         assert np.array_equal(logits(loaded, rig, TALK, 10_000), whole)
         assert np.abs(logits(loaded, rig, TALK, 16) - whole).max() > 0.1
         sequence = rig.begin([(100, 1), image(1), (20, 2)], 1).sequence
-        inside = range(sequence.images.spans[0].start + 1, sequence.images.spans[0].stop)
+        inside = range(sequence.prompt.images.spans[0].start + 1, sequence.prompt.images.spans[0].stop)
         assert sequence.last_boundary(BLOCK) not in inside and not sequence.may_end(inside[0])

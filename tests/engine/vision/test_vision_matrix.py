@@ -113,7 +113,7 @@ def test_text_before_an_image_is_kept_for_another_image(rig: VisionRig, uncached
     if rig.checkpointer is not None:  # Not for less than it is worth, and none within the run of images.
         rig.checkpointer.least_text = 4 * BLOCK
         sequence = rig.begin([(130, 7), *talks[0][1:]], 1).sequence
-        assert sequence.before_images == ()
+        assert sequence.kv.before_images == ()
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_two_images_of_which_the_second_changes(rig: VisionRig, uncached: Vision
 def test_an_answer_is_a_prefix_too(rig: VisionRig, uncached: VisionRig):
     output, _ = rig.ask(TALK, n=80)
     restored, _ = check(rig, uncached, [*TALK, output.got, (40, 4)])
-    assert restored >= output.sequence.prompt_length + 80 - 2 * BLOCK
+    assert restored >= output.sequence.prompt.length + 80 - 2 * BLOCK
 
 
 @pytest.mark.slow
