@@ -1,4 +1,4 @@
-"""What the command calls itself before a daemon: `omlxd-chat/0.1.0` for `omlxd chat`."""
+"""The User-Agent of the command's requests to a daemon: `omlxd-chat/0.1.0` for `omlxd chat`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _verb = ""
 
 
 def name_verb(verb: str) -> None:
-    """The verb that runs in this process."""
+    """Set the verb that runs in this process."""
     global _verb
     _verb = verb
 

@@ -38,12 +38,13 @@ ANSWER_TOKENS = 32
 PERPLEXITY_TOKENS, QUICK_TOKENS = 4096, 1024
 COUNT_S = 60.0
 WRITE_S = 600.0
-"""How long blocks may take to reach the SSD."""
+"""Seconds for blocks to reach the SSD."""
 _UNWRITTEN = ("kv_unwritten_blocks", "kv_store_queue_bytes")
 
 
 class LengthResult(msgspec.Struct, kw_only=True):
-    """One length. Seconds to the first token, tokens, tokens a second; null where `trouble` says why.
+    """Results of one prompt length. Seconds to the first token, tokens, tokens a second; null where `trouble`
+    says why.
 
     equal_tokens  the three answers, at temperature 0, are the same
     write_s       from the end of the cold answer until all its blocks are on SSD
@@ -63,7 +64,7 @@ class LengthResult(msgspec.Struct, kw_only=True):
 
 
 class KVResult(msgspec.Struct, kw_only=True):
-    """One KV type. `same_choice`: part of all places where the likeliest token is unquantised KV's."""
+    """Results of one KV type. `same_choice`: part of all places with unquantised KV's likeliest token."""
 
     kv: str
     tokens: int = 0
@@ -86,7 +87,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Raises OmlxdError."""
+    """Run the verb. Raises OmlxdError."""
     parser.add_argument("model", help="a folder, a name of `omlxd models list`, a hub id or a GGUF file")
     parser.add_argument(
         "--lengths", metavar="N,…", help="prompt lengths in tokens, as 1k,4k; default: 1k up to the context"
@@ -106,7 +107,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _named(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """The model, and further flags of a daemon that has it."""
+    """Return the model, and further flags of a daemon that has it."""
     given = {name: getattr(args, name) for name in ("config", "base_path", "model_dir")}
     model: str = args.model
     if args.model_dir is None:
@@ -139,7 +140,7 @@ def measure(
     show: Callable[[str], None],
     more: Sequence[str] = (),
 ) -> Report:
-    """Raises OmlxdError.
+    """Measure all lengths and KV types. Raises OmlxdError.
 
     wanted             prompt lengths; None: all up to the context
     perplexity_tokens  0: no perplexity
@@ -210,7 +211,7 @@ class _Bench:
         return cold.bytes if cold else 0
 
     def cold_and_hot(self, length: int) -> tuple[LengthResult, str]:
-        """The result so far, and the cold answer."""
+        """Return the result so far, and the cold answer."""
         _say(f"{length} tokens, cold")
         result, prompt = LengthResult(prompt_tokens=length), self._prompt(length)
         try:
@@ -229,7 +230,7 @@ class _Bench:
         return result, cold.text
 
     def after_restart(self, length: int, result: LengthResult, text: str) -> LengthResult:
-        """`result` with the time from SSD."""
+        """Return `result` with the time from SSD."""
         if result.trouble:
             return result
         _say(f"{length} tokens, from SSD")
@@ -243,7 +244,7 @@ class _Bench:
         return result
 
     def _prompt(self, length: int) -> str:
-        """About `length` tokens, rather fewer; no two lengths have a first block in common."""
+        """Make a prompt of about `length` tokens, rather fewer; no two lengths share a first block."""
         letters = int(length * self._letters_per_token)
         head = f"{length} words and more of a story. "
         text = head + self._text * (2 * letters // len(self._text) + 1)
@@ -263,7 +264,7 @@ class _Bench:
         return answer, answer.usage or Usage()
 
     def _wait_written(self) -> float:
-        """Seconds until all blocks are on SSD."""
+        """Return the seconds until all blocks are on SSD."""
         began = time.perf_counter()
         while time.perf_counter() - began < WRITE_S:
             status = self._status()
@@ -280,7 +281,7 @@ class _Bench:
 
 
 def perplexity(folder: Path, tokens: int, float32: bool) -> Generator[KVResult]:
-    """A row a KV type, by a program of its own: it needs MLX. Raises DaemonError."""
+    """Measure the perplexity of each KV type, in a program of its own: it needs MLX. Raises DaemonError."""
     arguments = [str(folder), str(TEXT), str(tokens), str(int(float32))]
     command = [sys.executable, "-m", "omlxd.engine.perplexity", *arguments]
     with (
@@ -306,7 +307,7 @@ _KV = ("KV BITS".ljust(16), "PERPLEXITY", "CHANGE", "SAME FIRST CHOICE")
 
 
 def _line(head: Sequence[str], cells: Sequence[str]) -> str:
-    """`cells` below the columns of `head`: lines come one by one, so no width waits for the longest."""
+    """Format `cells` below the columns of `head`: lines come one by one, so widths are fixed."""
     return "  ".join(c.ljust(max(len(name), 7)) for name, c in zip(head, cells, strict=True)).rstrip()
 
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Exit status 1 without a question, 130 at ^C. Raises OmlxdError."""
+    """Run the verb; returns exit status 1 without a question, 130 at ^C. Raises OmlxdError."""
     parser.usage = "omlxd chat [QUESTION …] [--image FILE] [--model NAME] [--system TEXT] [more flags]"
     parser.add_argument(
         "question", nargs="*", default=[], help="print the answer to it and end; also taken from a pipe"
@@ -55,8 +55,7 @@ def talk(
     parser: argparse.ArgumentParser,
     before: Callable[[argparse.Namespace], None] = lambda _: None,
 ) -> int:
-    """The rest of `main`, for a parser that has `question` and `model`. `before`: done before a model is
-    looked for."""
+    """Run `main` with a parser that has `question` and `model`. `before`: runs before the model is sought."""
     parser.add_argument(
         "--image", metavar="FILE", action="append", default=[], help="a picture or a PDF; again for more"
     )
@@ -151,7 +150,7 @@ def _talk(conversation: Conversation, question: str, args: argparse.Namespace) -
 
 
 def _argument(read: Callable[[str], T]) -> Callable[[str], T]:
-    """`read` for argparse, which shows the sentence of no other error."""
+    """Wrap `read` for argparse, which shows no other error's sentence."""
 
     def argument(text: str) -> T:
         try:
@@ -170,7 +169,7 @@ def _positive(text: str) -> int:
 
 @contextlib.contextmanager
 def daemon(url: str | None, model: str | None) -> Generator[Target]:
-    """The running daemon and its model; without one, and without `url`, one for as long as the block."""
+    """Return the running daemon and its model; without one, and without `url`, start one for the block."""
     try:
         target = find_target(find_daemon(url), model)
     except NoDaemon:
@@ -187,7 +186,7 @@ def daemon(url: str | None, model: str | None) -> Generator[Target]:
 
 
 def _print_answer(conversation: Conversation, question: str, console: Console, writer: Writer) -> Answer:
-    """Into a file or a pipe the text alone goes, without the thinking."""
+    """Print an answer into a file or a pipe, without the thinking."""
     if console.is_terminal:
         answer = writer.answer(lambda show: conversation.ask(question, show))
     else:

@@ -42,7 +42,7 @@ LEAVE = ("/quit", "/exit", "/bye")
 QUOTES = '"""'
 CONTINUED = f"  ({QUOTES} ends it) "
 HISTORY_BYTES = 1 << 20
-"""Of what was typed; the older half goes when a session begins."""
+"""Bytes of the history; its older half goes when a session begins."""
 
 _NUMBERS: dict[str, tuple[str, float, float]] = {
     "temperature": ("", 0, 2),
@@ -54,7 +54,7 @@ _NUMBERS: dict[str, tuple[str, float, float]] = {
     "max_tokens": ("whole", 1, 2**31 - 1),
 }
 _SAME = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-"""Ollama's names."""
+"""Ollama's names of commands."""
 _SWITCHED = {
     "nothink": ("think", False),
     "verbose": ("verbose", True),
@@ -65,12 +65,12 @@ _SWITCHED = {
     "markdown": ("markdown", True),
     "thoughts": ("thoughts", True),
 }
-"""Ollama's words for what is on or off."""
+"""Ollama's words for on and off."""
 _FORMATS = "json, a JSON Schema, or a file that holds one; or `text`"
 
 
 def history_file(path: Path) -> History:
-    """The history in `path`, which only its owner reads; without a place for it, that of this session."""
+    """Open the history in `path`, which only its owner reads; without a place for it, this session's."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
@@ -174,7 +174,7 @@ class Terminal:
         return session
 
     def _kept(self) -> History:
-        """Where questions are kept: the same object until `/set history` changes it."""
+        """Keep questions in the same object until `/set history` changes it."""
         return self._histories[self._shown["history"]]
 
     def _take(self, line: str) -> None:
@@ -369,13 +369,13 @@ class Terminal:
 
 
 def _is_open(text: str) -> bool:
-    r"""Whether `text` began with \"\"\" (perhaps behind /system) that has no end yet: Enter makes a line."""
+    r"""Return whether \"\"\" at the start (perhaps behind /system) is open: Enter makes a line."""
     text = re.sub(r"^/(set )?system\s+", "", text.lstrip())
     return text.startswith(QUOTES) and not (len(text) >= 6 and text.rstrip().endswith(QUOTES))
 
 
 def _leaves_block(is_open: Callable[[], bool]) -> KeyBindings:
-    """Ctrl-D in an open block leaves it, as Ctrl-C does."""
+    """Leave an open block at Ctrl-D, as at Ctrl-C."""
     keys = KeyBindings()
 
     @keys.add("c-d", filter=Condition(is_open), eager=True)
@@ -407,7 +407,7 @@ def _shown(value: object) -> str:
 
 @contextlib.contextmanager
 def _typing_waits() -> Generator[None]:
-    """What is typed meanwhile waits for the next prompt: it is not shown now, and Ctrl-C keeps it."""
+    """Hold typed keys for the next prompt: they are not shown now, and Ctrl-C keeps them."""
     before = termios.tcgetattr(0)
     meanwhile = [*before]
     meanwhile[3] = before[3] & ~termios.ECHO | termios.NOFLSH
@@ -422,7 +422,7 @@ def _typing_waits() -> Generator[None]:
 
 
 def in_words(error: OmlxdError) -> str:
-    """What went wrong as a person would say it: without a request's fields, and with what to type."""
+    """Explain an error to a person: without a request's fields, and with what to type."""
     message = error.message
     if found := re.match(r"prompt is too long: (at least )?(\d+) tokens > (\d+) maximum", message):
         tokens, most = int(found[2]), int(found[3])
@@ -449,14 +449,14 @@ def as_markdown(messages: list[Message]) -> str:
 
 
 def summary(answer: Answer) -> str:
-    """One line of figures below an answer."""
+    """Format a line of figures below an answer."""
     prompt, ram, ssd, computed, ttft, tokens, speed = _figures(answer)
     cached = f"{computed} computed, {ram} from RAM, {ssd} from SSD"
     return f"prompt {prompt} tokens ({cached}), first token after {ttft}, {tokens} tokens, {speed} a second"
 
 
 def _figures(answer: Answer) -> tuple[str, ...]:
-    """Cells of `/stats`, without the number."""
+    """Return the cells of `/stats`, without the number."""
     ttft, usage = f"{answer.first_s:.2f} s", answer.usage
     speed = f"{answer.tokens_per_s:.1f}" if answer.tokens_per_s else "-"
     if usage is None:  # It was stopped: no usage came.

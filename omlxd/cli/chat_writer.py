@@ -19,13 +19,13 @@ from rich.text import Text
 from .conversation import Answer, Delta
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that would command the terminal."""
+"""Matches characters that would command the terminal."""
 _FENCE = re.compile(r"^ {0,3}(```+|~~~+)", re.MULTILINE)
 _BEFORE_A_LIST = re.compile(r"\n+(?= *(?:[-*+]|\d+[.)]) |    ?\S)")
 
 
 class _PlainHeading(Heading):
-    """At the left and bold: rich's own is centred, in a box."""
+    """A heading at the left and bold: rich's own is centred, in a box."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         self.text.justify = "left"
@@ -40,7 +40,7 @@ class _Drawn(Markdown):
 
 
 def drawn(text: str) -> Markdown:
-    """Line breaks stay: a model means them, whatever Markdown says."""
+    """Render Markdown with line breaks kept: a model means them, whatever Markdown says."""
     made = _Drawn(text, hyperlinks=False, code_theme="ansi_dark")
     for token in made.parsed:
         for inner in token.children or ():
@@ -50,7 +50,7 @@ def drawn(text: str) -> Markdown:
 
 
 class _Tail:
-    """The last lines of `inner` that fit on the screen: what is above them could not be drawn anew."""
+    """The last lines of `inner` that fit on the screen: earlier ones could not be drawn anew."""
 
     def __init__(self, inner: Markdown | Text):
         self._inner = inner
@@ -63,7 +63,7 @@ class _Tail:
 
 
 def split_done(text: str) -> tuple[str, str]:
-    """What of `text` no later text changes, to the end of a block, and the rest. A list is one block."""
+    """Split `text` where later text changes nothing, at the end of a block. A list is one block."""
     end, fence = 0, ""
     for line in re.finditer(r"[^\n]*\n", text):
         mark = _FENCE.match(line[0])
@@ -91,12 +91,12 @@ class Writer:
         self._style: str | None = None
         self._fence = "```json\n" if is_json and self._markdown else ""
         self._text = ""
-        """Of the block that is not done."""
+        """Text of the block that is not done."""
         self._live: Live | None = None
         self._blocks = 0
 
     def answer(self, ask: Callable[[Callable[[Delta], None]], Answer]) -> Answer:
-        """What `ask` returns, written as it comes. Raises DaemonError."""
+        """Write the answer of `ask` as it comes, and return it. Raises DaemonError."""
         with contextlib.ExitStack() as waiting:
             if self._console.is_terminal:
                 waiting.enter_context(self._console.status("reading"))

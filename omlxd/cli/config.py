@@ -1,4 +1,4 @@
-"""`omlxd config show`, or `omlxd config` alone: each setting, and where its value stands."""
+"""`omlxd config show`, or `omlxd config` alone: each setting, and the place of its value."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shown(msgspec.Struct):
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Raises ConfigError, as `omlxd serve` would for the same settings."""
+    """Run the verb. Raises ConfigError, as `omlxd serve` would for the same settings."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv = ["show", *argv]
     verbs = parser.add_subparsers(metavar="VERB", required=True)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def shown(settings: Settings) -> list[Shown]:
-    """The file, each option in order, then what the file says of all models and of single ones."""
+    """List the file, each option in order, then the file's values for all models and for single ones."""
     named = [("config", settings.config), *((o.name, getattr(settings, o.field)) for o in OPTIONS)]
     rows = [Shown(name, _plain(name, value), settings.sources[name]) for name, value in named]
     tables = [(settings.defaults, ("defaults",))]
@@ -113,6 +113,6 @@ def _value(row: Shown) -> str:
 
 
 def _place(source: str) -> str:
-    """A path under the home folder, as people write it."""
+    """Shorten a path under the home folder, as people write it."""
     home = str(Path.home()) + "/"
     return source.replace(home, "~/", 1) if source.startswith(home) else source

@@ -1,4 +1,4 @@
-"""A conversation with a model of a daemon, and each answer's figures."""
+"""A conversation with a daemon's model, and each answer's figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .daemon_client import Usage
 from .launch import Target
 
 MAX_TOKENS = 4096
-"""Of an answer: a model that never ends its turn would fill the context."""
+"""Tokens of an answer at most: a model that never ends its turn would fill the context."""
 CUT = "cut: the limit of tokens (--max-tokens) or the context is reached"
 
 Message = dict[str, Any]
@@ -28,11 +28,11 @@ Message = dict[str, Any]
 
 
 MOST_FILE_BYTES = 20 << 20
-"""Of an image, for the daemon too."""
+"""Bytes of an image at most, for the daemon too."""
 
 
 def image_part(name: str) -> Message:
-    """An image or a PDF from a file, as a part of a message. Raises ConfigError."""
+    """Read an image or a PDF from a file, as a part of a message. Raises ConfigError."""
     path = Path(name).expanduser()
     try:
         data = read_small(path, MOST_FILE_BYTES)
@@ -48,7 +48,7 @@ def image_part(name: str) -> Message:
 
 
 def answer_format(text: str) -> Message:
-    """The `response_format` of `json`, of a JSON Schema, or of a file that holds one. Raises ConfigError."""
+    """Return the `response_format` of `json`, a JSON Schema, or a file with one. Raises ConfigError."""
     if text.strip().lower() == "json":
         return {"type": "json_object"}
     if not text.lstrip().startswith("{"):
@@ -66,7 +66,7 @@ def answer_format(text: str) -> Message:
 
 
 def keep_alive(text: str) -> str:
-    """`text`, if it is a length of time. Raises ConfigError."""
+    """Check that `text` is a length of time. Raises ConfigError."""
     try:
         duration(text)
     except ValueError:
@@ -75,7 +75,7 @@ def keep_alive(text: str) -> str:
 
 
 def ask_body(**fields: Any) -> bytes:
-    """The body of a request whose answer is a stream with its usage."""
+    """Return the body of a request whose answer is a stream with its usage."""
     return msgspec.json.encode({**fields, "stream": True, "stream_options": {"include_usage": True}})
 
 
@@ -85,7 +85,7 @@ class Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """`text`: of a completion, which has no `delta`."""
+    """A choice of an answer. `text`: of a completion, which has no `delta`."""
 
     delta: Delta = msgspec.field(default_factory=Delta)
     finish_reason: str | None = None
@@ -111,7 +111,7 @@ class Answer:
         self._began = time.monotonic()
 
     def add(self, chunk: Chunk) -> Delta:
-        """Take `chunk` in; returns what it adds."""
+        """Add `chunk`; returns its new text."""
         self.usage = chunk.usage or self.usage
         if not chunk.choices:
             return Delta()
@@ -131,7 +131,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """By the engine's clock where it is told: pieces may come several at once. None: too few tokens."""
+        """Tokens a second by the engine's clock, else by arrival, several at once. None: too few tokens."""
         if self.usage and self.usage.omlxd.tokens_per_s:
             return self.usage.omlxd.tokens_per_s
         tokens = self.usage.completion_tokens if self.usage else self.pieces
@@ -171,7 +171,8 @@ class Conversation:
         return [*system, *self._turns]
 
     def ask(self, question: str, show: Callable[[Delta], None]) -> Answer:
-        """`show` each part of the answer as it comes. Raises DaemonError; the question is then not kept.
+        """Ask, and `show` each part of the answer as it comes. Raises DaemonError; the question is then not
+        kept.
 
         KeyboardInterrupt stops the answer, and what came of it is kept.
         """
@@ -180,12 +181,12 @@ class Conversation:
         return self._ask(self._turns, content, show)
 
     def check_question(self) -> None:
-        """Raises ConfigError if there is no question to ask again."""
+        """Raise ConfigError without a question to ask again."""
         if self._asked is None:
             raise ConfigError("There is no question yet.")
 
     def ask_again(self, show: Callable[[Delta], None], **options: Any) -> Answer:
-        """As `ask`, with the last question, whose answer is forgotten. Raises ConfigError if there is none.
+        """Ask the last question again, and forget its answer. Raises ConfigError if there is none.
 
         options  for this answer alone
         """

@@ -28,18 +28,18 @@ from .owner_api import DaemonStatus
 
 ANSWER_S = 10.0
 STREAM_S = 3600.0
-"""The daemon sends a ping every few seconds: only a machine that sleeps is silent for long."""
+"""Seconds of silence in a stream: the daemon sends a ping every few seconds, but a machine may sleep."""
 KEY_VARIABLE = "OMLXD_API_KEY"
 _PROC_LOCKS = Path("/proc/locks")
 CLOCKS_S = 5.0
-"""What a process's and a file's clock may differ by."""
+"""Seconds between a process's and a file's clock at most."""
 _PIECE = 1 << 20
 Body = msgspec.Struct | bytes | Iterable[bytes]
 T = TypeVar("T")
 
 
 class DaemonError(OmlxdError):
-    """No answer that makes sense; the message says what to do."""
+    """The daemon gave no usable answer; the message says what to do."""
 
 
 class NoDaemon(DaemonError):
@@ -61,7 +61,7 @@ class Cached(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Of any protocol; the first two are OpenAI's."""
+    """Token counts of any protocol; the first two are OpenAI's."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -78,14 +78,14 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def pieces(source: IO[bytes]) -> Iterator[bytes]:
-    """What is left of a file, as a body."""
+    """Yield the unread part of a file, as a body."""
     while piece := source.read(_PIECE):
         yield piece
 
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """Where a daemon listens, and the key that it takes; "" for none. Every method raises DaemonError."""
+    """A daemon's address, and its key, "" for none. Every method raises DaemonError."""
 
     url: str
     key: str = ""
@@ -98,26 +98,26 @@ class Daemon:
         seconds: float = ANSWER_S,
         headers: Mapping[str, str] | None = None,
     ) -> T:
-        """The answer at `path`; a POST if there is a `body`: JSON, or pieces of anything."""
+        """Return the answer at `path`; a POST if there is a `body`: JSON, or pieces of anything."""
         with self._sentences(seconds), self._open(path, body, seconds, headers) as answer:
             return msgspec.json.decode(answer.read(), type=type)
 
     def version(self, seconds: float = ANSWER_S) -> str:
-        """Of whatever daemon is there, which needs no key to say it."""
+        """Return the version of the daemon, which needs no key."""
         return Daemon(self.url).fetch("/health", _Health, seconds=seconds).version
 
     def status(self, seconds: float = ANSWER_S) -> DaemonStatus:
         return self.fetch("/omlxd/status", DaemonStatus, seconds=seconds)
 
     def download(self, path: str, body: msgspec.Struct) -> Generator[bytes]:
-        """The answer to a POST, in pieces."""
+        """Yield the answer to a POST, in pieces."""
         with self._sentences(STREAM_S), self._open(path, body, STREAM_S) as answer:
             yield from pieces(answer)
             if answer.length:
                 raise http.client.IncompleteRead(b"", answer.length)
 
     def stream(self, path: str, body: bytes, type: type[T]) -> Generator[T]:
-        """The events of a POST that is answered as SSE, to `[DONE]`. Closing it ends the request.
+        """Yield the events of a POST that is answered as SSE, to `[DONE]`. Closing it ends the request.
 
         DaemonError also for an event that is an error, and for a stream that breaks off.
         """
@@ -153,7 +153,7 @@ class Daemon:
 
     @contextlib.contextmanager
     def _sentences(self, seconds: float) -> Generator[None]:
-        """Turn what goes wrong with a request into DaemonError."""
+        """Turn a request's failures into DaemonError."""
         try:
             yield
         except urllib.error.HTTPError as error:
@@ -184,7 +184,7 @@ class Daemon:
 
 
 def find_daemon(url: str | None, settings: Settings | None = None) -> Daemon:
-    """The daemon at --url, else that of `settings`; None: the environment's.
+    """Return the daemon at --url, else that of `settings`; None: the environment's.
 
     Where they name no address, the one that the daemon of their base folder left there comes first. Where
     none listens there, it is the one that holds their cache dir, on another port. Raises ConfigError.
@@ -211,7 +211,7 @@ def find_daemon(url: str | None, settings: Settings | None = None) -> Daemon:
 
 
 def daemon_of(settings: Settings) -> Daemon:
-    """A daemon of these settings. Raises ConfigError where its port is any free one."""
+    """Return the daemon of these settings. Raises ConfigError where its port is any free one."""
     if not settings.port:
         raise ConfigError(
             f"{settings.sources['port']}: port 0 is any free one; say with --url where the daemon listens."
@@ -225,7 +225,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _recorded(base_path: Path) -> list[str]:
-    """Where the daemon of `base_path` listens, if its process lives."""
+    """Return the addresses of the daemon of `base_path`, if its process lives."""
     if (found := recorded_address(base_path)) is None:
         return []
     pid, host, port, written = found
@@ -233,7 +233,7 @@ def _recorded(base_path: Path) -> list[str]:
 
 
 def _addresses_of_holder(cache_dir: Path) -> list[str]:
-    """Where the daemon that holds `cache_dir` listens, as far as the system says so, IPv4 first."""
+    """Return the addresses of the daemon that holds `cache_dir`, as far as the system knows, IPv4 first."""
     pid = holder(cache_dir)
     if not pid:
         return []
@@ -275,7 +275,7 @@ def _began_before(pid: int, seconds: float) -> bool:
 
 
 class _StaysHere(urllib.request.HTTPRedirectHandler):
-    """Goes nowhere else: the key would go along. Such an answer is an error by its status."""
+    """Follows no redirect: the key would go along. Such an answer is an error by its status."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl) -> None:
         return None
@@ -295,7 +295,7 @@ class _Problem(msgspec.Struct):
 
 
 def _message(body: bytes) -> str:
-    """The sentence of an error in OpenAI's shape, "" if it is none."""
+    """Return the sentence of an error in OpenAI's shape, "" for none."""
     try:
         return msgspec.json.decode(body, type=_Problem).error.message
     except msgspec.MsgspecError:

@@ -25,7 +25,7 @@ def install() -> None:
 
 
 def _ignore() -> None:
-    """Python gives handlers back to the system on its last steps, but not what is ignored."""
+    """Ignore signals at the end: Python gives handlers back to the system, but not what is ignored."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_IGN)
 

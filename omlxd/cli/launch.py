@@ -24,7 +24,7 @@ from .daemon_client import KEY_VARIABLE, Daemon, DaemonError, add_url, find_daem
 
 LOADING_S = 900.0
 MAX_OUTPUT_TOKENS = 32_000
-"""What the agents ask for by themselves. A small context can't spare as much, see `output_tokens`."""
+"""Tokens of an answer that agents ask for. A small context spares less (`output_tokens`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class Target(Daemon):
 
     @property
     def output_tokens(self) -> int | None:
-        """The most that one answer may take: a quarter of the context, as the agents reserve it."""
+        """Tokens of one answer at most: a quarter of the context, as the agents reserve it."""
         return None if self.context is None else max(1, min(MAX_OUTPUT_TOKENS, self.context // 4))
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How to start an agent: variables to set, variables to drop, flags before the user's own.
+    """An agent's start: variables to set, variables to drop, flags before the user's own.
 
     folder  (variable, file, text): the agent reads its provider from a file of the folder that the variable
             names; written first with `--save`
@@ -286,7 +286,7 @@ class Models(msgspec.Struct):
 
 
 def find_target(daemon: Daemon, name: str | None) -> Target:
-    """The model called `name`, None: the first one, once it has loaded. Raises DaemonError."""
+    """Return the model called `name`, or the first one for None, once it has loaded. Raises DaemonError."""
     deadline = time.monotonic() + LOADING_S
     announced, pause_s = False, 0.1
     while True:
@@ -307,7 +307,7 @@ def find_target(daemon: Daemon, name: str | None) -> Target:
 
 
 def _chosen(models: Sequence[_Model], name: str | None) -> _Model | None:
-    """None: no model's own name is `name`."""
+    """Return the model with the id `name`; None without one."""
     if not models:
         raise DaemonError("The daemon serves no model.")
     if name is None:
@@ -317,7 +317,7 @@ def _chosen(models: Sequence[_Model], name: str | None) -> _Model | None:
 
 
 def _called(daemon: Daemon, name: str, models: Sequence[_Model]) -> _Model:
-    """The model that the daemon knows by an alias. Raises DaemonError."""
+    """Return the model that the daemon knows by an alias. Raises DaemonError."""
     try:
         return daemon.fetch("/v1/models/" + quote(name), _Model)
     except DaemonError:
@@ -380,7 +380,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def as_list() -> str:
-    """A line an agent: where it is, or how to install it."""
+    """Format a line an agent: its path, or how to install it."""
     width = max(map(len, AGENTS))
     places = {name: shutil.which(agent.program) for name, agent in AGENTS.items()}
     return "\n".join(
@@ -390,7 +390,7 @@ def as_list() -> str:
 
 
 def _with_folder(agent: Agent, start: Start, save: bool) -> Start:
-    """`start` with the variable of its folder, once that is written. Raises OmlxdError."""
+    """Write the agent's folder, and return `start` with its variable. Raises OmlxdError."""
     if start.folder is None:
         return start
     variable, name, text = start.folder
@@ -408,7 +408,7 @@ def _with_folder(agent: Agent, start: Start, save: bool) -> Start:
 
 
 def too_small(agent: Agent, target: Target) -> str:
-    """A warning if the model's context has no room for the agent's first prompt and an answer; else ""."""
+    """Warn if the context has no room for the agent's first prompt and an answer; else ""."""
     if target.context is None or target.context - (target.output_tokens or 0) >= agent.begins:
         return ""
     return (
@@ -418,7 +418,7 @@ def too_small(agent: Agent, target: Target) -> str:
 
 
 def environment(environ: Mapping[str, str], start: Start, url: str) -> dict[str, str]:
-    """`environ` as the agent gets it."""
+    """Return `environ` as the agent gets it."""
     variables = {name: value for name, value in environ.items() if name not in start.dropped}
     variables |= start.variables
     host = urlsplit(url).hostname or ""

@@ -22,7 +22,7 @@ from .agent import name_verb
 USAGE_ERROR = 2
 """Exit status when a flag, a variable or a line of the file makes no sense."""
 UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Why standard output took no more; `main` says it."""
+"""Why standard output took no more; `main` prints it."""
 
 VERBS = {
     "bench": (
@@ -77,10 +77,10 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
         self.typed: dict[str, str] = {}
-        """What the user typed, by the verb that it stands for."""
+        """Verb that the user typed → its meaning."""
 
     def print_help(self, file: Any = None) -> None:
-        """argparse's own says nothing if a long page can't be written."""
+        """Print the help; argparse's own says nothing if a long page can't be written."""
         print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:

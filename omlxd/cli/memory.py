@@ -1,4 +1,4 @@
-"""`omlxd memory`: what each loaded model holds, and orders to hold less."""
+"""`omlxd memory`: the memory of each loaded model, and orders to hold less."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .status import as_json, ram_tier, table
 _HEAD = ("MODEL", "WEIGHTS", "LIVE KV", "RAM TIER", "FREED", "PEAK", "WIRED", "PROCESS")
 
 LEAST = 4096
-"""Bytes. Less is no KV: the state that draws tokens."""
+"""Bytes that count as KV: less is the state that draws tokens."""
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Raises ConfigError and DaemonError."""
+    """Run the verb. Raises ConfigError and DaemonError."""
     add_url(parser)
     parser.add_argument("model", nargs="?", default="", help="show this model alone, or give back of it")
     parser.add_argument(
@@ -46,7 +46,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def as_text(status: DaemonStatus) -> str:
-    """A line a loaded model, and why one is slow if memory makes it so. `of …`: the limit MLX keeps to."""
+    """Format a line a loaded model, and why memory slows one. `of …`: the limit MLX keeps to."""
     loaded = [model for model in status.models if "mlx_active_bytes" in model.values]
     slow = [f"{model.id}: {model.speed}" for model in loaded if "weights as stored: " in model.speed]
     shared = [

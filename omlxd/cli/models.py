@@ -1,4 +1,4 @@
-"""`omlxd models`: what is installed and loaded, and orders about it. Imports neither MLX nor the hub."""
+"""`omlxd models`: installed and loaded models, and orders about them. Imports neither MLX nor the hub."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .status import as_json, table
 
 
 def why_broken(model: InstalledStatus) -> str:
-    """Why its folder can't be loaded, as far as its files tell; "" if they tell nothing."""
+    """Say why a folder can't be loaded, as far as its files tell; "" otherwise."""
     if model.folder is None:
         return ""
     try:
@@ -49,7 +49,7 @@ def why_broken(model: InstalledStatus) -> str:
 
 
 def installed(settings: Settings) -> list[InstalledStatus]:
-    """Every model that a daemon of these settings would offer."""
+    """List every model that a daemon of these settings would offer."""
     default, backend = default_model(settings), likely_backend()
     result: list[InstalledStatus] = []
     for model in Catalog(settings).models().values():
@@ -76,7 +76,7 @@ def installed(settings: Settings) -> list[InstalledStatus]:
 
 
 def as_listed(name: str, settings: Settings) -> tuple[str, Path | None]:
-    """What --model and --model-dir are for the model that `omlxd models list` calls `name`.
+    """Return --model and --model-dir for the model that `omlxd models list` calls `name`.
 
     A running daemon knows; without one, or for a name that it does not know, those of `settings` hold.
     """
@@ -107,14 +107,14 @@ _HEAD = ("MODEL", "STATE", "ON DISK", "IN RAM", "CONTEXT", "STAYS", "ALIASES")
 
 
 def as_table(models: Sequence[InstalledStatus]) -> str:
-    """A line a model, `*` before the default one."""
+    """Format a line a model, `*` before the default one."""
     if not models:
         return "no model is installed; `omlxd models pull ORG/NAME` downloads one"
     return "\n".join(table([("  " + _HEAD[0], *_HEAD[1:]), *map(_row, models)]))
 
 
 def as_local_table(models: Sequence[LocalModel]) -> str:
-    """A line a model of another program, with the command that imports it or why none can."""
+    """Format a line a model of another program, with the command that imports it or why none does."""
     if not models:
         return "no model of Ollama, LM Studio or llama.cpp is on this machine"
     rows = [
@@ -160,7 +160,7 @@ _TOOLS = {
 
 
 def as_page(model: InstalledStatus) -> str:
-    """A line a fact."""
+    """Format a line a fact."""
     facts = {
         "state": model.state
         + (f" ({counted(model.in_flight, 'request')} in flight)" if model.in_flight else ""),
@@ -191,9 +191,9 @@ def as_page(model: InstalledStatus) -> str:
 
 
 LOAD_S = 3600.0
-"""A load may download the model first."""
+"""Seconds of a load, which may download the model first."""
 REMOVE_S = 120.0
-"""Its engine writes its cache first."""
+"""Seconds of a removal, before which the engine writes its cache."""
 
 IN_MEMORY = ("loading", "ready", "restarting", "unloading")
 """States of a model that is loaded, on the way there, or not yet gone."""
@@ -307,7 +307,7 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def _say_absence(args: argparse.Namespace, error: NoDaemon) -> None:
-    """Whoever names a daemon wants its answer; what lies on the disk is all that others ask for."""
+    """Report a missing daemon to a user who names one; without it the disk's models suffice."""
     if args.url and not args.json:
         print(f"no daemon: {error.message}", file=sys.stderr)
 
@@ -398,7 +398,7 @@ def _is_model(daemon: Daemon, name: str) -> bool:
 
 
 def _rm(args: argparse.Namespace) -> int:
-    """Every name is looked up before one is deleted. What a running daemon serves, it deletes itself."""
+    """Look up every name, then delete. A running daemon deletes itself what it serves."""
     settings = settings_of(args, *_FOLDER_OPTIONS)
     try:
         daemon = find_daemon(args.url, settings)

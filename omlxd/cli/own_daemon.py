@@ -18,12 +18,12 @@ from ..config.settings import WITH_STDIN
 from .daemon_client import KEY_VARIABLE, Daemon, DaemonError, NoDaemon
 
 END_S = 20.0
-"""How long it may take to write its blocks to SSD."""
+"""Seconds for the daemon to write its blocks to SSD."""
 
 
 @contextmanager
 def own_daemon(*flags: str) -> Generator[Daemon]:
-    """A new daemon, which ends with the block. Raises DaemonError if it can't serve.
+    """Start a new daemon, which ends with the block. Raises DaemonError if it can't serve.
 
     It accepts a key that only this process knows, beside those of `omlxd key`. Other clients need theirs.
     SIGTERM and SIGHUP end the block. The daemon ends with this process, killed or not.

@@ -1,4 +1,4 @@
-"""What a daemon and `omlxd models` say to each other about models."""
+"""Messages between a daemon and `omlxd models`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from ..explanation import Explanation
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
-"""Of a model. An owner names the model; a client may leave it out."""
+"""A model's name. An owner names the model; a client may leave it out."""
 
 
 class ModelSetting(msgspec.Struct):
-    """One line of the file that says how a model is served, and where it stands."""
+    """One line of the file that sets how a model is served, and its place."""
 
     name: str
     value: str
@@ -21,7 +21,7 @@ class ModelSetting(msgspec.Struct):
 
 
 class InstalledStatus(msgspec.Struct, kw_only=True):
-    """One model. Bytes; seconds; `context_length` in tokens. Null: not known, or does not apply.
+    """A model's status. Bytes; seconds; `context_length` in tokens. Null: not known, or does not apply.
 
     state         `unloaded`, `loading`, `ready`, `unloading`, `restarting`, `failed`; `installed`
                   without a daemon
@@ -79,7 +79,7 @@ class InstalledStatuses(msgspec.Struct):
 
 
 class Unloaded(msgspec.Struct):
-    """`gone` false: it goes when the requests in flight have ended."""
+    """The answer to an unload. `gone` false: the model goes when the requests in flight have ended."""
 
     id: str
     gone: bool
@@ -100,7 +100,7 @@ class RemoveModel(msgspec.Struct):
 
 
 class Removed(msgspec.Struct):
-    """`folder`, with all of the model's files, is deleted; `bytes`: of its weights."""
+    """A removal. `folder`, with all of the model's files, is deleted; `bytes`: of its weights."""
 
     id: str
     folder: str
@@ -117,14 +117,14 @@ class PinModel(msgspec.Struct):
 
 
 class NameModel(msgspec.Struct):
-    """`model` null takes the alias away."""
+    """An alias. `model` null removes it."""
 
     alias: str
     model: Name | None
 
 
 class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One model. Bytes, tokens and seconds; 0: nothing to say.
+    """A loaded model's status. Bytes, tokens and seconds; 0: nothing to say.
 
     trouble   why it can't serve, a sentence
     shares    the model whose engine it is in, which has the other figures of both; "": it has its own
@@ -154,7 +154,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ColdStatus(msgspec.Struct, kw_only=True):
-    """The SSD cache: its folder and its account. `capacity`: what it can come to, by `cap` and its disk."""
+    """The SSD cache: its folder and its account. `capacity`: its most bytes, by `cap` and its disk."""
 
     dir: str
     bytes: int
@@ -168,7 +168,7 @@ class ColdStatus(msgspec.Struct, kw_only=True):
 
 
 class DaemonStatus(msgspec.Struct, kw_only=True):
-    """`cold` None: no SSD cache, or it can't be used. `resident`: bytes of the front process alone."""
+    """The daemon. `cold` None: no usable SSD cache. `resident`: bytes of the front process."""
 
     version: str
     pid: int
@@ -209,7 +209,7 @@ class Inspected(msgspec.Struct):
 
 
 class TidyMemory(msgspec.Struct, kw_only=True):
-    """For all loaded models, or one: `trim` gives memory back, `reset_peak` counts MLX's peak anew."""
+    """An order to all loaded models, or one: `trim` frees memory, `reset_peak` counts MLX's peak anew."""
 
     model: str = ""
     trim: bool = False
@@ -217,7 +217,7 @@ class TidyMemory(msgspec.Struct, kw_only=True):
 
 
 class Readiness(msgspec.Struct, kw_only=True):
-    """`reasons`: a sentence for each model that can't serve now."""
+    """Whether the daemon is ready. `reasons`: a sentence for each model that can't serve now."""
 
     ready: bool
     reasons: list[str]
@@ -233,7 +233,7 @@ class Forget(msgspec.Struct):
 
 
 class Forgotten(msgspec.Struct):
-    """`files`, `bytes`: that left the account. `troubles`: why some could not be removed.
+    """The result of a removal. `files`, `bytes`: gone from the account. `troubles`: why some stay.
 
     pinned  files that stay, as they are pinned by the names `pins`; of `/omlxd/cache/clear` alone
     """
@@ -270,16 +270,14 @@ class WhyMissBody(msgspec.Struct):
 
 
 class PinBlocks(WhyMissBody):
-    """Pin what is cached of that request, as `name` (else the session's, or the request's id); or unpin the
-    `name`.
-    """
+    """Pins the cached files of a request, as `name` (else its session's, or its id); or unpins `name`."""
 
     name: str = ""
     pinned: bool = True
 
 
 class PinnedBlocks(msgspec.Struct):
-    """`files`, on SSD or still to be written; `bytes`: of those that are there. `at`: seconds since 1970."""
+    """A pin of `files`, on SSD or to be written; `bytes`: of those on SSD. `at`: seconds since 1970."""
 
     name: str
     model: str
@@ -289,7 +287,7 @@ class PinnedBlocks(msgspec.Struct):
 
 
 class PinList(msgspec.Struct):
-    """The newest last. `bytes` counts each file once; at most `most_bytes`, half of the SSD cache's limit."""
+    """Pins, newest last. `bytes` counts each file once; `most_bytes` is half of the SSD cache's limit."""
 
     pins: list[PinnedBlocks]
     bytes: int
@@ -325,7 +323,7 @@ class ImportedPrompt(msgspec.Struct):
 
 
 class WhyMiss(msgspec.Struct):
-    """`request_id`: of a request that was made. `reached`: tokens restored then; -1: as of now.
+    """An explanation. `request_id`: of an earlier request. `reached`: tokens restored then; -1: as of now.
 
     recomputed  tokens that lay on SSD then and were computed
     logged      it is as `--log-cache-misses` wrote it down, without texts
@@ -340,7 +338,7 @@ class WhyMiss(msgspec.Struct):
 
 
 class RequestLine(msgspec.Struct):
-    """One of the last requests. `began`: seconds since 1970; `cached_tokens` -1: not known (yet).
+    """A recent request. `began`: seconds since 1970; `cached_tokens` -1: not known (yet).
 
     opening  the first words that its user said, cut
     client   the program that sent it

@@ -17,7 +17,7 @@ from .owner_api import InstalledStatus
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """As `omlxd chat`. Raises OmlxdError."""
+    """Run `omlxd chat`, after a download if needed. Raises OmlxdError."""
     parser.usage = "omlxd run MODEL [QUESTION …] [flags of `omlxd chat`]"
     parser.add_argument("model", help="a name of `omlxd list`, or ORG/NAME of the hub")
     parser.add_argument(
@@ -27,7 +27,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _pull_if_needed(args: argparse.Namespace) -> None:
-    """Download the model if it is not here and its name says where from."""
+    """Download the model if it is missing and its name says where from."""
     if args.url or not (args.model == DEFAULT_ID or not is_local(args.model)):
         return
     settings = load_settings({"host": "127.0.0.1"})

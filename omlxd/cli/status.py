@@ -16,13 +16,13 @@ RESTORED = ("prefix_cache_hits_hot_total", "prefix_cache_hits_cold_total")
 
 
 def hit_rate(model: ModelStatus) -> float | None:
-    """Part of all prompt tokens that was restored; None before the first prompt."""
+    """Return the part of all prompt tokens that was restored; None before the first prompt."""
     asked = model.values.get("prefix_cache_queries_total", 0.0)
     return sum(model.values.get(name, 0.0) for name in RESTORED) / asked if asked else None
 
 
 def rate(before: ModelStatus | None, now: ModelStatus, seconds: float, *counters: str) -> float:
-    """What `counters` grew by a second between two looks; 0 without a look before."""
+    """Return the growth a second of `counters` between two looks; 0 without a look before."""
     if before is None or seconds <= 0:
         return 0.0
     grew = (now.values.get(name, 0.0) - before.values.get(name, 0.0) for name in counters)
@@ -38,7 +38,7 @@ def percent(part: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: `3 d 4 h`, `5 min 2 s`, `12 s`."""
+    """Format the two largest units: `3 d 4 h`, `5 min 2 s`, `12 s`."""
     left, words = int(seconds), list[str]()
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, length)
@@ -50,7 +50,7 @@ def duration(seconds: float) -> str:
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Raises ConfigError and DaemonError."""
+    """Run the verb. Raises ConfigError and DaemonError."""
     add_url(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(argv)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def as_json(value: object) -> str:
-    """`value` as JSON of several lines."""
+    """Format `value` as JSON of several lines."""
     return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
@@ -114,7 +114,7 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
 
 
 def mlx_memory(model: ModelStatus) -> str:
-    """What MLX's arrays take, and what it keeps for arrays to come."""
+    """Format the bytes of MLX's arrays, and of the memory that it keeps for more."""
     active, freed = (int(model.values.get(f"mlx_{kind}_bytes", 0)) for kind in ("active", "cache"))
     return f"{human(active)} + {human(freed)}" if active else "-"
 

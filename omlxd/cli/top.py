@@ -24,16 +24,16 @@ from .status import RESTORED, cold_line, duration, hit_rate, mlx_memory, model_o
 
 INTERVAL_S = 1.0
 WIDE = 100
-"""Columns of a terminal that has room for everything."""
+"""Columns of a terminal with room for everything."""
 NARROW = 80
 NAME, LEAST_NAME = 24, 10
-"""Characters of a model's name in a terminal that has not."""
+"""Characters of a model's name in a narrower terminal."""
 _COLUMNS = ("RUN", "WAIT", "IN/S", "HIT/S", "OUT/S", "HITS", "RAM TIER", "PROCESS", "MLX")
 _STATE_STYLES = {"ready": "green", "failed": "red"}
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Raises ConfigError, and DaemonError if there is no daemon at the start."""
+    """Run the verb. Raises ConfigError, and DaemonError if there is no daemon at the start."""
     add_url(parser)
     parser.add_argument("--interval", metavar="S", default="1", help="seconds between updates (default: 1)")
     parser.add_argument("--looks", metavar="N", default="0", help="end after N updates (default: never)")
@@ -100,7 +100,7 @@ def page(
     trouble: str = "",
     wide: bool = True,
 ) -> RenderableType:
-    """One look, and what happened since the one before it. Fits 80 columns unless `wide`."""
+    """Draw one look, and what happened since the last one. Fits 80 columns unless `wide`."""
     head = Text(f"omlxd {now.version} ", style="bold")
     head.append(
         f"{url}  process {now.pid}  up {duration(now.uptime_s)}  front {human(now.resident)}", "default"
@@ -133,7 +133,7 @@ def page(
 
 
 def _short(id: str, most: int) -> str:
-    """The last part of a hub id or path, cut to `most` characters, but not the name of an adapter."""
+    """Shorten a hub id or path to its last part of `most` characters, but not the name of an adapter."""
     name = id.rpartition("/")[2]
     tail = name[at:] if 0 < len(name) - (at := name.find(":")) < most // 2 else ""
     return name if len(name) <= most else name[: most - 1 - len(tail)] + "…" + tail
@@ -158,7 +158,7 @@ def _row(model: ModelStatus, before: ModelStatus | None, seconds: float) -> list
 
 
 def _flow(now: DaemonStatus, before: DaemonStatus | None, seconds: float) -> str:
-    """What went to and from the SSD a second, over all models."""
+    """Format the bytes a second to and from the SSD, over all models."""
 
     def flow(counter: str) -> str:
         return human(int(sum(rate(model_of(before, m.id), m, seconds, counter) for m in now.models)))

@@ -36,12 +36,12 @@ _NUMBERS = {
     "seed": (0, 0, 2**31, "of the order of examples and of the first numbers"),
 }
 _RANK, _LAYERS, _SCALE = 8, 0, 20.0
-"""Of a new adapter. One that is resumed keeps its own."""
+"""Rank, layers and scale of a new adapter. One that is resumed keeps its own."""
 _DECAY = 0.01
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Exit status of the training. Raises ConfigError and DaemonError."""
+    """Run the training; returns its exit status. Raises ConfigError and DaemonError."""
     parser.add_argument("model", help="an installed model: a name of `omlxd models list` or a folder")
     parser.add_argument(
         "--data", required=True, type=Path, metavar="FOLDER", help="with train.jsonl, valid.jsonl"
@@ -110,7 +110,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _train(job: Job, lock: int) -> int:
-    """Its exit status. SIGINT and SIGTERM go to the trainer alone, which saves its steps at the first one."""
+    """Run the trainer; returns its exit status. SIGINT and SIGTERM go to it alone; it saves at the first."""
     program = [sys.executable, "-m", "omlxd.engine.tune"]
     trainers: list[subprocess.Popen[bytes]] = []
     forward = lambda number, _: [trainer.send_signal(number) for trainer in trainers]  # noqa: E731
@@ -134,7 +134,7 @@ def _train(job: Job, lock: int) -> int:
 
 @contextlib.contextmanager
 def _claimed(target: Path, base_path: Path) -> Iterator[int]:
-    """Make folder `target`, and lock it: who trains there is alone. The lock is the trainer's, too."""
+    """Make and lock folder `target`, in which one trainer runs at a time. The lock is the trainer's, too."""
     for folder in (*reversed(target.relative_to(base_path).parents[:-1]), target.relative_to(base_path)):
         (base_path / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
@@ -155,7 +155,9 @@ def _claimed(target: Path, base_path: Path) -> Iterator[int]:
 def _job(
     args: argparse.Namespace, folder: Path, target: Path, train: list[Example], valid: list[Example]
 ) -> Job:
-    """Raises ConfigError where flags do not go with the model, or with the adapter that is resumed."""
+    """Return the job of the flags. Raises ConfigError where flags do not go with the model, or with the
+    adapter that is resumed.
+    """
     layers, lora = _LAYERS, {"rank": _RANK, "scale": _SCALE, "dropout": 0.0}
     most = footprint(folder).layers
     rank = args.rank or _RANK
@@ -256,7 +258,7 @@ def _less(job: Job) -> str:
 
 
 def _free(settings: Settings, trim: bool) -> int:
-    """Bytes that this machine and --memory-limit leave beside the daemon."""
+    """Return the bytes that this machine and --memory-limit leave beside the daemon."""
     held = 0
     try:
         status = daemon_of(settings).fetch("/omlxd/memory", DaemonStatus, TidyMemory(trim=trim))
@@ -304,7 +306,7 @@ def _names_of(text: str) -> list[str]:
 
 
 def _same(asked: object, has: object) -> bool:
-    """Whether what flags ask for is what an adapter has. Its keys may be longer names of the same."""
+    """Return whether an adapter has what flags ask for. Its keys may be longer names of the same."""
     if isinstance(asked, list) and isinstance(has, list):
         fits = [[key == name or key.endswith(f".{name}") for name in asked] for key in has]
         return all(map(any, fits)) and all(map(any, zip(*fits, strict=True)))

@@ -37,14 +37,14 @@ from ..owner_api import Imported
 from .verify import Verifier
 
 MOST_BYTES = 1 << 30
-"""Of one file in an archive; blocks have some megabytes."""
+"""Bytes of one file in an archive at most; blocks have some megabytes."""
 _MOST_HEADER = 1 << 16
-"""Bytes of a member's long name or other extra header; they may nest some 300 deep."""
+"""Bytes of a member's long name or other extra header; some 300 may nest."""
 _MOST_DESCRIPTION = 1 << 16
 MOST_NAMESPACES = 256
-"""Whose descriptions are held until a file of theirs comes. An export has those of one model."""
+"""Namespaces whose descriptions wait for a first file. An export has those of one model."""
 MOST_BAD = 1000
-"""Files; an archive with more of them is not read on."""
+"""Bad files after which an archive is read no further."""
 _PIECE = 1 << 20
 _HEADERS = (
     *(tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE),
@@ -57,20 +57,20 @@ class Room(Protocol):
     """The account of the folder's bytes."""
 
     def reserve(self, nbytes: int) -> bool:
-        """Whether there is room for `nbytes` more, which are then kept for the caller."""
+        """Reserve `nbytes` for the caller; returns whether there is room."""
         ...
 
     def stored(self, path: str, nbytes: int) -> None:
-        """They are the file `path`, relative to the folder, now."""
+        """Count reserved bytes as the file `path`, relative to the folder."""
         ...
 
     def released(self, nbytes: int) -> None:
-        """They are not needed."""
+        """Release reserved bytes."""
         ...
 
 
 class _Bad(Exception):
-    """What is wrong with a file of an archive."""
+    """A fault of a file in an archive."""
 
 
 class _Header(tarfile.TarInfo):
@@ -99,19 +99,19 @@ class _Header(tarfile.TarInfo):
             raise tarfile.ReadError(str(error)) from None
 
     def _apply_pax_info(self, pax_headers: dict[str, str], encoding: str, errors: str) -> None:
-        """tarfile calls it with the fields of a PAX header, which replace those of the header behind it."""
+        """Replace fields of the header by those of a PAX header; tarfile calls it."""
         super()._apply_pax_info(pax_headers, encoding, errors)  # type: ignore[misc]
         _check_size(self.size, MOST_BYTES)
 
     def _no_sparse(self, *_: Any) -> None:
-        """tarfile calls it for a PAX header of a sparse file, before it reads the file's map."""
+        """Read a PAX header of a sparse file; tarfile calls it before it reads the file's map."""
         raise tarfile.ReadError("it has a sparse file, which no export has")
 
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _no_sparse
 
 
 def _check_size(size: int, most: int) -> None:
-    """Raises tarfile.ReadError. tarfile goes back in the archive where a size is below 0."""
+    """Check a size. Raises tarfile.ReadError. tarfile goes back in the archive where a size is below 0."""
     if not 0 <= size <= most:
         raise tarfile.ReadError("a header is too large" if most == _MOST_HEADER else "a file is too large")
 
@@ -138,7 +138,7 @@ def take_archive(source: IO[bytes], root: Path, room: Room) -> Imported:
 
 
 class _Importing:
-    """One archive on its way into the cache dir `root`."""
+    """An import of one archive into the cache dir `root`."""
 
     def __init__(self, root: Path, room: Room):
         self.result = Imported()
@@ -146,7 +146,7 @@ class _Importing:
         self._root, self._room = root, room
         self._fs, self._verifier = FileSystem(str(root / LOCK_NAME)), Verifier()
         self._descriptions: dict[str, bytes] = {}
-        """By namespace; b"": it is in place."""
+        """Namespace → description, b"" once it is in place."""
 
     def take(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         """Put one file in place, with its time of last use. Raises what tarfile does, OSError."""
@@ -236,7 +236,7 @@ class _Importing:
 
 
 def _description(text: bytes, namespace: str) -> bytes:
-    """A namespace's description in at most a page, with as many of its copies. Raises _Bad."""
+    """Return a namespace's description in at most a page, with as many of its copies. Raises _Bad."""
     try:
         info = msgspec.json.decode(text, type=NamespaceInfo)
     except (msgspec.MsgspecError, ValueError, RecursionError):

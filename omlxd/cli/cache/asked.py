@@ -1,4 +1,4 @@
-"""How a command line names a request, for the verbs of `omlxd cache` that are about one."""
+"""Reads how a command line names a request, for some verbs of `omlxd cache`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMED = (
     'body or of {"path": …, "body": …} (.json; .jsonl: the last counts), or of a prompt'
 )
 NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What JSON of anybody's may raise."""
+"""Errors that reading somebody's JSON may raise."""
 
 
 class Recorded(msgspec.Struct):
@@ -28,7 +28,7 @@ class Recorded(msgspec.Struct):
 
 
 def named_request(what: str, model: str | None = None, path: str | None = None) -> WhyMissBody:
-    """The request that `what` names, as `NAMED` says. `path`: where a body goes. Raises ConfigError."""
+    """Read the request that `what` names (`NAMED`). `path`: where a body goes. Raises ConfigError."""
     if what == LAST or what.startswith("req_"):
         return WhyMissBody(request_id=what)
     path_like = what == "-" or what.startswith(("/", "./", "../")) or what.endswith((".json", ".jsonl"))
@@ -63,7 +63,7 @@ def read_request(name: str, path: str | None) -> WhyMissBody:
 
 
 def recorded(data: bytes) -> Recorded:
-    """A request of a trace, or a body alone, whose fields tell its path. Raises what `NO_JSON` lists."""
+    """Read a request of a trace, or a body alone, whose fields tell its path. Raises what `NO_JSON` lists."""
     value = msgspec.json.decode(data, type=dict[str, Any])
     request = msgspec.convert(value if "body" in value else {"body": value}, Recorded)
     if not request.path:
@@ -74,7 +74,7 @@ def recorded(data: bytes) -> Recorded:
 
 
 def read_data(name: str) -> bytes:
-    """What the file `name` holds, or stdin (`-`). Raises ConfigError."""
+    """Read the file `name` or stdin (`-`). Raises ConfigError."""
     try:
         return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
@@ -82,7 +82,7 @@ def read_data(name: str) -> bytes:
 
 
 def text_of(name: str, data: bytes) -> str:
-    """A prompt's text. Raises ConfigError."""
+    """Decode a prompt's text. Raises ConfigError."""
     try:
         return data.decode()
     except UnicodeDecodeError:

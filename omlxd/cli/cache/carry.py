@@ -30,7 +30,7 @@ from .why_miss import ANSWER_S
 
 
 def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Exit status 1 if blocks of a session have no file. What a daemon evicts meanwhile is left out."""
+    """Export files; exit status 1 if blocks of a session lack one. Evicted files are left out."""
     if sum(map(bool, (args.named, args.model, args.session))) != 1:
         raise ConfigError(
             "Say what to export: `omlxd cache export MODEL FILE`, or `omlxd cache export --session last "
@@ -85,7 +85,7 @@ def _of_session(args: argparse.Namespace, settings: Settings) -> list[str]:
 
 
 def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Exit status 1 if a file of the archive is bad or finds no room; the others are taken."""
+    """Import files, but not bad ones, nor those without room: then the exit status is 1."""
     try:
         source = args.archive.open("rb")
     except FileNotFoundError:
@@ -123,7 +123,7 @@ def _import_here(source: IO[bytes], settings: Settings, root: Path) -> Imported:
 
 
 class _Room(Room):
-    """What a folder that no daemon holds may still take."""
+    """Room in a folder that no daemon holds."""
 
     def __init__(self, root: Path, most: int):
         folders = list(inventory.namespaces(root))

@@ -21,7 +21,7 @@ from .inventory import Found
 from .verify import Verifier
 
 _TTY_S, _PLAIN_S = 0.1, 10.0
-"""Between two progress lines."""
+"""Seconds between two progress lines."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Bad:
 
 @dataclass(slots=True)
 class Outcome:
-    """`gone`: evicted or replaced while they were looked at. `bytes`: read."""
+    """The result of a check. `gone`: files evicted or replaced meanwhile. `bytes`: read."""
 
     checked: int = 0
     bytes: int = 0
@@ -43,7 +43,7 @@ class Outcome:
     bad: list[Bad] = field(default_factory=list)
 
     def removed_paths(self) -> list[str]:
-        """Of files that a daemon counts."""
+        """Return the removed files that a daemon counts."""
         return [bad.path for bad in self.bad if bad.removed and is_stored_path(bad.path)]
 
 
@@ -113,7 +113,7 @@ def _verify(root: Path, chosen: list[Found], outcome: Outcome, delete_bad: bool)
 
 
 def _remove_same(path: str, seen: os.stat_result) -> bool:
-    """Unlink `path` if it still is the file that was looked at; a daemon may have put a good one there."""
+    """Unlink `path` if it still is the checked file; a daemon may have put a good one there."""
     try:
         if not os.path.samestat(os.lstat(path), seen):
             return False
@@ -124,7 +124,7 @@ def _remove_same(path: str, seen: os.stat_result) -> bool:
 
 
 def _misplaced(root: Path, file: Found, delete_bad: bool) -> Bad:
-    """A folder goes only if it is empty."""
+    """List misplaced entries; a folder goes only if it is empty."""
     path = root / file.path
     is_folder = file.is_folder
     reason = "a folder, not a file" if is_folder else "not where or what a block's file is"
@@ -143,7 +143,7 @@ def _line(bad: Bad) -> str:
 
 
 def summary(outcome: Outcome) -> str:
-    """One or two sentences."""
+    """Sum up an outcome in one or two sentences."""
     removed = sum(bad.removed for bad in outcome.bad)
     text = f"checked {counted(outcome.checked, 'file')}, {human(outcome.bytes)}: "
     text += f"{len(outcome.bad)} bad, {removed} removed" if outcome.bad else "all good"
@@ -180,7 +180,7 @@ class _Progress:
         self._shown = self._tty
 
     def clear(self) -> None:
-        """Before anything else is printed."""
+        """Clear the line before other output."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._shown = False

@@ -27,7 +27,7 @@ from .inventory import Found
 
 @dataclass(slots=True)
 class Plan:
-    """What would go: `files` of the namespaces `folders`. `pinned`: files that stay, and by which pins."""
+    """Files to remove. `pinned`: files that stay, and by which pins."""
 
     folders: Mapping[str, NamespaceInfo | None]
     files: list[Found]
@@ -39,7 +39,7 @@ class Plan:
         return sum(file.disk for file in self.files)
 
     def as_text(self) -> list[str]:
-        """A line a model, of those that lose a file."""
+        """Format a line for each model that loses a file."""
         lines: list[str] = []
         for folder, info in self.folders.items():
             own = [file for file in self.files if file.namespace == folder]
@@ -58,7 +58,7 @@ def title(folder: str, info: NamespaceInfo | None) -> str:
 
 
 def named(folders: Mapping[str, NamespaceInfo | None], name: str) -> Mapping[str, NamespaceInfo | None]:
-    """The namespaces that `name` means: a model's id, the end of one, or 6 digits or more of a namespace."""
+    """Return the namespaces that `name` means: a model's id, its end, or 6 digits or more of a namespace."""
     infos = {folder: info for folder, info in folders.items() if info is not None}
     exact = {folder: info for folder, info in infos.items() if info.is_called(name)}
     last = {folder: info for folder, info in infos.items() if info.has_short_name(name)}
@@ -73,7 +73,8 @@ def plan(
     daemon: Holder | None = None,
     pins: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Plan:
-    """Everything of omlxd's in `folders`, or only blocks and records not used for `older_than_s` seconds.
+    """Plan to remove everything of omlxd's in `folders`, or blocks and records unused for `older_than_s`
+    seconds.
 
     daemon  the one that holds the folder: temporary files are its own, and stay
     pins    names by which files are pinned that stay
@@ -91,7 +92,7 @@ def plan(
 
 
 def remove(root: Path, planned: Plan, daemon: Holder | None = None) -> tuple[int, int, list[str]]:
-    """Do it: (files gone, bytes on disk gone, why some stay). `daemon`: has it remove them.
+    """Remove a plan's files: (files gone, bytes on disk gone, why some stay). `daemon`: has it remove them.
 
     Raises DaemonError; DaemonRuns and OSError without one.
     """
@@ -114,7 +115,7 @@ def remove(root: Path, planned: Plan, daemon: Holder | None = None) -> tuple[int
 
 
 def prune(root: Path, folder: str) -> int:
-    """Remove a namespace's empty folders, and it if it holds nothing else, under the lock; how many."""
+    """Remove a namespace's empty folders, and its own once it is empty, under the lock; returns how many."""
     removed = 0
     own = root / folder
     with contextlib.suppress(OSError):
@@ -134,8 +135,8 @@ def prune(root: Path, folder: str) -> int:
 
 
 def scrub(root: Path, *, orphans: bool, daemon: Holder | None = None) -> bool:
-    """Check and remove; `orphans`: also the KV of models that are gone. True: nothing bad, nor any
-    leftover, is there now.
+    """Check and remove; `orphans`: also the KV of models that are gone. True: nothing bad, nor any leftover,
+    is there now.
 
     daemon  the one that holds the folder: it hears what is gone, and removes orphans itself
     Raises FileNotFoundError without a cache dir, OSError where a folder can't be read.
@@ -159,7 +160,7 @@ def scrub(root: Path, *, orphans: bool, daemon: Holder | None = None) -> bool:
 
 
 def _sweep(root: Path) -> str:
-    """Remove temporary files and folders that hold nothing; tells what went."""
+    """Remove temporary files and empty folders; reports what went."""
     files = nbytes = 0
     for path in _leftovers(root):
         files, nbytes = files + 1, nbytes + disk_bytes(path.stat().st_size)
@@ -169,7 +170,7 @@ def _sweep(root: Path) -> str:
 
 
 def _leftovers(root: Path) -> list[Path]:
-    """Temporary files; beside a daemon some of them are being written."""
+    """List temporary files; beside a daemon some of them are being written."""
     found = inventory.walk(root, list(inventory.namespaces(root)))
     temporary = [root / file.path for file in found if file.kind == "temporary"]
     loose = [*root.glob("*.json.*.tmp"), root / ".probe"]

@@ -28,7 +28,7 @@ from .holder import DaemonRuns, exclusive
 from .pinned import names_by_file, read_pins
 
 Verb = Callable[[argparse.Namespace, Settings, Path], int]
-"""(arguments, settings, the cache dir) → exit status. Raises OmlxdError, OSError."""
+"""A verb: (arguments, settings, the cache dir) → exit status. Raises OmlxdError, OSError."""
 _FOLDER_OPTIONS = ("base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size")
 _AGE = re.compile(r"(\d{1,6}(?:\.\d+)?)([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -56,7 +56,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def told(error: OSError) -> str:
-    """Without Python's number of it."""
+    """Format an error without Python's number of it."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
 
 
@@ -180,7 +180,7 @@ def _scrub(args: argparse.Namespace, settings: Settings, root: Path) -> int:
 
 
 def _pins(root: Path) -> dict[str, list[str]]:
-    """The names that each pinned file is pinned by. Raises OmlxdError."""
+    """Return each pinned file's pins. Raises OmlxdError."""
     try:
         return names_by_file(read_pins(root))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Finds the daemon that holds a cache dir, and asks it for what only it can do.
+"""Finds the daemon that holds a cache dir, and asks it for actions that need the holder.
 
 Verbs that only look take no lock: a daemon that starts then would believe that another one holds the folder.
 """
@@ -51,7 +51,7 @@ _SECONDS = 60.0
 
 @dataclass(slots=True, frozen=True)
 class Holder(Daemon):
-    """The daemon that holds the folder. `at_first`: its status as it was when it was found."""
+    """The daemon that holds the folder. `at_first`: its status when it was found."""
 
     at_first: DaemonStatus = field(kw_only=True)
 
@@ -61,7 +61,7 @@ class Holder(Daemon):
         return self.at_first.cold.cap if self.at_first.cold else 0
 
     def forget(self, paths: Sequence[str], *, remove: bool) -> tuple[int, int, list[str]]:
-        """(files gone, bytes on disk gone, why some stay); see `Forget`. Raises DaemonError."""
+        """Have the daemon `Forget` files: (files gone, bytes gone, why some stay). Raises DaemonError."""
         files = nbytes = 0
         troubles: list[str] = []
         for at in range(0, len(paths), _BATCH):
@@ -73,7 +73,7 @@ class Holder(Daemon):
 
 
 def find(root: Path, settings: Settings, url: str | None = None) -> Holder | None:
-    """The daemon that holds `root`, if one does. Raises DaemonRuns where it does not answer."""
+    """Return the daemon that holds `root`, or None. Raises DaemonRuns where it does not answer."""
     pid = holder(root)
     if pid is None:
         return None
@@ -88,8 +88,7 @@ def find(root: Path, settings: Settings, url: str | None = None) -> Holder | Non
 
 
 def folder_at(settings: Settings) -> Path:
-    """The cache dir that a setting names, else that of the daemon that runs with this base folder, else the
-    default."""
+    """Return the cache dir of a setting, else of this base folder's daemon, else the default."""
     root, recorded = settings.paged_ssd_cache_dir, recorded_address(settings.base_path)
     named = settings.sources["paged_ssd_cache_dir"] != "default"
     if named or recorded is None or holder(root) == recorded[0]:
@@ -102,7 +101,7 @@ def folder_at(settings: Settings) -> Path:
 
 
 def folder_of(url: str) -> Path:
-    """The cache dir of the daemon at `url`. Raises DaemonError, ConfigError."""
+    """Return the cache dir of the daemon at `url`. Raises DaemonError, ConfigError."""
     cold = find_daemon(url).status().cold
     if cold is None:
         raise DaemonError(f"The daemon at {url} has no SSD cache, or its folder can't be used.")

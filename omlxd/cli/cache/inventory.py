@@ -58,14 +58,14 @@ class Found:
 
 
 def namespaces(root: Path) -> dict[str, NamespaceInfo | None]:
-    """Folder → description, where it has one. Raises FileNotFoundError, OSError."""
+    """Map folder → description, if any. Raises FileNotFoundError, OSError."""
     with os.scandir(root) as entries:
         folders = [e.name for e in entries if is_namespace_dir(e.name) and e.is_dir(follow_symlinks=False)]
     return {folder: read_namespace(root, folder) for folder in sorted(folders)}
 
 
 def walk(root: Path, folders: list[str]) -> Iterator[Found]:
-    """Everything in the namespaces `folders`, but for their descriptions. What vanishes is left out."""
+    """Yield everything in the namespaces `folders`, but for their descriptions. What vanishes is left out."""
     for folder in folders:
         for entry in entries_of(f"{root}/{folder}"):
             if entry.name == FILE_NAME:

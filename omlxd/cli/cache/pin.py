@@ -1,4 +1,4 @@
-"""`omlxd cache pin`: what the daemon evicts last from the SSD cache, by session or by a prompt in a file."""
+"""`omlxd cache pin`: KV that is evicted last from the SSD cache, by session or by a prompt in a file."""
 
 from __future__ import annotations
 

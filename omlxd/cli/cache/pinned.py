@@ -1,4 +1,4 @@
-"""The file of a cache dir that says what its owner pinned. The daemon writes it; whoever clears reads it."""
+"""The file of the pins in a cache dir. The daemon writes it; a program that clears reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE_NAME = "pins.json"
 
 
 class PinnedChain(msgspec.Struct):
-    """`files`: relative to the cache dir, those first that are evicted first. `at`: seconds since 1970."""
+    """A pin. `files`: relative to the cache dir, in eviction order. `at`: seconds since 1970."""
 
     model: str
     files: list[str]
@@ -24,7 +24,7 @@ _decoder = msgspec.json.Decoder(dict[str, PinnedChain])
 
 
 def read_pins(root: Path) -> dict[str, PinnedChain]:
-    """By name, the newest last. Raises OSError and ValueError for a file that can't be read."""
+    """Return the pins by name, newest last. Raises OSError and ValueError for an unreadable file."""
     try:
         read = _decoder.decode(read_small(root / FILE_NAME))
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def read_pins(root: Path) -> dict[str, PinnedChain]:
 
 
 def names_by_file(pins: dict[str, PinnedChain]) -> dict[str, list[str]]:
-    """The names that each pinned file is pinned by."""
+    """Return each pinned file's pins."""
     found: dict[str, list[str]] = {}
     for name, pin in pins.items():
         for path in pin.files:

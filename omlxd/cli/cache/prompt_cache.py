@@ -26,7 +26,7 @@ _PATH = "/omlxd/cache/prompt-cache"
 
 
 class _Metadata(msgspec.Struct):
-    """As `save_prompt_cache` numbers it."""
+    """Metadata under the keys of `save_prompt_cache`."""
 
     model: str = msgspec.field(default="", name="0.model")
     adapter: str = msgspec.field(default="", name="0.adapter")
@@ -38,7 +38,7 @@ class _Header(msgspec.Struct):
 
 
 def export_file(args: argparse.Namespace, settings: Settings) -> int:
-    """The KV of a session's last prompt, restored or computed by the daemon. Raises OmlxdError, OSError."""
+    """Write the KV of a session's last prompt, which the daemon has. Raises OmlxdError, OSError."""
     if not args.session:
         raise ConfigError("--format mlx-lm: say with --session whose prompt it is to hold.")
     asked = named_request(args.session)
@@ -98,7 +98,7 @@ def _tokens(text: str) -> list[int]:
 
 
 def _prompt(name: str) -> WhyMissBody:
-    """A text, as `mlx_lm.cache_prompt` takes it, JSON token ids, or a request. Raises ConfigError."""
+    """Read a text, as `mlx_lm.cache_prompt` takes it, JSON token ids, or a request. Raises ConfigError."""
     if Path(name).suffix == ".jsonl":
         return read_request(name, None)
     data = read_data(name)

@@ -1,4 +1,5 @@
-"""What a cached prefix says to a person: which program made it, the user's first words, how many turns.
+"""Reads a person's view of a cached prefix: the program that made it, the user's first words, the number of
+turns.
 
 All of it is read from the tokens of the blocks: it survives a restart, and nothing else of a prompt is kept.
 A chat template marks where the user speaks; the mark's tokens are looked for in the tokens as text.
@@ -26,21 +27,21 @@ MARKS = (
     ("<|START_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>"),
     ("[INST]", "[INST]"),
 )
-"""A control token, and how a template that has it begins what the user says."""
+"""Control token → text by which a template with that token begins the user's turn."""
 RESULT = "<tool_response>"
-"""What follows the user's mark where a template writes the results of calls as the user's."""
+"""Text behind the user's mark where a template writes the results of calls as the user's."""
 
 BEGINNING = 512
-"""Tokens of a prompt in which a program says who it is."""
+"""Tokens of a prompt in which a program introduces itself."""
 FIRST, LONG = 32, 6000
-"""Tokens that hold a user's first words; and where a client's notes stand before them."""
+"""Tokens that hold a user's first words; the second where a client's notes precede them."""
 MOST_WORDS = 120
 _CONTROL = re.compile(r"<\|[^|<>]{1,40}\|>|<\|?turn\|?>|<(?:end|start)_of_turn>|\[/?INST\]|</?s>")
 
 
 @dataclass(slots=True, frozen=True)
 class Said:
-    """What a chain of blocks says up to a place. `tokens`: how many those are."""
+    """Facts of a chain of blocks up to a place. `tokens`: how many those are."""
 
     client: str = ""
     words: str = ""
@@ -59,7 +60,7 @@ class Reader:
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=not control)
 
     def go_on(self, said: Said, blocks: Sequence[bytes]) -> Said:
-        """What is said at the end of `blocks`, each its tokens as `1,2,3`, that follow `said`."""
+        """Add to `said` the facts of the `blocks` that follow, each its tokens as `1,2,3`."""
         text = b"," + b",".join(blocks) + b","
         count = text.count(b",") - 1
         if self._tokenizer is None or not self._mark:
@@ -75,7 +76,7 @@ class Reader:
         return Said(client, words, said.turns + max(0, turns), said.tokens + count)
 
     def _words(self, text: bytes, at: int) -> str:
-        """The user's own words behind the mark that ends at `at`."""
+        """Return the user's own words behind the mark that ends at `at`."""
         words = self.text_of(_ids(text, at, FIRST))
         if words.lstrip().startswith("<"):
             words = own_words(self.text_of(_ids(text, at, LONG)))
@@ -83,7 +84,7 @@ class Reader:
         return " ".join(words.split())[:MOST_WORDS]
 
     def _marks(self) -> tuple[bytes, bytes]:
-        """The user's mark as it stands in tokens, and that of a call's result; empty: there is none."""
+        """Return the tokens of the user's mark, and of a call result's; empty: none."""
         if self._tokenizer is None:
             return b"", b""
         for control, mark in MARKS:
@@ -100,14 +101,14 @@ class Reader:
 
 
 def _ids(text: bytes, start: int, most: int) -> list[int]:
-    """At most `most` tokens behind `start`, the place of a comma."""
+    """Return at most `most` tokens behind `start`, the place of a comma."""
     found = text[start + 1 : start + 1 + 8 * most].split(b",")[:most]
     return [int(token) for token in found if token.isdigit()]
 
 
 @functools.lru_cache(maxsize=4)
 def _tokenizer(model_path: str) -> Any:
-    """None where the model has none that can be read."""
+    """Load the model's tokeniser; None if there is none that can be read."""
     try:
         from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""`omlxd cache stats`: what each model's KV takes on disk, from names, sizes and times.
+"""`omlxd cache stats`: disk space of each model's KV, from names, sizes and times.
 
 One file of each size in a namespace is opened for its kind; the others of that size count as the same kind.
 """
@@ -25,7 +25,8 @@ _CHECKPOINT = f'"kind":"{KIND}"'.encode()
 
 
 class NamespaceStats(msgspec.Struct, kw_only=True):
-    """One model's KV. Bytes as the cap counts them; times in seconds since 1970, None without a file.
+    """Figures of one model's KV. Bytes as the cap counts them; times in seconds since 1970, None without a
+    file.
 
     model_id, model_type, model_path  "" where the folder has no description
     names    of all models that have it: those with equal files share one
@@ -76,7 +77,9 @@ class CacheStats(msgspec.Struct, kw_only=True):
 
 
 def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
-    """Raises OSError where a folder can't be read; a cache dir that isn't there is an empty one."""
+    """Collect the statistics; a cache dir that isn't there is an empty one. Raises OSError where a folder
+    can't be read; a cache dir that isn't there is an empty one.
+    """
     infos: dict[str, NamespaceInfo | None] = {}
     with contextlib.suppress(FileNotFoundError):
         infos = inventory.namespaces(root)
@@ -134,7 +137,7 @@ def _count(row: NamespaceStats, file: Found, is_checkpoint: bool) -> None:
 
 
 def as_text(stats: CacheStats) -> str:
-    """A table, and what there is to say around it."""
+    """Format a table, and the notes around it."""
     what = ("MODEL", "NAMESPACE", "SIZE", "FILES", "BLOCKS", "CHECKPOINTS", "RECORDS")
     rows = [(*what, "OLDEST USE", "NEWEST USE"), *map(_row, stats.namespaces)]
     lines = [stats.cache_dir, *table(rows)] if stats.namespaces else [stats.cache_dir, "nothing cached yet"]
@@ -156,7 +159,7 @@ def as_text(stats: CacheStats) -> str:
 
 
 def _live(status: DaemonStatus) -> list[str]:
-    """Since the daemon began: what was restored of each model's prompts, and what was written."""
+    """Report since the daemon's start the restored tokens of each model, and the written bytes."""
     lines: list[str] = []
     for model in status.models:
         values = model.values
@@ -189,5 +192,5 @@ def _row(row: NamespaceStats) -> tuple[str, ...]:
 
 
 def ago(when: float | None) -> str:
-    """How long before now; `when` in seconds since 1970."""
+    """Format how long ago `when` was, in seconds since 1970."""
     return "-" if when is None else f"{spoken(max(0.0, time.time() - when))} ago"

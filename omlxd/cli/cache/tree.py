@@ -27,11 +27,11 @@ from .said import Reader, Said
 HEAD = 8192
 """Bytes of a file that hold its parent and its tokens; of blocks above 1,024 tokens the first ones."""
 SHOWN, COMMON = 24, 4
-"""Tokens of a node's text; of these, tokens that it has in common with the nodes beside it."""
+"""Tokens of a node's text; of these, tokens that it has in common with its siblings."""
 LABELLED = 4000
 """Nodes that get a text, the last used ones first: a tokeniser takes some 20 microseconds for each."""
 PIECE, MOST_NODES = 250, 20_000
-"""Nodes of a line, and of all lines of an order: of a larger tree the last used ones are told."""
+"""Nodes of a line, and of all lines of an order: of a larger tree the last used ones."""
 MOST_TEXT = 160
 
 
@@ -66,7 +66,7 @@ class Tree(msgspec.Struct):
 
 
 class Trees(msgspec.Struct):
-    """`left_out`: nodes that are not told, as there are too many."""
+    """Trees of a cache dir. `left_out`: nodes beyond the limit."""
 
     trees: list[Tree]
     left_out: int = 0
@@ -89,7 +89,7 @@ ID = 20
 
 
 class Heads:
-    """What the heads of a cache dir's blocks say. `read`: heads that were read."""
+    """The file heads of a cache dir's blocks. `read`: heads that were read."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -98,11 +98,11 @@ class Heads:
         self._asked: dict[str, tuple[str, bytes]] = {}
 
     def forget_others(self) -> None:
-        """Forget the files that were not asked for since the last call."""
+        """Forget files that were not used since the last call."""
         self._known, self._asked = self._asked, {}
 
     def of(self, found: inventory.Found) -> tuple[str, bytes]:
-        """A file's parent, "" where its head is unreadable, and its tokens; a checkpoint has none."""
+        """Return a file's parent, "" where its head is unreadable, and its tokens; a checkpoint has none."""
         key = f"{found.namespace}{found.name}"
         known = self._known.get(key)
         if known is None:
@@ -121,7 +121,7 @@ class Heads:
 
 
 def read_blocks(heads: Heads, namespace: str) -> tuple[dict[str, _Block], list[inventory.Found]]:
-    """Blocks by name, each with its children; and records, with whatever has no readable head."""
+    """Return blocks by name, each with its children; and records, with unreadable files."""
     blocks: dict[str, _Block] = {}
     checkpoints: list[tuple[str, inventory.Found]] = []
     others: list[inventory.Found] = []
@@ -148,7 +148,7 @@ def read_blocks(heads: Heads, namespace: str) -> tuple[dict[str, _Block], list[i
 
 
 def read_head(path: str) -> bytes:
-    """The beginning of a block's file, as much as says what it is. Raises OSError."""
+    """Read the beginning of a block's file, up to its tokens. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         return os.read(fd, HEAD)
@@ -196,14 +196,14 @@ def tree_of(heads: Heads, namespace: str, info: Any) -> Tree:
 
 
 def _note_newest(blocks: dict[str, _Block], roots: list[str]) -> None:
-    """In `newest` when anything from a block on was last used."""
+    """Note in `newest` the last use of each block or one behind it."""
     for name in _upwards(blocks, roots):
         block = blocks[name]
         block.newest = max([block.used, *(blocks[child].newest for child in block.children)])
 
 
 def _upwards(blocks: dict[str, _Block], roots: list[str]) -> Iterator[str]:
-    """Blocks from `roots` on, children before parents."""
+    """Yield blocks from `roots` on, children before parents."""
     order: list[str] = []
     waiting = [*roots]
     while waiting:
@@ -213,7 +213,7 @@ def _upwards(blocks: dict[str, _Block], roots: list[str]) -> Iterator[str]:
 
 
 def _beside(blocks: dict[str, _Block], names: list[str]) -> Iterator[tuple[str, int]]:
-    """Nodes beside each other, the last used one at the end, each with the tokens it shares with its like."""
+    """Yield siblings, the last used one last, each with the tokens that it shares with the others."""
     ordered = sorted(names, key=lambda name: blocks[name].newest)
     texts = sorted((blocks[name].tokens.split(b","), name) for name in ordered)
     shared = dict.fromkeys(names, 0)
@@ -225,7 +225,7 @@ def _beside(blocks: dict[str, _Block], names: list[str]) -> Iterator[tuple[str, 
 
 
 def files_below(heads: Heads, namespace: str, id: str) -> Iterator[str]:
-    """Files of the node `id` and of all below it, children before parents; "": all of the namespace."""
+    """Return the files of node `id` and below, children first; "": all of the namespace."""
     blocks, others = read_blocks(heads, namespace)
     roots = [name for name in blocks if name.startswith(id) and (id or blocks[name].parent not in blocks)]
     for name in _upwards(blocks, roots):
@@ -236,7 +236,7 @@ def files_below(heads: Heads, namespace: str, id: str) -> Iterator[str]:
 
 
 def pieces(heads: Heads) -> Iterator[Trees]:
-    """All trees, at most `PIECE` nodes at once; a tree that goes on is named again."""
+    """Yield all trees, at most `PIECE` nodes at once; a tree that goes on is named again."""
     try:
         infos = inventory.namespaces(heads.root)
     except FileNotFoundError:

@@ -26,7 +26,7 @@ from ...kv.layout import ITEM_BYTES, Group, KVLayout
 
 TOKENS, RECORD = "tokens", "record"
 MOST_HEADER = 4 << 20
-"""Bytes. A header is some 100 bytes a tensor, and 11 a token; a length beyond this is no length."""
+"""Bytes of a header at most; it has some 100 bytes a tensor, and 11 a token."""
 
 _TOKEN_LIST = re.compile(r"\d{1,10}(,\d{1,10})*")
 _EXTRA = re.compile(r"(\w+=[^,=\"]+(,\w+=[^,=\"]+)*)?")
@@ -68,7 +68,7 @@ class Verifier:
         self._buffer = bytearray()
 
     def verify(self, path: str, namespace: str, name: str, *, is_record: bool = False) -> Verdict:
-        """Look at all of a file. `namespace`, `name`: what its path says, in hex. Raises OSError."""
+        """Verify all of a file. `namespace`, `name`: what its path says, in hex. Raises OSError."""
         fd = self._fs.open_read(path)
         try:
             if not is_record:
@@ -81,7 +81,7 @@ class Verifier:
             self._fs.close(fd)
 
     def _header(self, fd: int) -> bytes:
-        """The JSON and what pads it."""
+        """Return the JSON and its padding."""
         size = self._fs.size(fd)
         with open(fd, "rb", buffering=0, closefd=False) as file:
             header = safetensors_header(file, size, MOST_HEADER) if size else None
@@ -118,7 +118,7 @@ class Verifier:
 
 
 def _claims(header: bytes) -> tuple[_Claims, KVLayout, int]:
-    """(metadata, the tensors as a layout, tokens a block). Raises BlockFileError."""
+    """Return (metadata, the tensors as a layout, tokens a block). Raises BlockFileError."""
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         claims = msgspec.json.decode(entries.pop("__metadata__", b"null"), type=_Claims)

@@ -1,4 +1,4 @@
-"""`omlxd cache warm`: the daemon computes prompts while nobody else asks, so that they are cached later.
+"""`omlxd cache warm`: the daemon computes prompts while it is idle, so that they are cached later.
 
 A file of a trace (`.jsonl`, or `.json`) holds requests, a line each: `{"path": …, "body": …, "headers": …}`,
 or a body alone, whose fields tell its path (why_miss.py takes the same files).
@@ -28,7 +28,7 @@ _LIMITS = {
     "/v1/responses": "max_output_tokens",
 }
 LOOK_S = 1.0
-"""Between two looks at whether the daemon is idle."""
+"""Seconds between two looks at whether the daemon is idle."""
 
 
 class _Answer(msgspec.Struct):
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Exit status 1 if the daemon refused a request. Nothing is sent before all files have been read."""
+    """Warm the cache, once all files are read; returns 1 if the daemon refused a request."""
     status = 0
     requests = [request for file in args.file for request in read_requests(file)]
     daemon = find_daemon(args.url, settings)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
 
 
 def _is_text(argument: str) -> bool:
-    """Whether it is a prompt and no file: it names none, and has a space or no ending as a file's."""
+    """Return whether `what` is a prompt: it names no file, and has a space or no ending as a file's."""
     try:
         if argument == "-" or Path(argument).exists():
             return False
@@ -79,7 +79,7 @@ def _is_text(argument: str) -> bool:
 
 
 def read_requests(argument: str | Path) -> Iterator[tuple[str, Recorded]]:
-    """Yield (where it stands, request for one token). Raises ConfigError, which names the line."""
+    """Yield (place in the file, request for one token). Raises ConfigError, which names the line."""
     if _is_text(str(argument)):
         shown = str(argument) if len(str(argument)) <= 40 else f"{str(argument)[:37]}..."
         yield repr(shown), Recorded({"prompt": str(argument), "max_tokens": 1}, "/v1/completions")

@@ -27,14 +27,14 @@ from .asked import NAMED, named_request
 from .stats import ago
 
 ANSWER_S = 120.0
-"""An engine that must load first, and a search through headers."""
+"""Seconds for an answer: an engine may have to load first, and search through headers."""
 _PARSERS = {
     "/v1/messages": "anthropic.request",
     "/v1/chat/completions": "openai.chat_request",
     "/v1/completions": "openai.completions",
     "/v1/responses": "responses.request",
 }
-"""The modules of `omlxd.api` whose `parse` reads a body of that path."""
+"""Path → the module of `omlxd.api` whose `parse` reads a body."""
 _OFFLINE = (sys.executable, "-m", "omlxd.engine.explain")
 
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Exit status 0 once it is explained, hit or miss."""
+    """Explain a request; returns exit status 0, hit or miss."""
     result = _explained(args, settings, root)
     if args.json:
         print(as_json(result))
@@ -95,7 +95,7 @@ def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyM
 
 
 class _Offline(msgspec.Struct):
-    """What `python -m omlxd.engine.explain` reads; see there."""
+    """Input of `python -m omlxd.engine.explain`."""
 
     root: str
     request: Any
@@ -103,7 +103,7 @@ class _Offline(msgspec.Struct):
 
 
 def offline(asked: WhyMissBody, root: Path, model: str | None) -> WhyMiss:
-    """Raises OmlxdError."""
+    """Explain without a daemon. Raises OmlxdError."""
     from urllib.parse import urlsplit
 
     path = urlsplit(asked.path).path
@@ -122,7 +122,7 @@ def offline(asked: WhyMissBody, root: Path, model: str | None) -> WhyMiss:
 
 
 def _known_name(root: Path, name: str) -> str:
-    """`name` if some KV is of a model so called, else "": a client may call any model `claude-…`."""
+    """Return `name` if some KV is of a model so called, else "": clients may call any model `claude-…`."""
     infos = [info for info in inventory.namespaces(root).values() if info is not None]
     ids = {info.model_id for info in infos}
     return name if name in ids | {id.rpartition("/")[2] for id in ids} else ""

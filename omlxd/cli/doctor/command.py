@@ -32,7 +32,7 @@ class Report(msgspec.Struct):
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Raises ConfigError for flags that make no sense, as `omlxd serve` would."""
+    """Run the checks. Raises ConfigError for flags that make no sense, as `omlxd serve` would."""
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--no-disk-test", action="store_true", help="don't write and read 256 MB")
     parser.add_argument("--url", help="the daemon's address, for --host and --port")
@@ -55,8 +55,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _at_daemon(settings: Settings, url: str | None, notes: dict[str, str]) -> Settings:
-    """`settings` with address and port of the daemon that `omlxd status` finds, and a note where it may have
-    more. Raises ConfigError."""
+    """Return `settings` with the address of the daemon that `omlxd status` finds, and a note on others."""
     try:
         daemon = find_daemon(url, settings)
     except ConfigError:
@@ -83,7 +82,7 @@ def examine(
     disk_test: bool = True,
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
-    """Every check in turn. One that fails itself is a finding too.
+    """Run every check in turn. One that fails itself is a finding too.
 
     mistakes  sentences on what is wrong in the settings' file and variables
     notes     what to say beside the findings of a check
@@ -120,9 +119,7 @@ def examine(
 
 
 def check_settings(settings: Settings, mistakes: Sequence[str]) -> list[Finding]:
-    """What keeps `omlxd serve` from starting, and what it warns of: variables that nothing reads, wrong
-    values that another overrides.
-    """
+    """Check for mistakes that keep `omlxd serve` from starting, unread variables, overridden values."""
     mend = "Correct it: `omlxd serve` does not start with it. The other checks take the default."
     found = [bad("settings", text.rstrip("."), mend) for text in mistakes]
     return found + [

@@ -1,4 +1,4 @@
-"""The folders: whose they are, who may read them, how much room there is, and how fast the disk is."""
+"""Checks the folders: their owner and readers, their room, and the speed of the disk."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .finding import Finding, bad, ok, warn
 
 TEST_BYTES = 256 * 10**6
 TEST_S = 10.0
-"""For writing, and again for reading."""
+"""Seconds for writing, and again for reading."""
 _CHUNK = 8 * 10**6
 SPARE = 10**9
 """Bytes that a disk must have free for anything to be tried on it."""
 NEARLY = 0.1
-"""A cache may have used this part of what it leaves free, and is fine: its next write gives it back."""
+"""Part of the free room that a cache may use and be fine: its next write gives it back."""
 WORTH = 0.05
-"""Emptying the cache is advised where that frees more than this part of what is lacking."""
+"""Part of the missing room that emptying the cache must free to be advised."""
 SLOW_WRITE, SLOW_READ = 100e6, 300e6
 """Bytes a second. Written is about 100 kB a token of an 8B model, so prefill at 1,000 tokens a second
 writes 100 MB/s; reading below 300 MB/s restores such a prompt hardly faster than it is computed."""
 
 
 def check_folder(check: str, folder: Path) -> Finding:
-    """A folder that omlxd keeps: made with mode 0700, and ours."""
+    """Check a folder that omlxd keeps: made with mode 0700, and ours."""
     place = _existing(folder)
     if place != folder:
         if not os.access(place, os.W_OK | os.X_OK):
@@ -54,7 +54,7 @@ def check_folder(check: str, folder: Path) -> Finding:
 
 
 def check_cache_folder(settings: Settings, kept: Settings) -> Finding:
-    """`kept`: with the cache that is in use; a daemon that can't use the folder of `settings` has none."""
+    """Check `kept`, with the cache in use; a daemon that can't use the folder of `settings` has none."""
     if has_cache(kept):
         return check_folder("cache folder", kept.paged_ssd_cache_dir)
     if not has_cache(settings):
@@ -78,12 +78,12 @@ def _chown(folder: Path) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """`folder`, or the nearest one above that is there."""
+    """Return `folder`, or the nearest existing one above."""
     return next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
 
 
 def check_space(settings: Settings) -> Finding:
-    """Free room against what the SSD cache may still take."""
+    """Compare free room with what the SSD cache may still take."""
     folder, cap = settings.paged_ssd_cache_dir, settings.cold_cache_bytes
     free = _free(folder)
     if not has_cache(settings):
@@ -129,7 +129,7 @@ def check_speed(settings: Settings, nbytes: int = TEST_BYTES, seconds: float = T
 
 
 def _write(fd: int, nbytes: int, seconds: float) -> tuple[float, int]:
-    """(bytes a second, bytes), down to the disk itself. On macOS nothing stays in the page cache."""
+    """Write to the disk itself: (bytes a second, bytes). On macOS nothing stays in the page cache."""
     if sys.platform == "darwin":
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
     chunk = os.urandom(min(_CHUNK, nbytes))
@@ -141,7 +141,7 @@ def _write(fd: int, nbytes: int, seconds: float) -> tuple[float, int]:
 
 
 def _read(path: str, seconds: float) -> float:
-    """Bytes a second, past the page cache where the system lets us."""
+    """Read past the page cache where the system lets us; returns bytes a second."""
     fd = os.open(path, os.O_RDONLY)
     try:
         if sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Verdict = Literal["ok", "warn", "bad"]
 
 
 class Finding(msgspec.Struct, kw_only=True, omit_defaults=True, rename={"text": "told"}):
-    """`text`: what is so. `mend`: one sentence on what to do; "" where nothing need be done.
+    """A result. `text`: the fact. `mend`: one sentence on what to do; "" where nothing need be done.
 
     warn  it works, less well than it could
     bad   it does not work

@@ -1,4 +1,4 @@
-"""Platform, Python, MLX's backend, memory, file limit."""
+"""Checks platform, Python, MLX's backend, memory, file limit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ...common.units import human, total_ram
 from .finding import Finding, bad, ok, warn
 
 BACKEND_S = 60.0
-"""The first import after an installation compiles everything."""
+"""Seconds for MLX's import; the first one after an installation compiles everything."""
 LEAST_RAM = 8 * 10**9
 FEW_FILES = 1024
-"""Below this a busy cache runs out; `omlxd serve` raises its own limit as far as it may."""
+"""Open files below which a busy cache runs out; `omlxd serve` raises its own limit as far as it may."""
 
 _ASK = """
 import json
@@ -53,7 +53,7 @@ class _Backend(msgspec.Struct):
 
 
 def check_platform(system: str = sys.platform, machine: str | None = None, mac: str | None = None) -> Finding:
-    """`mac`: macOS's version."""
+    """Check the platform. `mac`: macOS's version."""
     machine = machine or platform.machine()
     if system == "darwin":
         mac = platform.mac_ver()[0] if mac is None else mac
@@ -73,7 +73,7 @@ def check_python() -> Finding:
 
 
 def check_backend(command: Sequence[str] = (sys.executable, "-c", _ASK)) -> Finding:
-    """In a process of its own: a broken MLX must not take this one with it."""
+    """Check MLX in a process of its own: a broken MLX must not take this one with it."""
     again = "Install omlxd again: `pip install .` from a checkout, or `python3 tools/bootstrap.py serve`."
     try:
         done = subprocess.run(command, capture_output=True, timeout=BACKEND_S, check=False)
@@ -110,7 +110,7 @@ def check_backend(command: Sequence[str] = (sys.executable, "-c", _ASK)) -> Find
 
 
 def _pinned(name: str) -> str:
-    """The exact version that omlxd asks for; "" where it isn't installed as a package."""
+    """Return the exact version that omlxd asks for; "" where it isn't installed as a package."""
     try:
         wants = importlib.metadata.requires("omlxd") or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Names, draft models and adapters of the settings; models that failed to load, and how others decode."""
+"""Checks names, draft models and adapters of the settings, failed models, and how others decode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = 3.0
 
 
 def check_names(settings: Settings) -> list[Finding]:
-    """Whether each `[models."NAME"]` of the file is a model here, or one of the daemon on the port."""
+    """Check that each `[models."NAME"]` of the file is a model here, or one of the daemon on the port."""
     mend = "Correct the name to one of `omlxd models list`, or download the model."
     catalog, served = Catalog(settings), []
     if catalog.unknown_names():
@@ -27,7 +27,7 @@ def check_names(settings: Settings) -> list[Finding]:
 
 
 def check_parts(settings: Settings) -> list[Finding]:
-    """Whether each `draft-model` and `adapter` is there, as far as that is known without the network."""
+    """Check that each `draft-model` and `adapter` exists, as far as is known without the network."""
     mend = "Correct the settings file, which SIGHUP reads again; is --model-dir the daemon's?"
     return [
         bad(setting.replace("-", " "), f"{setting} of {model}: {value}: {why}", mend)
@@ -38,7 +38,7 @@ def check_parts(settings: Settings) -> list[Finding]:
 
 
 def check_models(settings: Settings) -> list[Finding]:
-    """As a daemon on the port says; nothing without one."""
+    """Check models by the daemon on the port; nothing without one."""
     try:
         return [*_of(daemon_of(settings).status(_SECONDS).models, settings)]
     except (ConfigError, DaemonError):  # As `--port 0`, by which no daemon is found.
@@ -46,7 +46,7 @@ def check_models(settings: Settings) -> list[Finding]:
 
 
 def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
-    """An adapter decodes as the model whose engine it is in, but has guesses of its own."""
+    """Check each model; an adapter decodes in its base's engine, but with draft tokens of its own."""
     by_id = {model.id: model for model in models}
     for model in models:
         if model.state == "failed":
@@ -63,7 +63,7 @@ def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
 
 
 def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[str]:
-    """What was chosen when it was loaded, and how guesses do."""
+    """Report a model's decoding, as chosen when it was loaded, and its draft tokens."""
     own = values.get("attention_reads_own_rows")
     ours = "by omlxd's attention kernel" if backend.startswith("cuda") else "with attention row by row"
     ratio = values.get("attention_rows_alone_ratio")

@@ -1,4 +1,4 @@
-"""The port, the daemon behind it, and the agents that could speak to it."""
+"""Checks the port, the daemon behind it, and the agents that could speak to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHELLS = "by this shell's settings; the daemon that answers"
 
 
 def check_port(settings: Settings) -> Finding:
-    """Free, or held by omlxd itself, or by whom."""
+    """Check the port: free, or held by omlxd or another program."""
     host, port = settings.host, settings.port
     if not port:
         return ok("port", "0: any free one is taken")
@@ -58,7 +58,8 @@ def check_port(settings: Settings) -> Finding:
 
 
 def with_daemons_cache(settings: Settings) -> tuple[Settings, dict[str, str]]:
-    """`settings` with the SSD cache of the daemon at their address, if that answers and lies on this machine.
+    """Return `settings` with the SSD cache of the daemon at their address, if that answers and is on this
+    machine.
 
     Without one if the daemon has none. Also returns the checks of folders that may be none of the daemon's,
     and what to say there.
@@ -90,7 +91,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _holder(port: int) -> str:
-    """`name (process N)`, where the system tells this user: macOS only of the user's own processes."""
+    """Return `name (process N)` where the system tells this user: macOS only of the user's own processes."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             sockets = process.net_connections("tcp")
@@ -115,7 +116,7 @@ def check_exposure(settings: Settings) -> Finding:
 def check_clients(
     settings: Settings, environ: Mapping[str, str] | None = None, home: Path | None = None
 ) -> list[Finding]:
-    """Each agent: whether it is there, and whether its own settings point at this daemon."""
+    """Check each agent: installed, and pointed at this daemon by its own settings."""
     environ, home = os.environ if environ is None else environ, home or Path.home()
     result: list[Finding] = []
     for name, asks in (("claude", _claude), ("codex", _codex), ("opencode", _opencode)):
@@ -169,7 +170,7 @@ def _opencode(environ: Mapping[str, str], home: Path) -> str:
 
 
 def _read(path: Path, parse: Callable[[str], object]) -> object:
-    """None for what can't be read."""
+    """Parse a file; None if it can't be read."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -177,7 +178,7 @@ def _read(path: Path, parse: Callable[[str], object]) -> object:
 
 
 def _text_at(value: object, *keys: str) -> str:
-    """What stands in tables within tables; "" where one is missing."""
+    """Return the text in tables within tables; "" where one is missing."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return str(value or "")

@@ -34,7 +34,7 @@ from .plan import EXIT_TIMEOUT_S, FILES, LAUNCHD_NAME, THROTTLE_S, Plan
 LABEL = "dev.omlxd.serve"
 
 EIO, EXISTS, IN_PROGRESS, ALREADY = 5, 17, 36, 37
-"""What bootstrap says of a job that is loaded already (5, 17, 37) or still on its way out (36, 37)."""
+"""Statuses of bootstrap for a job that is loaded already (5, 17, 37) or still on its way out (36, 37)."""
 NO_PROCESS, NOT_FOUND, NO_DOMAIN = 3, 113, 125
 POLL_S = 0.2
 
@@ -51,11 +51,11 @@ class Launchd:
         self._logs = home / "Library" / "Logs" / "omlxd"
 
     def log_file(self) -> Path | None:
-        """Where the daemon should log by default; None: the manager keeps what it prints."""
+        """Return the daemon's default log file; None: the manager keeps what it prints."""
         return self._logs / "omlxd.log"
 
     def install(self, plan: Plan) -> bool:
-        """Write the files and start listening; False when just that was installed already."""
+        """Write the files and start listening; returns False if just that was installed already."""
         content = plistlib.dumps(agent(plan, self._logs / "stdio.log"))
         there, was_loaded = read_ours(self.file, BY_SERVICE), self._loaded()
         if there == content and was_loaded:
@@ -83,7 +83,7 @@ class Launchd:
             raise ServiceError(f"{self._logs} can't be made: {error.strerror}.") from error
 
     def uninstall(self) -> bool:
-        """Stop, and remove what `install` wrote; False when there was nothing."""
+        """Stop, and remove the files of `install`; returns False if there was nothing."""
         if read_ours(self.file, BY_SERVICE) is None:
             return False
         self._bootout()
@@ -126,7 +126,7 @@ class Launchd:
         )
 
     def logs(self, lines: int, follow: bool) -> list[str]:
-        """The command that shows them."""
+        """Return the command that shows the logs."""
         check_installed(self.file, BY_SERVICE)
         agent = plistlib.loads(self.file.read_bytes())
         words = agent["ProgramArguments"]
@@ -151,7 +151,7 @@ class Launchd:
         raise ServiceError(f"launchd would not take {self.file}: {done.said}.")
 
     def _bootout(self) -> None:
-        """Out of launchd, which sends SIGTERM; return once it is gone."""
+        """Remove the job from launchd, which sends SIGTERM; returns once it is gone."""
         done = run("launchctl", "bootout", self._service)
         if done.status in (NO_PROCESS, NOT_FOUND):
             return
@@ -167,7 +167,7 @@ class Launchd:
 
 
 def _port(agent: bytes | None) -> str | None:
-    """Of a property list as below; None also where somebody changed it beyond reading."""
+    """Return the port of a property list as below; None also for one that somebody broke."""
     try:
         listeners = plistlib.loads(agent or b"")["Sockets"][LAUNCHD_NAME]
         # Earlier versions wrote one dictionary.
@@ -177,7 +177,7 @@ def _port(agent: bytes | None) -> str | None:
 
 
 def agent(plan: Plan, stdio: Path) -> dict[str, Any]:
-    """The property list, of keys that launchd.plist(5) documents."""
+    """Return the property list, of keys that launchd.plist(5) documents."""
     made: dict[str, Any] = {
         "Label": LABEL,
         "ProgramArguments": list(plan.program),

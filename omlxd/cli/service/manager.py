@@ -1,4 +1,4 @@
-"""What launchd and systemd have in common: their state, how their tools are called, files and addresses."""
+"""The common part of launchd and systemd: state, calls of their tools, files and addresses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ran(msgspec.Struct, frozen=True):
 
     @property
     def said(self) -> str:
-        """Its complaint, in one line."""
+        """The tool's complaint, in one line."""
         return " ".join((self.err or self.out).split()) or f"exit status {self.status}"
 
 
@@ -71,7 +71,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def read_ours(path: Path, mark: str) -> bytes | None:
-    """What `path` holds, None if it isn't there. Raises ServiceError for one that we did not write."""
+    """Read `path`; None if it isn't there. Raises ServiceError for a file that we did not write."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What the service manager is to run: the command, its variables, the address, the log."""
+"""The service manager's job: the command, its variables, the address, the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...models.resolve import is_local
 
 EXIT_TIMEOUT_S = 60
-"""Between SIGTERM and SIGKILL: above our own deadlines for ending answers and writing the cache."""
+"""Seconds between SIGTERM and SIGKILL: above our own deadlines for ending answers and writing the cache."""
 THROTTLE_S = 10
 FILES = 8192
 CARRIED = (
@@ -31,7 +31,7 @@ LAUNCHD_NAME = "Listeners"
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """program   absolute interpreter, then arguments
+    """A job of the service manager.
     environ   variables on top of those that the manager gives
     host, port  where the manager listens for us
     log_file  where the daemon logs; None: standard error
@@ -47,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool) -> Plan:
-    """The plan for `omlxd serve` with `flags` (option name → text). Raises ConfigError, as `serve` would.
+    """Plan `omlxd serve` with `flags` (option name → text). Raises ConfigError, as `serve` would.
 
     log_file  where to log when the flags and the file say nothing
     """
@@ -75,13 +75,13 @@ def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool
 
 
 def ignored_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables of this shell that would be settings, but that the service will not see."""
+    """List this shell's variables that would be settings, but that the service will not see."""
     names = {option.variable for option in OPTIONS} | {"OMLXD_CONFIG"}
     return sorted(name for name in environ if name in names and environ[name])
 
 
 def _absolute(name: str, text: str) -> str:
-    """Paths as they are meant here: a service starts in /."""
+    """Make paths absolute: a service starts in /."""
     option = BY_NAME.get(name)
     is_path = name == "config" or (option is not None and option.is_path)
     if text and (is_path or (name == "model" and is_local(text))):

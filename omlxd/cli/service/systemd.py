@@ -183,13 +183,13 @@ WantedBy=sockets.target
 
 
 def _port(unit: bytes | None) -> int | None:
-    """Of a socket unit as above."""
+    """Return the port of a socket unit as above."""
     result = re.search(rb"^ListenStream=.*:(\d+)$", unit or b"", re.MULTILINE)
     return int(result[1]) if result else None
 
 
 def _command(program: Sequence[str]) -> str:
-    """systemd expands no variable in the program's own path, and refuses some characters there."""
+    """Check a command: systemd expands no variable in its path, and refuses some characters there."""
     path, *words = program
     if set(path) & set("\"'\\"):
         raise ServiceError(f"systemd runs no program whose path has quotes or backslashes: {path}.")
@@ -197,7 +197,7 @@ def _command(program: Sequence[str]) -> str:
 
 
 def _quoted(word: str, *, in_command: bool = False) -> str:
-    """A word as systemd reads it back: % and, in a command, $ mean something to it."""
+    """Quote a word for systemd, to which % and, in a command, $ mean something."""
     if "\n" in word or "\0" in word:
         raise ServiceError(f"{word!r} can't stand in a unit file.")
     word = word.replace("%", "%%")
