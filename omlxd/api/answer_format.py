@@ -1,4 +1,4 @@
-"""Reads what the answer must be: OpenAI's, Anthropic's and vLLM's fields.
+"""Reads the fields of OpenAI, Anthropic and vLLM that fix an answer's format.
 
 JSON: `response_format` (chat, completions), `text.format` (Responses), `output_config.format` and
 `output_format` (Messages). vLLM's `guided_…` and `structured_outputs` belong to all of OpenAI's protocols.
@@ -23,7 +23,7 @@ _KINDS = ("json", "regex", "choice", "grammar")
 
 
 class NamedSchema(msgspec.Struct):
-    """OpenAI's `json_schema`. `strict`: a keyword that can't be enforced is an error."""
+    """A `json_schema` of OpenAI. `strict`: a keyword that can't be enforced is an error."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -31,7 +31,7 @@ class NamedSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """`schema` beside the type is how Responses, Anthropic and llama.cpp have it."""
+    """A format. `schema` beside the type is how Responses, Anthropic and llama.cpp have it."""
 
     type: str
     json_schema: NamedSchema | None = None
@@ -40,7 +40,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct):
-    """vLLM's extra field."""
+    """The extra field of vLLM."""
 
     json: Union[str, dict[str, Any], None] = None
     regex: str | None = None
@@ -51,7 +51,7 @@ class StructuredOutputs(msgspec.Struct):
 
 
 class GuidedFields(msgspec.Struct, kw_only=True):
-    """Fields of a body that are vLLM's."""
+    """Body fields of vLLM."""
 
     guided_json: Union[str, dict[str, Any], None] = None
     guided_regex: str | None = None
@@ -61,7 +61,7 @@ class GuidedFields(msgspec.Struct, kw_only=True):
 
 
 def format_of(requested: ResponseFormat | None, param: str) -> AnswerFormat | None:
-    """A `response_format` or its like; None for text. Raises InvalidRequest."""
+    """Read a `response_format` or its like; None for text. Raises InvalidRequest."""
     if requested is None or requested.type == "text":
         return None
     nested = requested.json_schema.schema if requested.json_schema is not None else None
@@ -80,7 +80,7 @@ def format_of(requested: ResponseFormat | None, param: str) -> AnswerFormat | No
 
 
 def guided(body: GuidedFields) -> AnswerFormat | None:
-    """What vLLM's fields ask for. Raises InvalidRequest where they ask for several things."""
+    """Read vLLM's fields. Raises InvalidRequest where they ask for several things."""
     asked = [(kind, getattr(body, f"guided_{kind}"), f"guided_{kind}") for kind in _KINDS]
     if (outputs := body.structured_outputs) is not None:
         param = "structured_outputs"
@@ -92,7 +92,7 @@ def guided(body: GuidedFields) -> AnswerFormat | None:
 
 
 def only(*formats: AnswerFormat | None) -> AnswerFormat | None:
-    """The one that is there. Raises InvalidRequest for more than one."""
+    """Return the one format that is there. Raises InvalidRequest for more than one."""
     present = [format for format in formats if format is not None]
     if len(present) > 1:
         raise InvalidRequest(

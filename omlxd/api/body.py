@@ -25,12 +25,13 @@ from .lenient import lenient, may_help
 from .unknown_fields import noted
 
 MOST_CONTAINERS = 200_000
-"""Objects and lists. Twice what 32 MB of a coding agent's conversation hold."""
+"""Objects and lists in a body: twice what 32 MB of a coding agent's conversation hold."""
 MOST_VALUES = 2_000_000
-"""Commas, about as many as values: a prompt may be a list of a million token ids."""
+"""Commas in a body, about as many as values: a prompt may be a list of a million token ids."""
 MOST_MEMBERS = 300_000
-"""Colons: members of objects, three for each object that 32 MB of a coding agent's conversation hold. A new
-name takes 1 us, ten times as long as a value, and no other thread of this process runs meanwhile."""
+"""Colons in a body, for members of objects: three for each object that 32 MB of an agent's conversation hold.
+A new name takes 1 us, ten times as long as a value, and no other thread of this process runs meanwhile.
+"""
 
 
 _left: ContextVar[int] = ContextVar("_left", default=MOST_CONTAINERS)
@@ -38,7 +39,7 @@ _left: ContextVar[int] = ContextVar("_left", default=MOST_CONTAINERS)
 
 
 def check_shape(body: bytes) -> None:
-    """Raises InvalidRequest for a body of too many objects, lists or values, be it JSON or not."""
+    """Raise InvalidRequest for a body of too many objects, lists or values, JSON or not."""
     _left.set(MOST_CONTAINERS)
     if len(body) <= 2 * MOST_CONTAINERS or _fits(body):
         return
@@ -52,7 +53,7 @@ def check_shape(body: bytes) -> None:
 
 
 def check_nested(text: str, param: str) -> None:
-    """As `check_shape`, for JSON text that is a value of the body: all such texts of one body together."""
+    """Check JSON text that is a value of the body, with all such texts of the body, like `check_shape`."""
     left = _left.get() - text.count("{") - text.count("[") - text.count(",") // 10
     if left < 0:
         raise bad_field(param, "too much JSON within the request's texts; send less")
@@ -77,14 +78,14 @@ T = TypeVar("T")
 
 
 class ScoresShape(Struct, frozen=True):
-    """`activated`: as probabilities, else their logarithms. `logits`: with those of labels' first tokens."""
+    """Form of scores. `activated`: probabilities, not logarithms. `logits`: with labels' first tokens."""
 
     activated: bool = True
     logits: bool = False
 
 
 class ParsedRequest(Struct, frozen=True):
-    """What a protocol made of a body.
+    """A parsed body.
 
     model          as the client spelled it, or ""
     n              answers to each prompt
@@ -136,7 +137,7 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """`body` as the decoder's type; `lenient.py` says what is read as if it were of it.
+    """Decode `body` as the decoder's type, with the liberties of `lenient.py`.
 
     Raises InvalidRequest, whatever the bytes are.
     """
@@ -165,7 +166,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def convert(value: Any, kind: type[T]) -> T:
-    """JSON within a body as a `kind`, as `decode` reads a whole one. Raises msgspec.ValidationError."""
+    """Convert JSON within a body to a `kind`. Raises msgspec.ValidationError."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -183,7 +184,7 @@ def _why_malformed(body: bytes, error: Exception) -> str:
 
 
 def _field_error(text: str, body: Any) -> InvalidRequest:
-    """The error that msgspec's `text` means. `body`: the type that was decoded."""
+    """Turn msgspec's `text` into an error. `body`: the type that was decoded."""
     match = _PATH.search(text)
     allowed: list[Any] = []
     if match and text.startswith("Invalid"):
@@ -213,7 +214,7 @@ _STEP = re.compile(r"\[[\d.]+\]|[^.\[\]]+")
 
 
 def _allowed(kind: inspect.Type, steps: Sequence[str]) -> list[Any]:
-    """Literals and tags of structs that may stand at the end of `steps` of msgspec's path; [] for any."""
+    """Return literals and tags of structs that may end `steps` of msgspec's path; [] for any."""
     match kind:
         case inspect.Metadata():
             return _allowed(kind.type, steps)
@@ -235,7 +236,7 @@ def _allowed(kind: inspect.Type, steps: Sequence[str]) -> list[Any]:
 
 
 def _dotted(path: str) -> str:
-    """`messages[0].role` as `messages.0.role`."""
+    """Spell `messages[0].role` as `messages.0.role`."""
     return re.sub(r"\[(\d+)\]", r".\1", path).replace("[...]", ".*").strip(".")
 
 
@@ -272,7 +273,7 @@ _any_decoder = msgspec.json.Decoder(Any)
 
 
 def json_object(text: str, param: str) -> dict[str, Any]:
-    """A JSON object given as text; "" is an empty one."""
+    """Read a JSON object from text; "" is an empty one."""
     if not text.strip():
         return {}
     check_nested(text, param)
@@ -284,7 +285,7 @@ def json_object(text: str, param: str) -> dict[str, Any]:
 
 
 RAW_INPUT = "input"
-"""The one argument of a call that is text: a custom tool's, or one whose arguments are no JSON object."""
+"""Name of a call's one argument that is text: a custom tool's, or arguments that are no JSON object."""
 
 
 def lenient_arguments(text: str, param: str) -> dict[str, Any]:
@@ -296,7 +297,7 @@ def lenient_arguments(text: str, param: str) -> dict[str, Any]:
 
 
 def stable_json(value: Any) -> str:
-    """JSON text that is the same for equal values, whatever the order of their keys."""
+    """Return the same JSON text for equal values, whatever the order of their keys."""
     return msgspec.json.encode(value, order="deterministic").decode()
 
 
@@ -324,7 +325,7 @@ def checked_name(name: str, param: str) -> str:
 
 
 def stops(value: str | list[str] | None, param: str) -> tuple[str, ...]:
-    """Stop strings, checked for number and length."""
+    """Check stop strings for number and length."""
     texts = (value,) if isinstance(value, str) else tuple(value or ())
     if len(texts) > MAX_STOPS:
         raise bad_field(param, f"at most {MAX_STOPS} strings, got {len(texts)}")
@@ -344,20 +345,20 @@ def nucleus(top_p: float | None, top_k: int | None) -> dict[str, Any]:
 
 
 MOST_IMAGE_BYTES = 20 << 20
-"""OpenAI's limit. Claude Code sends at most 3.75 MiB."""
+"""Bytes of an image at most, as OpenAI's. Claude Code sends at most 3.75 MiB."""
 PDF = "application/pdf"
 
 
 _SENT_AS = "send a PNG, JPEG, WebP or GIF, and a PDF as a document or file"
 LOW_SIDE = 512
-"""Pixels of the longer side of an image whose `detail` is `low`. OpenAI's."""
+"""Pixels of the longer side of an image whose `detail` is `low`, as OpenAI's."""
 _UNTOLD = ("", "application/octet-stream")
-"""Media types that say nothing, as of `data:;base64,`: an image is what its bytes are."""
+"""Media types that say nothing, as in `data:;base64,`: the bytes decide."""
 DETAILS = ("auto", "low", "high", "original")
 
 
 def image(data: str, media_type: str, param: str, detail: str | None = None) -> ImagePart:
-    """An image from base64 text."""
+    """Read an image from base64 text."""
     if detail is not None and detail not in DETAILS:
         raise bad_field(param, f"its detail is one of {', '.join(DETAILS)}, not {detail[:80]!r}")
     if media_type not in _UNTOLD and not media_type.startswith("image/"):
@@ -371,17 +372,17 @@ def image(data: str, media_type: str, param: str, detail: str | None = None) -> 
 
 
 def is_pdf(encoded: str) -> bool:
-    """Whether base64 text begins as a PDF does, whatever the client says of it."""
+    """Return whether base64 text begins as a PDF does."""
     return encoded.lstrip()[:7] == "JVBERi0"  # %PDF-
 
 
 def pdf(data: bytes, name: str | None, param: str, context: str | None = None) -> DocumentPart:
-    """A PDF, which the engine reads."""
+    """Read a PDF for the engine."""
     return DocumentPart(data, PDF, (name or "")[:1000], context or "", param)
 
 
 def refuse(asked: dict[str, tuple[Any, str]]) -> None:
-    """Raises InvalidRequest for the first field that is asked for. Field → (is it?, why not)."""
+    """Raise InvalidRequest for the first field that is asked for. Field → (is it?, why not)."""
     for param, (wanted, why) in asked.items():
         if wanted:
             raise bad_field(param, why)
@@ -391,7 +392,7 @@ _PLAIN_ALPHABET = str.maketrans("-_", "+/")
 
 
 def from_base64(data: str, what: str, param: str) -> bytes:
-    """The bytes of `what`; lines, the URL's alphabet and no padding are taken too. Raises InvalidRequest."""
+    """Decode base64 text, also with lines, the URL's alphabet or no padding. Raises InvalidRequest."""
     with contextlib.suppress(ValueError):
         return binascii.a2b_base64(data, strict_mode=True)
     plain = "".join(data.split()).translate(_PLAIN_ALPHABET).rstrip("=")
@@ -405,12 +406,12 @@ NOT_FETCHED = "URLs are not fetched and files are not read"
 
 
 def unsupported(kind: str, param: str) -> InvalidRequest:
-    """Content of a kind that no prompt is made of, wherever it was to come from."""
+    """Make the error for content of a kind that no prompt has."""
     return bad_field(param, f"content of type {kind!r} is not supported, and {NOT_FETCHED}; send text")
 
 
 def misplaced(what: str, role: str, param: str) -> InvalidRequest:
-    """A message of `role` does not hold `what`."""
+    """Make the error for `what` in a message of `role`."""
     article = "an" if role.startswith(("a", "e", "i", "o", "u")) else "a"
     shown = role != "user" and any(word in what for word in ("image", "document", "PDF"))
     advice = "; put it into a user message" if shown else ""
@@ -418,7 +419,7 @@ def misplaced(what: str, role: str, param: str) -> InvalidRequest:
 
 
 def not_contacted(param: str) -> InvalidRequest:
-    """A server of tools, which the client names for us to ask."""
+    """Make the error for a server of tools, which nothing here contacts."""
     return bad_field(
         param,
         "URLs are not fetched and servers of tools are not asked; give their tools as functions, "
@@ -430,11 +431,11 @@ DATA_URL = re.compile(r"data:([\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 
 
 _IMAGES_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""How PNG, JPEG, GIF and WebP begin in base64, which Ollama's clients send without `data:`."""
+"""Beginnings of PNG, JPEG, GIF and WebP in base64, which Ollama's clients send without `data:`."""
 
 
 def image_url(url: str, param: str, detail: str | None = None) -> ImagePart:
-    """An image from a `data:` URL; anything else is refused, as nothing here fetches URLs."""
+    """Read an image from a `data:` URL; others are refused, as nothing here fetches URLs."""
     match = DATA_URL.match(url[:200])
     if url.startswith(_IMAGES_IN_BASE64):
         return image(url, "", param, detail)
@@ -451,7 +452,7 @@ TIMEOUT_HEADER = "x-omlxd-timeout"
 
 
 def with_timeout(parsed: ParsedRequest, headers: Mapping[str, str]) -> ParsedRequest:
-    """`parsed` with the limit that the client sets itself, in seconds: no protocol has a field for it."""
+    """Set in `parsed` the client's own limit in seconds, from a header: no protocol has a field for it."""
     text = headers.get(TIMEOUT_HEADER)
     if text is None:
         return parsed
@@ -467,7 +468,7 @@ def with_timeout(parsed: ParsedRequest, headers: Mapping[str, str]) -> ParsedReq
 
 
 def session_header(headers: Mapping[str, str], *names: str) -> str:
-    """The headers that are present among `names`, joined with `/`. Header keys in lower case."""
+    """Join the headers that are present among `names` with `/`. Header keys in lower case."""
     return "/".join(value[:200] for name in names if (value := headers.get(name, "").strip()))
 
 

@@ -1,4 +1,4 @@
-"""Makes every protocol's conversation: no transport noise, and one spelling of each tool.
+"""Makes every protocol's conversation: without transport noise, and with one spelling of each tool.
 
 Noise changes from request to request and would break a prefix: Claude Code's billing line in a system
 message, the order of keys in a tool's schema.
@@ -17,18 +17,18 @@ from .. import chat
 from ..errors import NotFound, bad_field
 
 History = Callable[[str], "tuple[chat.Message, ...] | None"]
-"""Response id → the conversation that it ended; None: not known (any more)."""
+"""Looks up response id → the conversation that it ended; None: unknown."""
 
 _BILLING = re.compile(
     r"(?:(?:x-anthropic-billing-header:[^\n]*+|cch=[0-9a-fA-F]*+;[ \t\r]*+(?=\n|\Z))[\r\n]*+)*+"
 )
-"""Its suffix changes with every conversation and compaction, and may stand on a line of its own."""
+"""Matches the billing line, whose suffix changes with every conversation and compaction."""
 
 _SCHEMA_KEYS = (
     *("$schema", "$id", "title", "description", "type", "enum", "const", "format", "properties", "items"),
     *("anyOf", "oneOf", "allOf", "$ref", "required", "additionalProperties", "default", "$defs"),
 )
-"""In the order in which most authors write them; others follow by the alphabet."""
+"""Schema keys in most authors' order; others follow by the alphabet."""
 _RANK = {key: rank for rank, key in enumerate(_SCHEMA_KEYS)}
 _NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
 """Keywords whose objects hold schemas by names."""
@@ -36,7 +36,7 @@ _LITERAL = frozenset({"default", "const", "enum", "examples", "example"})
 
 
 def earlier_turns(id: str | None, history: History, instead: str) -> tuple[chat.Message, ...]:
-    """The conversation that `previous_response_id` names; none without one. Raises NotFound.
+    """Return the conversation that `previous_response_id` names; none without one. Raises NotFound.
 
     instead  what to do without it, for the error's sentence
     """
@@ -53,7 +53,7 @@ def earlier_turns(id: str | None, history: History, instead: str) -> tuple[chat.
 def conversation(
     messages: Iterable[chat.Message], tools: Iterable[chat.Tool], **fields: Any
 ) -> chat.Conversation:
-    """A Conversation of `messages` and `tools`. `fields`: its others."""
+    """Make a Conversation of `messages` and `tools`. `fields`: its others."""
     kept = tuple(message for message in map(_without_billing, messages) if message is not None)
     return chat.Conversation(
         messages=kept,
@@ -63,7 +63,7 @@ def conversation(
 
 
 def tool_result(call_id: str, parts: Sequence[chat.Part], is_error: bool = False) -> chat.ToolResultPart:
-    """The result of a call from texts, images and documents; texts are joined with newlines."""
+    """Make the result of a call from texts, images and documents; newlines join texts."""
     return chat.ToolResultPart(
         call_id,
         "\n".join(part.text for part in parts if isinstance(part, chat.TextPart)),
@@ -91,7 +91,7 @@ def begun_answer(
 
 
 def _without_billing(message: chat.Message) -> chat.Message | None:
-    """None: there was nothing else."""
+    """Return a message without its billing line; None if nothing else is left."""
     if message.role != "system":
         return message
     parts = []

@@ -22,7 +22,7 @@ from ..chat import EmbedRequest, Vectors
 from ..errors import bad_field
 
 MOST_TEXTS = 2048
-"""OpenAI's limit."""
+"""Texts of a request at most, as OpenAI's."""
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _Input = Union[str, list[Union[str, int, list[int]]]]
 
@@ -54,7 +54,7 @@ class EmbeddingsAnswer(msgspec.Struct):
 
 
 class OllamaEmbedBody(msgspec.Struct):
-    """`truncate`: a text that is too long is cut, as Ollama does unless it is told not to."""
+    """A body. `truncate`: cut a text that is too long, as Ollama does by default."""
 
     model: str
     input: Union[str, list[str]]
@@ -88,7 +88,7 @@ class Document(msgspec.Struct):
 
 
 class RerankBody(msgspec.Struct):
-    """`instruction`: what makes a document fit, for models that read one."""
+    """A body. `instruction`: what makes a document fit, for models that read one."""
 
     query: str
     documents: list[Union[str, Document]]
@@ -117,7 +117,7 @@ class BilledUnits(msgspec.Struct):
 
 
 class RerankMeta(msgspec.Struct):
-    """What Cohere's clients look for."""
+    """Units that Cohere's clients look for."""
 
     billed_units: BilledUnits = msgspec.field(default_factory=BilledUnits)
 
@@ -133,7 +133,7 @@ class RerankAnswer(msgspec.Struct):
 def embed_request(
     value: str | Sequence[str | int | list[int]], dimensions: int | None = None, truncate: bool = False
 ) -> EmbedRequest:
-    """The request to an engine for a text, texts, token ids, or lists of them. Raises InvalidRequest."""
+    """Make an engine's request for a text, texts, token ids, or lists of them. Raises InvalidRequest."""
     items: list[Any] = [value] if isinstance(value, str) else list(value)
     if items and all(isinstance(item, int) for item in items):
         items = [items]
@@ -165,13 +165,13 @@ def embeddings_answer(body: EmbeddingsBody, model: str, vectors: Vectors) -> Emb
 
 
 def ollama_answer(model: str, vectors: Vectors, began: float) -> OllamaEmbedAnswer:
-    """`began`: on the monotonic clock."""
+    """Make Ollama's answer. `began`: monotonic time."""
     took = int((time.monotonic() - began) * 1e9)
     return OllamaEmbedAnswer(model, vectors_of(vectors), took, vectors.tokens)
 
 
 def check_documents(body: RerankBody) -> None:
-    """Raises InvalidRequest for a query or documents that can't be scored."""
+    """Raise InvalidRequest for a query or documents that can't be scored."""
     if not 0 < len(body.documents) <= MOST_TEXTS:
         raise bad_field("documents", f"1 to {MOST_TEXTS} documents are needed")
     if not body.query:
@@ -179,7 +179,7 @@ def check_documents(body: RerankBody) -> None:
 
 
 def rerank_answer(id: str, model: str, body: RerankBody, scores: list[float], tokens: int) -> RerankAnswer:
-    """The documents with the highest scores, best first."""
+    """Return the documents with the highest scores, best first."""
     order = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n]
     texts = body.texts
     results = [

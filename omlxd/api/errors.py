@@ -17,10 +17,10 @@ from ..chat import ErrorCode
 from ..errors import OmlxdError, ThreadError
 
 Protocol = Literal["anthropic", "openai", "completions", "ollama", "gemini"]
-"""`completions` is OpenAI's too; its prompts are no messages."""
+"""The protocols; `completions` is OpenAI's, too, but its prompts are no messages."""
 
 MAX_RETRY_AFTER = 60
-"""Seconds. Claude Code gives up at once if it has to wait longer."""
+"""Seconds. Claude Code gives up at once above it."""
 
 _DEFAULT_RETRY_AFTER: dict[ErrorCode, int] = {"overloaded": 2, "unavailable": 2}
 
@@ -38,7 +38,7 @@ _TABLE: dict[ErrorCode, tuple[int, str, str, str | None]] = {
 
 
 _MISSING = {"model": "model_not_found", "previous_response_id": "previous_response_not_found"}
-"""Parameter that names what is not found → OpenAI's code."""
+"""Parameter that names the missing thing → OpenAI's code."""
 
 
 class _Details(msgspec.Struct):
@@ -72,7 +72,7 @@ class OllamaError(msgspec.Struct):
 
 
 class GeminiDetail(msgspec.Struct):
-    """`details`: Google's `RetryInfo`, where asking again later may help."""
+    """Details of an error: Google's `RetryInfo`, where a retry may help."""
 
     code: int
     message: str
@@ -141,7 +141,7 @@ def protocol_of(path: str, versioned: bool = False) -> Protocol:
 
 
 def no_such_verb(method: str, path: str) -> str:
-    """Why a Gemini path's verb is none that is served; "" for other paths."""
+    """Explain an unknown verb of a Gemini path; "" for other paths."""
     found = _GEMINI_VERB.fullmatch(path)
     if method != "POST" or found is None or found[1] in _GEMINI_VERBS:
         return ""
@@ -153,7 +153,7 @@ def _under(path: str, roots: tuple[str, ...]) -> bool:
 
 
 def message_of(error: OmlxdError, protocol: Protocol) -> str:
-    """The sentence that tells of `error`, in the words that clients of `protocol` look for."""
+    """Return the sentence on `error`, in the words that clients of `protocol` look for."""
     if error.code == "authentication":
         return f"{_WRONG_KEY[protocol]}. {error.message}"
     numbers = _TOO_LONG.match(error.message) if error.code == "prompt_too_long" else None
@@ -190,7 +190,7 @@ _TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (\d+) maximum\.?(.*)"
 def error_body(
     error: OmlxdError, protocol: Protocol, request_id: str
 ) -> AnthropicError | OpenAIError | OllamaError | GeminiError:
-    """The JSON object that tells of `error`; also what a stream sends after it has begun."""
+    """Return the JSON object on `error`, also for the end of a stream."""
     if protocol in ("openai", "completions"):
         return OpenAIError(openai_detail(error, protocol))
     if protocol == "ollama":
@@ -208,7 +208,7 @@ def error_body(
 
 
 def openai_detail(error: OmlxdError, protocol: Protocol = "openai") -> OpenAIDetail:
-    """What OpenAI's error objects hold."""
+    """Return the content of OpenAI's error objects."""
     _, _, kind, code = _TABLE[error.code]
     if error.code == "not_found":
         code = _MISSING.get(error.param or "")
@@ -236,6 +236,6 @@ def http_error(
 
 
 def _wait_of(error: OmlxdError) -> int | None:
-    """Seconds after which asking again may help; None: it won't."""
+    """Return the seconds after which a retry may help; None: it won't."""
     wait = error.retry_after or _DEFAULT_RETRY_AFTER.get(error.code)
     return None if wait is None else max(1, min(wait, MAX_RETRY_AFTER))

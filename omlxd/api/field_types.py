@@ -1,4 +1,4 @@
-"""Numbers of a request as every protocol bounds them."""
+"""Bounds of a request's numbers, for every protocol."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 from msgspec import Meta
 
 MAX_INT64 = 2**63 - 1
-"""Larger integers msgspec reads as floats, which would be a type error."""
+"""Largest integer: msgspec reads larger ones as floats, which would be a type error."""
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 LocalTemperature = Annotated[float, Meta(ge=0, le=100)]
-"""Ollama's and LM Studio's."""
+"""Temperature at Ollama and LM Studio."""
 TopP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT64)]
 MinP = Annotated[float, Meta(ge=0, lt=1)]

@@ -16,7 +16,7 @@ _type_info = cache(inspect.type_info)
 
 
 def may_help(error: ValidationError) -> bool:
-    """Whether `lenient` could take away what msgspec's `error` is about."""
+    """Return whether `lenient` could mend msgspec's `error`."""
     return str(error).partition(" - at ")[0].endswith(("got `null`", "got `float`"))
 
 
@@ -61,7 +61,7 @@ def _takes_null(kind: inspect.Type) -> bool:
 
 
 def _meant(value: Any, kind: inspect.Type) -> inspect.Type:
-    """The one of a union's types that `value` is to be; `AnyType` where none is."""
+    """Return the type of a union that fits `value`; `AnyType` where none does."""
     for each in _each(kind):
         match each:
             case inspect.StructType(tag_field=str(field), tag=tag) if isinstance(value, dict):

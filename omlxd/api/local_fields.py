@@ -1,4 +1,4 @@
-"""Fields by which clients say whether to think and which conversation this is.
+"""Reads from clients' fields whether to think and which conversation this is.
 
 The first that says anything counts: the body's own fields, then those under `metadata`, then `extra_body`.
 Thinking: `enable_thinking`, `think` (Ollama), `thinking` (also `{type: enabled}`), `reasoning_effort`,
@@ -29,7 +29,7 @@ _NESTED = ("metadata", "extra_body")
 
 
 class DialectFields(GuidedFields, kw_only=True):
-    """Of any type: what is of no use is passed over."""
+    """Fields of any type; useless values are passed over."""
 
     think: Any = None
     thinking: Any = None
@@ -45,7 +45,7 @@ class DialectFields(GuidedFields, kw_only=True):
 
 
 def thinking_of(body: Any) -> bool | None:
-    """Whether `body` (a struct, or an object nested in one) asks to think; None: it says nothing."""
+    """Return whether `body` (a struct, or an object nested in one) asks to think; None: it says nothing."""
     for name in _THINKING:
         if (asked := _asked(_field(body, name))) is not None:
             return asked
@@ -72,7 +72,7 @@ _LEVELS = ("low", "medium", "high")
 
 
 def effort_of(body: Any) -> str:
-    """The word for how hard to think, for templates that know it; "": none."""
+    """Return the word for how hard to think, for templates that know it; "" for none."""
     within = _field(_field(body, "reasoning"), "effort")
     words = map(effort_word, (_field(body, "reasoning_effort"), within))
     think = _field(body, "think")
@@ -80,12 +80,12 @@ def effort_of(body: Any) -> str:
 
 
 def effort_word(value: Any) -> str:
-    """`value` if it is a word, else ""."""
+    """Return `value` if it is a word, else ""."""
     return value if isinstance(value, str) and re.fullmatch(r"\w{1,20}", value) else ""
 
 
 def session_of(body: Any) -> str:
-    """The conversation's name, "" where there is none."""
+    """Return the conversation's name, "" for none."""
     for name in _SESSION:
         value = _field(body, name)
         value = value.get("id") if isinstance(value, dict) else value
@@ -99,7 +99,7 @@ def session_of(body: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    """`value` as a word, "" for what is none: Python refuses to spell a number of 5,000 digits."""
+    """Return `value` as a word, "" for what is none: Python refuses to spell a number of 5,000 digits."""
     if isinstance(value, str):
         return value.strip()
     is_integer = isinstance(value, int) and not isinstance(value, bool)
@@ -107,7 +107,7 @@ def _word(value: Any) -> str:
 
 
 def _nested(body: Any, name: str) -> dict[str, Any]:
-    """The object under `name`, without what is nested in it again."""
+    """Return the object under `name`, without objects nested in it again."""
     nested = _field(body, name)
     return {**nested, **dict.fromkeys(_NESTED)} if isinstance(nested, dict) else {}
 

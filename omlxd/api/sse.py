@@ -1,4 +1,4 @@
-"""Server-sent events, and what every stream encoder and collector looks like."""
+"""Server-sent events, and the interfaces of stream encoders and collectors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def data_event(data: Any) -> bytes:
-    """`data: {json}`, as OpenAI streams."""
+    """Format `data: {json}`, as OpenAI streams."""
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
 def named_event(name: bytes, data: Any) -> bytes:
-    """`event: name` and `data: {json}`, as Anthropic streams."""
+    """Format `event: name` and `data: {json}`, as Anthropic streams."""
     return b"event: " + name + b"\ndata: " + _encoder.encode(data) + b"\n\n"
 
 
 class StreamEncoder(Protocol):
-    """Events in, SSE bytes out, b"" for nothing: `start`, any `event` and `ping`, or `error` at the end."""
+    """Turns events into SSE bytes, b"" for none: `start`, any `event` and `ping`, or `error` at the end."""
 
     def start(self) -> bytes: ...
     def event(self, event: Event) -> bytes: ...
@@ -35,21 +35,21 @@ class StreamEncoder(Protocol):
 
 
 class Collector(Protocol):
-    """Events in, one JSON body out, after `Finished` came in."""
+    """Turns events into one JSON body, after `Finished`."""
 
     def event(self, event: Event) -> None: ...
     def response(self) -> bytes: ...
 
 
 class OpenCall:
-    """What a stream has sent of the call under way. `id` "": there is none."""
+    """The sent part of the call under way. `id` "": no call."""
 
     def __init__(self) -> None:
         self.id = ""
         self._sent = 0
 
     def take(self, event: ToolCallDelta | ToolCall | ToolCallCut) -> str:
-        """The arguments to send now. The open call is over with its ToolCall or ToolCallCut."""
+        """Return the arguments to send now. ToolCall and ToolCallCut close the call."""
         if isinstance(event, ToolCallDelta):
             self.id = event.id
             self._sent += len(event.text)
@@ -60,7 +60,7 @@ class OpenCall:
 
 
 class UsageExtension(Struct, frozen=True):
-    """What no protocol has a field for, as `chat.Usage` has it; stands as `omlxd` in usage.
+    """Figures that no protocol has a field for, from `chat.Usage`, as `omlxd` in usage.
 
     model_drafted, model_accepted  both, or neither where no draft model guessed
     not_enforced  absent where there is none

@@ -1,4 +1,4 @@
-"""Files within a request: text becomes text of the message, a PDF a document; all else is refused by name."""
+"""Reads files within a request: text becomes text, a PDF a document; all else is refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import InvalidRequest, bad_field
 from .body import DATA_URL, NOT_FETCHED, PDF, from_base64, misplaced, pdf
 
 MAX_BYTES = 8 * 1024 * 1024
-"""Of one text; a PDF may be as large as a request."""
+"""Bytes of one text at most; a PDF may be as large as a request."""
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
 _NO_NAME = re.compile(r'[\x00-\x1f\x7f"<>]')
 

@@ -1,4 +1,4 @@
-"""Says which fields of a request nobody reads: a mistyped name changes nothing, and its sender can't see why.
+"""Reports a request's fields that nobody reads: a mistyped name changes nothing, silently.
 
 `body.decode` notes them for whoever began `noting` the request. Objects of any content (a tool's schema,
 the arguments of a call) are their sender's own.
@@ -13,21 +13,21 @@ import msgspec
 from msgspec import inspect
 
 MOST_BYTES = 1 << 20
-"""Of a body whose inner objects are looked at too; of a longer one, only the outermost."""
+"""Bytes of a body whose inner objects are read too; of a longer one, only the outermost."""
 MOST_MEMBERS = 100_000
-"""Of a longer body that is looked at: all may be outermost fields, and each becomes a piece of its own."""
+"""Members of a longer body that is read: all may be outermost fields, each a piece of its own."""
 MOST_FIELDS, MOST_FOUND = 20, 1000
 _NAME_CHARS = 80
 
 
 class UnknownFields:
-    """Fields of one request. Where several structs read its body, a field that one of them knows is known."""
+    """Unknown fields of one request: those that none of the structs that read its body has."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] | None = None
 
     def note(self, kind: Any, body: bytes) -> None:
-        """`body` was decoded as `kind`, and had no error."""
+        """Note the unknown fields of `body`, decoded as `kind` without an error."""
         found, before = unknown_fields(kind, body), self._names
         if before is None:
             self._names = found
@@ -37,12 +37,12 @@ class UnknownFields:
 
     @property
     def names(self) -> list[str]:
-        """At most `MOST_FIELDS`. `messages.*.nam`: of some message."""
+        """Names, `MOST_FIELDS` at most. `messages.*.nam`: of some message."""
         return list(self._names or ())[:MOST_FIELDS]
 
 
 def _within(name: str, unknown: dict[str, None]) -> bool:
-    """Whether the field or one that it is in is among `unknown`."""
+    """Return whether `unknown` has the field or one around it."""
     return any(name == each or name.startswith(f"{each}.") for each in unknown)
 
 
@@ -50,14 +50,14 @@ noted: ContextVar[UnknownFields | None] = ContextVar("noted", default=None)
 
 
 def noting() -> UnknownFields:
-    """Note the fields that bodies have which are decoded from now on, in this task and those it starts."""
+    """Note the fields of bodies that are decoded from now on, in this task and those it starts."""
     fields = UnknownFields()
     noted.set(fields)
     return fields
 
 
 def unknown_fields(kind: Any, body: bytes) -> dict[str, None]:
-    """The fields of `body` that no struct of the type `kind` has, in order, or the first of them.
+    """Return the fields of `body` that no struct of `kind` has, in order, or the first of them.
 
     {} for what can't be read, or is too large to be looked at.
     """
@@ -72,14 +72,14 @@ def unknown_fields(kind: Any, body: bytes) -> dict[str, None]:
 
 
 class _Place:
-    """What may stand at a place of a body. `structs`: by tag, None for one without."""
+    """Types at a place of a body. `structs`: by tag, None for one without."""
 
     def __init__(self) -> None:
         self.tag_field = ""
         self.structs: dict[Any, dict[str, _Place]] = {}
         self.items: _Place | None = None
         self.is_free = False
-        """An object of any content is taken here, too."""
+        """Whether the place takes an object of any content, too."""
 
     def add(self, kind: inspect.Type) -> None:
         match kind:
@@ -115,7 +115,7 @@ def _place(kind: Any) -> _Place:
 
 
 def _fields(kind: inspect.StructType) -> dict[str, _Place]:
-    """The places of a struct's fields. One that holds itself comes here once."""
+    """Return the places of a struct's fields; a recursive struct comes once."""
     fields = _fields_of.get(kind.cls)
     if fields is None:
         fields = _fields_of[kind.cls] = {}

@@ -1,4 +1,4 @@
-"""Settings of `omlxd serve`, and where each value came from.
+"""Settings of `omlxd serve`, and the source of each value.
 
 Order: flag, then environment (`OMLXD_PORT`), then the TOML file's `[serve]` table, then the default. The
 fields of `Settings` drive all four, and one conversion (values.py) checks them. The file may also have

@@ -1,4 +1,4 @@
-"""Where the daemon of a base folder listens: a file there, for commands that look for it."""
+"""The file with a daemon's address, under its base folder, for commands that look for it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from pathlib import Path
 from ..common.files import read_with_facts, write_atomic
 
 FILE_NAME = "address"
-"""Holds `PID HOST PORT`. It stays when a daemon is killed, so a reader checks that the process lives."""
+"""Holds `PID HOST PORT`, also after a daemon was killed, so a reader checks that the process lives."""
 
 
 def record_address(base_path: Path, host: str, port: int) -> None:
-    """Write that this process listens there. The newest daemon of a folder wins. Errors of the disk are
-    ignored."""
+    """Write this process's address. The newest daemon of a folder wins. Errors of the disk are ignored."""
     with contextlib.suppress(OSError):
         write_atomic(base_path / FILE_NAME, f"{os.getpid()} {host} {port}\n".encode())
 
 
 def recorded_address(base_path: Path) -> tuple[int, str, int, float] | None:
-    """(pid, host, port, when it was written in seconds since 1970); None: no daemon left any."""
+    """Return (pid, host, port, time of writing in seconds since 1970); None: no daemon left any."""
     with contextlib.suppress(OSError, ValueError):
         data, facts = read_with_facts(base_path / FILE_NAME, most=1000)
         pid, host, port = data.decode().split()

@@ -26,9 +26,9 @@ NONE_LEFT = (
     "This daemon asks for an API key, and none is left: make one with `omlxd key add NAME`, which counts at "
     "once, or have no key asked for with `omlxd key off`."
 )
-"""Told with status 401; `omlxd status` and others pass it on."""
+"""Message of status 401, which `omlxd status` and others pass on."""
 KEY_PATTERN = re.compile(r"omlxd-[A-Za-z0-9_-]{43}")
-"""A key, as `add_key` makes it: logs find and hide it by this pattern."""
+"""Matches a key of `add_key`, for logs that hide it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
@@ -41,7 +41,7 @@ class Key(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct):
-    """`open`: the owner wants no key to be asked for; the next key that is made ends it."""
+    """The file's content. `open`: the owner wants no key to be asked for, until the next one is made."""
 
     keys: list[Key] = []
     open: bool = False
@@ -61,7 +61,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 
 def is_open(path: Path) -> bool:
-    """Whether `open_to_all` was the last word. Raises ConfigError as `read_keys`."""
+    """Return whether `open_to_all` was the last word. Raises ConfigError as `read_keys`."""
     return _read(path).open
 
 

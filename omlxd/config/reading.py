@@ -1,4 +1,4 @@
-"""Settings put together from flags, environment and file."""
+"""Reads settings from flags, environment and file."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _MODEL_TYPES = get_type_hints(ModelSettings, include_extras=True)
 _INTERNAL = re.compile(
     rf"{BY_SERVICE}|{WITH_STDIN}|{PREFIX}(ENGINE_COMMAND|FETCH_MODEL|TRACES|SCRIPT_.*|TEST_.*)"
 )
-"""Variables that are no settings: of commands for each other, of tests and of tools."""
+"""Matches variables that are no settings: of commands for each other, of tests and of tools."""
 _TABLES = ("serve", "defaults", "models")
 _BARE = re.compile(
     r"""\s*(?P<key>[^\s=#]+)\s*=\s*(?P<word>[^\s"'#\[\]{},]*[A-Za-z%/~][^\s"'#\[\]{},]*)\s*(?:\#.*)?"""
 )
-"""A line `speculation = off`, which TOML would have in quotes."""
+"""Matches a line `speculation = off`, which TOML would have in quotes."""
 MOST_MISTAKES = 10
-"""Told at once."""
+"""Mistakes in one error at most."""
 
 
 FILE_NAME = "omlxd.toml"
-"""Of the settings, below the base folder."""
+"""Name of the settings' file below the base folder."""
 
 
 def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings of `flags` (option name → text), `environ` and the file.
+    """Read the settings of `flags` (option name → text), `environ` and the file.
 
     Raises ConfigError, whose message has a line for each mistake: those of the file last, in its order.
     """
@@ -65,7 +65,7 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
 def read_settings(
     flags: Mapping[str, str], environ: Mapping[str, str] | None = None
 ) -> tuple[Settings, list[str]]:
-    """As `load_settings`, with a sentence for each mistake; the default stands for what is wrong."""
+    """Read settings like `load_settings`, with a sentence for each mistake, which leaves the default."""
     environ = os.environ if environ is None else environ
     by_flag = {name: (flags[name], option.flag) for name, option in BY_NAME.items() if name in flags}
     by_variable = {
@@ -113,7 +113,7 @@ def read_settings(
 
 @contextlib.contextmanager
 def _noted(mistakes: list[str]) -> Generator[None]:
-    """A ConfigError of the block is one more of `mistakes`."""
+    """Add a ConfigError of the block to `mistakes`."""
     try:
         yield
     except ConfigError as error:
@@ -121,18 +121,18 @@ def _noted(mistakes: list[str]) -> Generator[None]:
 
 
 def _line(mistake: str) -> int:
-    """Of the file; 0: it is none of the file's."""
+    """Return a mistake's line in the file; 0 without one."""
     place = re.search(r"^[^:]* line (\d+)", mistake)
     return int(place[1]) if place else 0
 
 
 def warnings_of(settings: Settings, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Sentences on what is ignored: unknown variables, and wrong values that another source overrides."""
+    """List what is ignored: unknown variables, and wrong values that another source overrides."""
     return [*unknown_variables(environ), *settings.overridden]
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """A sentence for each variable of omlxd's prefix that nothing reads: it may be another program's."""
+    """List variables of omlxd's prefix that nothing reads: they may be another program's."""
     known = [option.name.upper() for option in OPTIONS] + ["CONFIG"]
     names = [
         name.removeprefix(PREFIX)
@@ -147,7 +147,7 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def where_else(name: str, words: list[str]) -> str:
-    """` (it stands under … of a settings file)` for a setting of another place, else as `closest`."""
+    """Return ` (it stands under … of a settings file)` for a setting of another place, else `closest`."""
     field = name.lstrip("-").lower().replace("-", "_")
     fields = {"[serve]": BY_NAME, "[defaults]": SAMPLING, '[models."NAME"]': _MODEL_TYPES}
     tables = [table for table, names in fields.items() if field in names]
@@ -155,12 +155,12 @@ def where_else(name: str, words: list[str]) -> str:
 
 
 def settings_of(args: argparse.Namespace, *names: str, **flags: str) -> Settings:
-    """The settings, with flags of `args` for the options `names` and for the file. Raises ConfigError."""
+    """Return the settings, with flags of `args` for the options `names` and the file. Raises ConfigError."""
     return load_settings(flags_of(args, *names) | flags)
 
 
 def flags_of(args: argparse.Namespace, *names: str) -> dict[str, str]:
-    """What `args` says of the options `names` and of the file, where it does."""
+    """Return the flags in `args` for the options `names` and for the file."""
     named = {name: getattr(args, name, None) for name in (*names, "config")}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -168,7 +168,7 @@ def flags_of(args: argparse.Namespace, *names: str) -> dict[str, str]:
 def _faults(
     entries: Mapping[str, tuple[Any, str]], sources: Mapping[str, str], values: Mapping[str, Any]
 ) -> list[str]:
-    """A sentence for each of `entries` that makes no sense, where another source sets the option."""
+    """List the faults of `entries` that another source overrides."""
     result: list[str] = []
     for name, (value, place) in entries.items():
         if place != sources[name]:
@@ -180,7 +180,7 @@ def _faults(
 
 
 def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) -> Any:
-    """`before`: the settings that stand before this one, by field. Raises ConfigError."""
+    """Convert a value. `before`: earlier settings, by field. Raises ConfigError."""
     if value == option.none:
         return None
     match option.name:
@@ -215,7 +215,7 @@ def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) ->
 def _config_file(
     flags: Mapping[str, str], environ: Mapping[str, str], entries: Mapping[str, tuple[Any, str]]
 ) -> tuple[Path | None, str]:
-    """The file to read, or None, and who names it. A named one must exist, the default one need not."""
+    """Return the file to read, or None, and its source. A named one must exist, the default need not."""
     for text, source in ((flags.get("config"), "--config"), (environ.get("OMLXD_CONFIG"), "OMLXD_CONFIG")):
         if text is not None and (text or source == "--config"):
             path = Path(os.path.expanduser(text)).absolute()
@@ -294,7 +294,7 @@ class _File:
     def _entries(
         self, entries: Mapping[str, Any], names: list[str], *table: str
     ) -> dict[str, tuple[str, Any]]:
-        """Name → (key as written, value)."""
+        """Yield name → (key as written, value)."""
         got: dict[str, tuple[str, Any]] = {}
         for key, value in entries.items():
             name = key.replace("-", "_")
@@ -310,7 +310,7 @@ class _File:
         return got
 
     def _no_toml(self, problem: str) -> ConfigError:
-        """`problem`: as tomllib says it, with its place at the end."""
+        """Make an error of `problem`, tomllib's words with a place at the end."""
         result = re.fullmatch(r"(.*) \(at line (\d+), .*\)", problem)
         if not result:
             return ConfigError(f"{self._path}: {problem}.")
@@ -334,7 +334,7 @@ class _File:
         )
 
     def _place(self, key: str, *table: str) -> str:
-        """`file line N (key)`. tomllib tells no line numbers, and settings stand one a line."""
+        """Return `file line N (key)`. tomllib gives no line numbers, and settings stand one a line."""
         header = r"\s*\.\s*".join(rf"[\"']?{re.escape(name)}[\"']?" for name in table)
         entry = re.compile(rf"\s*(?:\[(?:.*\.)?)?\s*[\"']?{re.escape(key)}[\"']?\s*[\]=.]")
         inside = not table

@@ -20,22 +20,24 @@ KvGroup = Literal[32, 64, 128]
 CpuWeights = Literal["auto", "as-stored"]
 WeightsMmap = Literal["auto", "on", "off"]
 Hoist = Literal["auto", "always", "never"]
-"""What becomes of system messages before the first assistant's turn."""
+"""Place of system messages that precede the first assistant's turn."""
 Reserve = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SharePrefix = Literal["auto", "on", "off"]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 Images = Annotated[int, Meta(ge=1, le=100_000)]
 PREFIX = "OMLXD_"
-"""Of a setting's variable."""
+"""Prefix of settings' variables."""
 WITH_STDIN = f"{PREFIX}WITH_STDIN"
-"""A variable that has `omlxd serve` stop once its standard input ends."""
+"""Variable that has `omlxd serve` stop once its standard input ends."""
 BY_SERVICE = f"{PREFIX}SERVICE"
-"""A variable that `omlxd service install` gives the daemon; it also marks a launchd file as ours."""
+"""Variable that `omlxd service install` gives the daemon; it also marks a launchd file as ours."""
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:_\[\]-]+)\Z"
 
 
 def _option(usage: str, *, wrong: str = "", none: str | None = None) -> Meta:
-    """usage: `METAVAR=default`, "" for a switch. wrong: what a refused value is. none: the text for None."""
+    """Describe an option. usage: `METAVAR=default`, "" for a switch. wrong: refused values. none: text of
+    None.
+    """
     metavar, _, default = usage.partition("=")
     return Meta(
         extra={"metavar": metavar, "default": default if metavar else "false", "wrong": wrong, "none": none}
@@ -43,7 +45,7 @@ def _option(usage: str, *, wrong: str = "", none: str | None = None) -> Meta:
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file says of one model; None: nothing.
+    """Settings of one model in the file; None: unset.
 
     thinking        whether the model thinks, where the request leaves it open
     template_args   arguments of the chat template, below a request's own
@@ -279,7 +281,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        """Every value but the key's: settings end up in logs and bug reports."""
+        """Format every value but the key: settings end up in logs and bug reports."""
         shown = {name: getattr(self, name) for name in self.__struct_fields__ if name != "sources"}
         shown["api_key"] = "***" if self.api_key else ""
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
@@ -333,7 +335,9 @@ BY_NAME = {option.name: option for option in OPTIONS}
 
 
 def full_name(field: str, *table: str) -> str:
-    """Of a setting in another table of the file, as TOML writes it: `models."org/name".max-tokens`."""
+    """Return the name of a setting in another table of the file, as TOML has it:
+    `models."org/name".max-tokens`.
+    """
     models = [msgspec.json.encode(name).decode() for name in table[1:]]
     return ".".join([*table[:1], *models, field.replace("_", "-")])
 
@@ -350,11 +354,11 @@ _GROUPS = {
     "no_hf_cache": "which models are served",
     "cors_origin": "address, keys and browsers",
 }
-"""The option that a group of `serve --help` begins with → its title."""
+"""First option of a group of `serve --help` → its title."""
 
 
 def groups() -> dict[str, list[Option]]:
-    """Title → options, for `serve --help`."""
+    """Map title → options, for `serve --help`."""
     result: dict[str, list[Option]] = {}
     title = ""
     for option in OPTIONS:
@@ -364,7 +368,7 @@ def groups() -> dict[str, list[Option]]:
 
 
 def add_grouped_flags(parser: argparse.ArgumentParser) -> None:
-    """As `add_flags` of all options, in groups with titles."""
+    """Add the flags of all options, in groups with titles."""
     _add_flags(parser, ())
     for title, options in groups().items():
         _add_flags(parser.add_argument_group(title), options, with_config=False)

@@ -20,7 +20,7 @@ SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 
 
 class Bytes(int):
-    """A size: `8GB`, `20%` where there is a whole. `least`: what is smaller, and not 0, is refused."""
+    """A size: `8GB`, or `20%` of a total. `least`: smaller sizes, but 0, are refused."""
 
     least = SMALLEST
 
@@ -38,13 +38,13 @@ class Seconds(float):
 
 
 class Stay(Seconds):
-    """How long something stays. 0 and infinity: until its room is needed."""
+    """Time that something stays. 0 and infinity: until its room is needed."""
 
     zero = "until its room is needed"
 
 
 class Limit(Seconds):
-    """The longest that something may take. 0: no limit."""
+    """Longest time of something. 0: no limit."""
 
     zero = "no limit"
 
@@ -59,7 +59,7 @@ def convert(
     words: bool = True,
     full_size: Callable[[], int] | None = None,
 ) -> Any:
-    """`value`, text or what TOML holds, as type `kind`. Raises ConfigError in one sentence.
+    """Convert `value`, text or a TOML value, to type `kind`. Raises ConfigError in one sentence.
 
     place  the flag, variable or line; wrong: what a refused value is; full_size: bytes that 100% is
     words  text may stand for true or false, as in a variable
@@ -110,7 +110,7 @@ def convert(
 
 
 def expected(kind: Any) -> str:
-    """What a value is that does not fit `kind`: `no whole number from 1 to 8`."""
+    """Describe a value that does not fit `kind`: `no whole number from 1 to 8`."""
     match _plain(inspect.type_info(kind)):
         case inspect.IntType() as number:
             return f"no whole number from {number.ge} to {number.le}"
@@ -133,7 +133,7 @@ def expected(kind: Any) -> str:
 
 
 def _plain(info: inspect.Type) -> inspect.Type:
-    """Without metadata and None."""
+    """Return the type without metadata and None."""
     while isinstance(info, inspect.Metadata | inspect.UnionType):
         if isinstance(info, inspect.Metadata):
             info = info.type
@@ -143,7 +143,7 @@ def _plain(info: inspect.Type) -> inspect.Type:
 
 
 def closest(word: str, words: list[str]) -> str:
-    """` (did you mean …?)`, in upper or lower case alike, or nothing when no word is near."""
+    """Return ` (did you mean …?)`, in upper or lower case alike, or nothing when no word is near."""
     by_lower = {each.lower(): each for each in words}
     word = word.lower()
     near = difflib.get_close_matches(word, by_lower, n=1)
@@ -152,7 +152,7 @@ def closest(word: str, words: list[str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost counts as reachable."""
+    """Return whether only this machine can reach `host`. A name other than localhost counts as reachable."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

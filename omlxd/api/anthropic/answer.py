@@ -90,13 +90,13 @@ def _event(type: str, **fields: Any) -> bytes:
 
 
 def _signature(thought: str) -> str:
-    """What stands in for Anthropic's signature: clients want one, echo it, and never check it."""
+    """Return a stand-in for Anthropic's signature: clients want one, echo it, and never check it."""
     digest = hashlib.blake2b(thought.encode(), digest_size=24, person=b"omlxd-thinking").digest()
     return base64.b64encode(digest).decode()
 
 
 Keep = Callable[[str, bytes], None]
-"""(id of the message, its blocks as JSON): called once, at its end."""
+"""Called at a message's end: (id of the message, its blocks as JSON)."""
 
 
 class AnthropicStream:
@@ -126,7 +126,7 @@ class AnthropicStream:
         return self._begun(event) + self._encoded(event)
 
     def _begun(self, event: chat.Event) -> bytes:
-        """`message_start`, before anything else."""
+        """Yield `message_start`, before anything else."""
         if self._started:
             return b""
         self._started = True

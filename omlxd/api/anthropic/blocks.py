@@ -12,7 +12,7 @@ import msgspec
 
 
 class _Block(msgspec.Struct, tag_field="type"):
-    """Fields are not read."""
+    """A block without fields that are read."""
 
 
 # `fallback`: where another model went on. Anthropic doesn't show it to the model either.
@@ -38,11 +38,11 @@ class Text(Block, tag="text"):
 
 
 class InputText(Text, tag="input_text"):
-    """OpenAI's."""
+    """A text of OpenAI's."""
 
 
 class OutputText(Text, tag="output_text"):
-    """Likewise."""
+    """A text of OpenAI's in an answer."""
 
 
 AnyText = Union[Text, InputText, OutputText]
@@ -91,14 +91,14 @@ class Url(msgspec.Struct):
 
 
 class ImageUrl(Block, tag="image_url"):
-    """OpenAI's."""
+    """The address of an image, as OpenAI's."""
 
     image_url: Union[str, Url]
     detail: str | None = None
 
 
 class InputImage(ImageUrl, tag="input_image"):
-    """OpenAI's."""
+    """An image, as OpenAI's."""
 
 
 class FileData(msgspec.Struct):
@@ -108,13 +108,13 @@ class FileData(msgspec.Struct):
 
 
 class File(Block, tag="file"):
-    """OpenAI's."""
+    """A file, as OpenAI's."""
 
     file: FileData
 
 
 class InputFile(Block, tag="input_file"):
-    """OpenAI's."""
+    """A file of Responses."""
 
     file_data: str | None = None
     filename: str | None = None
@@ -150,7 +150,7 @@ class ContainerUpload(Block, tag="container_upload"): ...
 
 
 class BrowserState(Block, tag="browser_state"):
-    """The tabs of the client's browser, of whatever fields."""
+    """The tabs of the client's browser, with any fields."""
 
     tabs: list[dict[str, Any]]
     state_changes: list[dict[str, Any]] | None = None
@@ -178,7 +178,7 @@ class ToolParam(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     parameters: dict[str, Any] | None = None
     function: ToolParam | None = None
-    """OpenAI has the schema as `parameters`, and chat completions all of it within `function`."""
+    """The tool within `function`, as in chat completions; OpenAI has the schema as `parameters`."""
     input_examples: list[dict[str, Any]] | None = None
     defer_loading: bool | None = None
     strict: bool | None = None
@@ -210,7 +210,7 @@ ToolChange = Union[ToolAddition, ToolRemoval]
 
 
 class Compaction(Block, tag="compaction"):
-    """A summary that stands for all that was before it. `content` None: there is none."""
+    """A summary of everything before it. `content` None: no summary."""
 
     content: str | None = None
     tool_changes: list[ToolChange] | None = None

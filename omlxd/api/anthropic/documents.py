@@ -24,7 +24,7 @@ from ..body import NOT_FETCHED, PDF, free_json, from_base64, image, image_url, i
 from . import blocks
 
 MAX_DOCUMENT_BYTES = 8 << 20
-"""Of a document in base64: some two million tokens, more than a context holds."""
+"""Bytes of a document in base64 at most: some two million tokens, more than a context holds."""
 
 _AS_TEXT = 'send its text, as {"type": "text", "media_type": "text/plain", "data": "…"}'
 
@@ -33,7 +33,7 @@ _Body = chat.TextPart | chat.ImagePart
 
 
 def document_parts(block: blocks.Document, param: str) -> list[_Body | chat.DocumentPart]:
-    """A PDF, or the document's text and images in its tags. Raises InvalidRequest for what is neither."""
+    """Return a PDF, or a document's text and images in its tags. Raises InvalidRequest."""
     source, where = block.source, f"{param}.source"
     if isinstance(source, blocks.Base64Source) and (_kind(source) == PDF or is_pdf(source.data)):
         raw = from_base64(source.data, "document", f"{where}.data")
@@ -44,7 +44,7 @@ def document_parts(block: blocks.Document, param: str) -> list[_Body | chat.Docu
 
 
 def image_block(block: blocks.Image, param: str) -> chat.ImagePart:
-    """An image. Raises InvalidRequest."""
+    """Read an image. Raises InvalidRequest."""
     if isinstance(block.source, blocks.UrlSource) and (block.source.url or "")[:5].lower() == "data:":
         return image_url(block.source.url or "", f"{param}.source")
     if not isinstance(block.source, blocks.Base64Source):
@@ -54,7 +54,7 @@ def image_block(block: blocks.Image, param: str) -> chat.ImagePart:
 
 
 def search_result_text(block: blocks.SearchResult) -> str:
-    """A search result in its tags."""
+    """Return a search result in its tags."""
     body = block.content if isinstance(block.content, str) else "\n".join(text.text for text in block.content)
     about = [("source", block.source), ("title", block.title)]
     opening, closing = _frame("search_result", about, "content")
@@ -62,7 +62,7 @@ def search_result_text(block: blocks.SearchResult) -> str:
 
 
 def browser_state_text(block: blocks.BrowserState, param: str) -> str:
-    """The tabs as JSON, in a tag."""
+    """Return the tabs as JSON, in a tag."""
     state = {"tabs": block.tabs}
     if block.state_changes:
         state["state_changes"] = block.state_changes
@@ -71,7 +71,7 @@ def browser_state_text(block: blocks.BrowserState, param: str) -> str:
 
 
 def _frame(tag: str, about: Sequence[tuple[str, str | None]], content: str) -> tuple[str, str]:
-    """The lines before and after what it is about."""
+    """Return the lines before and after a document's content."""
     lines = [f"<{name}>{value}</{name}>" for name, value in about if value]
     return "\n".join([f"<{tag}>", *lines, f"<{content}>"]), f"</{content}>\n</{tag}>"
 

@@ -41,7 +41,7 @@ from .tools import ToolChoice, Tools, as_tool_choice, engine_id
 
 
 class _Message(msgspec.Struct):
-    """`content` may be absent from a system message that only sets something."""
+    """A message. `content` may be absent from a system message that only sets something."""
 
     given_role: Literal["user", "assistant", "system", "developer"] = msgspec.field(name="role")
     content: Union[str, list[blocks.AnyBlock], None] = None
@@ -58,14 +58,14 @@ class _OutputConfig(msgspec.Struct):
 
 
 class _ThinkingConfig(msgspec.Struct):
-    """`between_tools` is no thinking either, at Anthropic too."""
+    """How to think. `between_tools` is no thinking either, at Anthropic too."""
 
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
     budget_tokens: int | None = None
 
 
 MAX_USER_ID = 4096
-"""Characters of `metadata.user_id` that are looked into; Claude Code's has 200."""
+"""Characters of `metadata.user_id` that are searched; Claude Code's has 200."""
 
 
 class Metadata(msgspec.Struct):
@@ -96,7 +96,7 @@ class MessagesBody(msgspec.Struct):
 
 _decoder = msgspec.json.Decoder(MessagesBody)
 _NOTHING_BEGUN = chat.Message("assistant", ())
-"""At the end of a conversation this is its last message for no reason."""
+"""An assistant's message without content, dropped at the end of a conversation."""
 
 
 # --------------------------------------------------------------------------- translation
@@ -170,7 +170,7 @@ def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
 def parse_to_answer(
     body: bytes, headers: Mapping[str, str] | None = None, held: threads.HeldThread = lambda *_: None
 ) -> ParsedRequest:
-    """As `parse`, for a conversation that is to be answered, not only counted."""
+    """Read a conversation to be answered, not only counted, like `parse`."""
     parsed = parse(body, headers, held)
     prompt = parsed.generate.prompt
     assert isinstance(prompt, chat.Conversation)
@@ -189,7 +189,7 @@ def _ends_in_text(messages: tuple[chat.Message, ...]) -> bool:
 
 
 def _refuse_server_state(request: MessagesBody) -> None:
-    """A request with it can't be answered: the model would miss what the client thinks it has."""
+    """Refuse server state: the model would miss what the client thinks it has."""
     refuse(
         {
             "compaction": (
@@ -266,7 +266,7 @@ def _shown(messages: list[_Message]) -> Iterator[tuple[int, int, _Message]]:
 
 
 def _last_compaction(messages: list[_Message]) -> tuple[int, int]:
-    """(message, block) of the last summary; (0, 0) where there is none."""
+    """Return (message, block) of the last summary; (0, 0) without one."""
     for index in range(len(messages) - 1, -1, -1):
         content = messages[index].content
         if isinstance(content, list):
@@ -304,7 +304,7 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
 
 
 def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[chat.Message]:
-    """One message or several: results and summaries are messages of their own. `skip`: blocks left out."""
+    """Turn one message into several: results and summaries are their own. `skip`: blocks left out."""
     content = [blocks.Text(message.content)] if isinstance(message.content, str) else message.content
     if content is None:
         if message.role == "system":
@@ -363,7 +363,7 @@ def _parts(
 def _text(
     block: blocks.AnyBlock | blocks.ToolReference | blocks.BrowserState, tools: Tools, param: str
 ) -> str:
-    """Return the text that the model reads of a block; "": the model does not see it."""
+    """Return the text that the model reads of a block; "" for none."""
     if isinstance(block, blocks.Text):
         return block.text
     if isinstance(block, blocks.SearchResult):

@@ -17,11 +17,11 @@ from ...errors import InvalidRequest, OmlxdError, ThreadError
 from ..body import ParsedRequest
 
 FIXED = ("system", "tools")
-"""Fields that a thread begins with and that stay."""
+"""Fields that a thread's first request fixes."""
 PREVIOUS = "thread.previous_message_id"
 
 HeldThread = Callable[[str, str], "bytes | None"]
-"""(owner, id of the answer) → its conversation as JSON; b"": it has been continued; None: none (any more)."""
+"""Looks up (owner, answer's id) → its conversation as JSON; b"": continued already; None: unknown."""
 
 
 REPLAY = 'send the whole conversation with thread {"type": "create"}'
@@ -59,13 +59,13 @@ _held = msgspec.json.Decoder(_Held)
 
 
 def owner_of(headers: Mapping[str, str]) -> str:
-    """A name for whoever has the keys that a request carries."""
+    """Return a name for the holder of a request's keys."""
     keys = "\0".join(headers.get(name, "") for name in ("authorization", "x-api-key"))
     return hashlib.blake2b(keys.encode(), digest_size=16).hexdigest()
 
 
 def conversation_of(body: bytes, thread: Create | Continue, owner: str, held: HeldThread) -> dict[str, Any]:
-    """`system`, `tools` and `messages` of the whole conversation, each as JSON.
+    """Return `system`, `tools` and `messages` of the conversation, each as JSON.
 
     Raises ThreadError where `thread` continues what is not kept, or can't be continued.
     """
@@ -93,20 +93,20 @@ def already_continued() -> ThreadError:
 
 
 def in_threads_words(error: InvalidRequest) -> OmlxdError:
-    """What is wrong with a body, where it is its kind of thread."""
+    """Turn an error of a body's kind of thread into Anthropic's."""
     if error.param != "thread.type":
         return error
     return ThreadError("thread.type", 'it is "create" or "continue"', "thread_unsupported_request")
 
 
 def with_conversation(body: bytes, conversation: Mapping[str, Any]) -> bytes:
-    """`body` as it would be without a thread."""
+    """Return `body` as it would be without a thread."""
     fields = {name: value for name, value in _fields.decode(body).items() if name != "thread"}
     return msgspec.json.encode({**fields, **conversation})
 
 
 def with_answer(conversation: bytes, content: bytes) -> bytes:
-    """`conversation` with an answer of these blocks at its end, all as JSON."""
+    """Add an answer's blocks to the end of `conversation`, all as JSON."""
     fields: dict[str, Any] = {**_fields.decode(conversation)}
     answer = {"role": "assistant", "content": msgspec.Raw(content)}
     fields["messages"] = [*_held.decode(conversation).messages, answer]

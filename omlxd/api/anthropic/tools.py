@@ -1,4 +1,4 @@
-"""The tools of an Anthropic request: those that the prompt lists, and those that come up later in it.
+"""The tools of an Anthropic request: those in the prompt's head, and later ones.
 
 For tools that Anthropic defines and the client runs (`bash_…`, `text_editor_…`, `memory_…`) a client sends
 the type alone. Here they get their arguments: those of the SDK's types, or of Anthropic's documentation.
@@ -21,21 +21,21 @@ _ENGINE_ID = re.compile(r"call_([0-9a-f]{24})")
 _SHOWN_ID = re.compile(r"toolu_([0-9a-f]{24})")
 _KIND = re.compile(r"(bash|text_editor|memory)_(\d{8})")
 _LATE_EDITOR = "20250429"
-"""From here on the editor has no `undo_edit`, and calls what it inserts `insert_text`."""
+"""First version of the editor without `undo_edit`, with `insert_text` for what it inserts."""
 
 
 def shown_id(id: str) -> str:
-    """The id of a call as Messages shows it: `toolu_…`. An id that the engine did not make stays."""
+    """Return a call's id as Messages shows it, `toolu_…`. An id that the engine did not make stays."""
     return f"toolu_{match[1]}" if (match := _ENGINE_ID.fullmatch(id)) else id
 
 
 def engine_id(id: str) -> str:
-    """The id that the engine gave to the call: a prompt and the turn memory hold that one."""
+    """Return the engine's id of a call, which prompts and the turn memory hold."""
     return f"call_{match[1]}" if (match := _SHOWN_ID.fullmatch(id)) else id
 
 
 def client_tool(type: str, name: str | None, strict: bool) -> Tool | None:
-    """The tool of that type; None: it is none of these."""
+    """Return the tool of that type; None for other types."""
     match = _KIND.fullmatch(type)
     if match is None:
         return None
@@ -114,7 +114,7 @@ class _Named(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
-    """Anthropic's, and OpenAI's words for the same: `required`, `function`."""
+    """A choice in Anthropic's words, or in OpenAI's: `required`, `function`."""
 
     type: Literal["auto", "any", "tool", "none", "required", "function"]
     name: str | None = None
@@ -127,7 +127,7 @@ class ToolChoice(msgspec.Struct):
 
 
 def as_tool_choice(given: ToolChoice | str | None) -> ToolChoice | None:
-    """A choice that may be a word, as at OpenAI. Raises InvalidRequest."""
+    """Read a choice that may be a word, as at OpenAI. Raises InvalidRequest."""
     if not isinstance(given, str):
         return given
     if given not in ("auto", "any", "none", "required"):
@@ -136,7 +136,7 @@ def as_tool_choice(given: ToolChoice | str | None) -> ToolChoice | None:
 
 
 class Tools:
-    """Lists the tools that the model has from the beginning: listing another changes the prompt's head.
+    """Lists the tools in the prompt's head, which another tool would change.
 
     A deferred tool counts once the model has searched for it, or a system message adds it; it is described in
     that place. Server-side tools run at Anthropic; there is nothing to call here.
@@ -146,7 +146,7 @@ class Tools:
         changes = list(changes)
         later = _added_later(changes)
         self._tools: dict[str, Tool | None] = {}
-        """All of them by their names. None: it runs at the server."""
+        """Name → tool; None: it runs at the server. None: it runs at the server."""
         listed = []
         for index, param in enumerate(params):
             tool = _tool(param, f"tools.{index}")
@@ -167,7 +167,7 @@ class Tools:
 
     @property
     def later(self) -> tuple[Tool, ...]:
-        """Those that were described so far, and that the model has not from the beginning."""
+        """Tools that were described so far and are not in the prompt's head."""
         listed = {tool.name for tool in self.listed}
         return tuple(tool for name, tool in self._described.items() if name not in listed)
 
@@ -175,7 +175,7 @@ class Tools:
         return name in self._tools and self._tools[name] is None
 
     def described(self, name: str) -> str:
-        """The tool as the JSON text that templates list tools with. Raises InvalidRequest."""
+        """Return the tool as the JSON text with which templates list tools. Raises InvalidRequest."""
         tool = self._described[name] = self._tools.get(name) or Tool(name)
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
         text = stable_json({"type": "function", "function": function})
@@ -189,7 +189,7 @@ class Tools:
         return text
 
     def change(self, change: ToolChange) -> str:
-        """A tool that comes or goes, as the model is told; "" for what there is not here."""
+        """Describe to the model a tool that comes or goes; "" for a tool that is not here."""
         name, _ = _changed(change)
         if not name or self._at_server(name):
             return ""
@@ -198,7 +198,7 @@ class Tools:
         return f"From here on this tool can be called:\n{self.described(name)}"
 
     def choice(self, choice: ToolChoice | None) -> tuple[str, tuple[str, ...]]:
-        """(`tool_choice`, `allowed_tools`) of a conversation. Raises InvalidRequest."""
+        """Return (`tool_choice`, `allowed_tools`) of a conversation. Raises InvalidRequest."""
         if choice is None or choice.type == "auto":
             return "auto", ()
         if choice.type == "none":
@@ -232,7 +232,7 @@ def _changed(change: ToolChange) -> tuple[str, Tool | None]:
 
 
 def _added_later(changes: list[ToolChange]) -> set[str]:
-    """Names whose first change is that they come: until then they are not there."""
+    """Return the tools whose first change adds them: until then they are absent."""
     first: dict[str, bool] = {}
     for change in changes:
         if isinstance(change.tool, ByName):
@@ -241,7 +241,7 @@ def _added_later(changes: list[ToolChange]) -> set[str]:
 
 
 def _tool(fields: ToolParam, param: str) -> Tool | None:
-    """None for a server-side tool. Raises InvalidRequest."""
+    """Read a tool; None for a server-side one. Raises InvalidRequest."""
     nested = fields.function is not None
     if fields.function is not None:
         fields, param = fields.function, f"{param}.function"
@@ -266,7 +266,7 @@ def _tool(fields: ToolParam, param: str) -> Tool | None:
 
 
 def _description(description: str, inputs: list[dict[str, Any]] | None, param: str) -> str:
-    """With the examples of its input, for which templates have no other place."""
+    """Return the description, with the input's examples, for which templates have no other place."""
     examples = [
         msgspec.json.encode(free_json(example, f"{param}.input_examples.{index}")).decode()
         for index, example in enumerate(inputs or [])

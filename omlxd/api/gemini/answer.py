@@ -103,7 +103,7 @@ def _usage(usage: Usage) -> _Usage:
 
 
 def _part(event: Event, thoughts: bool) -> _Part | None:
-    """What `event` adds to a content, if anything."""
+    """Return a content's part for `event`, if any."""
     match event:
         case TextDelta() if event.text or event.logprobs:
             return _Part(text=event.text)
@@ -123,7 +123,7 @@ def _finish_reason(finished: Finished, broken: bool) -> str:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Fields of a candidate; {}: none were asked for."""
+    """Return the fields of a candidate; {}: not asked for."""
     if not tokens:
         return {}
     tops = [_TopTokens(candidates=[_token(*each) for each in token.top]) for token in tokens]

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Proto(msgspec.Struct, rename="camel", kw_only=True):
-    """Every field may be absent or null."""
+    """A message whose fields may all be absent or null."""
 
 
 class Blob(Proto):
@@ -46,7 +46,7 @@ class FunctionResponse(Proto):
 
 
 class Part(Proto):
-    """One of `text`, `inlineData`, `functionCall`, `functionResponse`; what ran at Google is left out."""
+    """One of `text`, `inlineData`, `functionCall`, `functionResponse`; Google's own parts are dropped."""
 
     text: str | None = None
     thought: bool | None = None
@@ -65,14 +65,14 @@ class Part(Proto):
 
 
 class Content(Proto):
-    """`role` absent: the user's."""
+    """A content. `role` absent: the user's."""
 
     role: Literal["user", "model", "function", "system"] | None = None
     parts: Union[list[Part], Part, None] = None
 
 
 class FunctionDeclaration(Proto):
-    """`parameters`: in OpenAPI's words (`"type": "OBJECT"`). `response` tells the model nothing."""
+    """A function. `parameters`: in OpenAPI's words (`"type": "OBJECT"`). `response` is not for the model."""
 
     name: str
     description: str | None = None
@@ -84,7 +84,7 @@ class FunctionDeclaration(Proto):
 
 
 class ToolBody(Proto):
-    """Google's own tools run there, and are left out; of any type."""
+    """Tools of the request; Google's own, of any type, are left out."""
 
     function_declarations: list[FunctionDeclaration] | None = None
     google_search: Any = None
@@ -110,7 +110,7 @@ class ToolConfig(Proto):
 
 
 class ThinkingConfig(Proto):
-    """`thinkingBudget`: 0 is no thinking, -1 as much as the model likes."""
+    """How to think. `thinkingBudget`: 0 is no thinking, -1 as much as the model likes."""
 
     include_thoughts: bool | None = None
     thinking_budget: int | None = None
@@ -161,7 +161,7 @@ class CountTokensBody(GenerateContentBody):
 
 
 def read(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """`body` as the decoder's type, its names in either spelling. Raises InvalidRequest."""
+    """Decode `body` as the decoder's type, with names in either spelling. Raises InvalidRequest."""
     if _SNAKE.search(body):
         check_shape(body)
         try:
@@ -189,7 +189,7 @@ _SNAKE = re.compile(rb'"(?:[a-z]+_[a-z_]+|_responseJsonSchema)"\s*:')
 _FREE = frozenset(
     ("args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema")
 )
-"""Fields whose names are the client's own."""
+"""Fields with names of the client's own."""
 
 
 def _camel(value: Any) -> Any:

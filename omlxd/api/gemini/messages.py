@@ -1,4 +1,4 @@
-"""Contents of the Gemini API into messages.
+"""Turns contents of the Gemini API into messages.
 
 SDKs keep an answer as they got it, a content a chunk: contents of the model in a row are one message, and
 their texts are joined as they are.
@@ -22,7 +22,7 @@ def parts_of(content: Content) -> Sequence[Part]:
 
 
 def system_of(instruction: Content | str | None) -> list[chat.Message]:
-    """The system message, if there is one. Raises InvalidRequest for parts that are no text."""
+    """Return the system message, if any. Raises InvalidRequest for parts that are no text."""
     if instruction is None:
         return []
     if isinstance(instruction, str):
@@ -38,7 +38,7 @@ def system_of(instruction: Content | str | None) -> list[chat.Message]:
 
 
 class _Calls:
-    """Calls that have no result yet. Some clients name ids, others only the function.
+    """Calls without a result yet. Some clients name ids, others only the function.
 
     excerpt  a result whose call is elsewhere is the user's text
     """
@@ -56,13 +56,14 @@ class _Calls:
         return chat.ToolCallPart(id, call.name, free_json(call.args or {}, f"{param}.args"))
 
     def lacks(self, response: FunctionResponse) -> bool:
-        """Whether `response` is the result of a call outside of an excerpt."""
+        """Return whether the call of `response` lies outside of an excerpt."""
         known = response.id in self._waiting or response.id in self._answered
         return self._excerpt and not known and response.name not in self._waiting.values()
 
     def answered(self, response: FunctionResponse, param: str) -> str | None:
-        """The id of the call that `response` is the result of; it no longer waits. None: `response` stood
-        there before, as Gemini CLI sends each twice when it resumes a session."""
+        """Return the id of the call that `response` answers; it no longer waits. None: a repeated `response`,
+        as Gemini CLI sends each twice when it resumes a session.
+        """
         found = response.id if response.id in self._waiting else None
         if found is None and response.id and self._answered.get(response.id) == response:
             return None
@@ -80,7 +81,8 @@ class _Calls:
 
 
 def messages_of(contents: Sequence[Content], *, excerpt: bool = False) -> list[chat.Message]:
-    """`excerpt`: it may be a part of a conversation, as clients have its tokens counted.
+    """Make messages. `excerpt`: of a part of a conversation, as when tokens are counted. Raises
+    InvalidRequest.
 
     Raises InvalidRequest naming the part."""
     messages: list[chat.Message] = []
@@ -109,7 +111,7 @@ def messages_of(contents: Sequence[Content], *, excerpt: bool = False) -> list[c
 
 
 def _said(part: Part, calls: _Calls, param: str) -> list[chat.Part]:
-    """What the model said of itself."""
+    """Return parts of the model's own content."""
     if part.function_call is not None:
         return [calls.call(part.function_call, f"{param}.functionCall")]
     if part.function_response is not None:
@@ -122,7 +124,7 @@ def _said(part: Part, calls: _Calls, param: str) -> list[chat.Part]:
 
 
 def _joined(parts: Sequence[chat.Part]) -> list[chat.Part]:
-    """Texts in a row as one text, thoughts likewise."""
+    """Join texts in a row, and thoughts."""
     made: list[chat.Part] = []
     for part in parts:
         last = made[-1] if made else None
@@ -136,7 +138,7 @@ def _joined(parts: Sequence[chat.Part]) -> list[chat.Part]:
 
 
 def _sent(part: Part, role: str | None, calls: _Calls, param: str) -> tuple[chat.Role, list[chat.Part]]:
-    """What stands in a content of `role`, which is not the model's."""
+    """Return the role and parts of a content that is not the model's."""
     if part.function_call is not None:
         raise misplaced("a functionCall", role or "user", f"{param}.functionCall")
     if part.function_response is not None:
@@ -159,14 +161,14 @@ def _result(response: FunctionResponse, calls: _Calls, param: str) -> chat.ToolR
 
 
 def _result_parts(response: FunctionResponse, param: str) -> tuple[list[chat.Part], bool]:
-    """What a result holds, and whether it is an error."""
+    """Return the parts of a result, and whether it is an error."""
     text, is_error = _result_text(response.response or {}, param)
     media = [_media(part, f"{param}.parts.{at}") for at, part in enumerate(response.parts or ())]
     return [*([chat.TextPart(text)] if text else []), *media], is_error
 
 
 def _result_text(response: dict[str, Any], param: str) -> tuple[str, bool]:
-    """The text of a result, and whether it is an error. SDKs put one under `output`, `result` or `error`."""
+    """Return a result's text, and whether it is an error. SDKs use `output`, `result` or `error`."""
     if len(response) == 1:
         key, value = next(iter(response.items()))
         if key in ("output", "result", "error") and isinstance(value, str):

@@ -1,4 +1,5 @@
-"""Gemini's generateContent: a body into a `GenerateRequest`. The path names the model and says if to stream.
+"""Reads a body of Gemini's generateContent into a `GenerateRequest`. The path names the model and says if to
+stream.
 
 Fields that would change the answer and can't be honoured are refused; Google's own tools (search, code
 execution, …) run there and are left out, and so are their parts of earlier turns.
@@ -52,7 +53,7 @@ class GeminiRequest(ParsedRequest, frozen=True, kw_only=True):
 
 
 def parse(stream: bool) -> Callable[[bytes, Mapping[str, str]], GeminiRequest]:
-    """What reads a body of `generateContent`, or of `streamGenerateContent`. Raises InvalidRequest."""
+    """Make a parser of `generateContent`, or of `streamGenerateContent`."""
 
     def read(body: bytes, headers: Mapping[str, str]) -> GeminiRequest:
         return _request(bodies.read(_generate, body), headers, stream)
@@ -61,7 +62,7 @@ def parse(stream: bool) -> Callable[[bytes, Mapping[str, str]], GeminiRequest]:
 
 
 def parse_count(body: bytes, headers: Mapping[str, str]) -> GeminiRequest:
-    """A body of `countTokens`: `contents` alone, or a whole `generateContentRequest`."""
+    """Read a body of `countTokens`: `contents` alone, or a `generateContentRequest`."""
     request = bodies.read(_count, body)
     return _request(request.generate_content_request or request, headers, False, excerpt=True)
 
@@ -130,7 +131,7 @@ _LEVELS = ("minimal", "low", "medium", "high")
 
 
 def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:
-    """`thinking` and `effort` of a Conversation. That thoughts are to be shown says nothing of thinking."""
+    """Return `thinking` and `effort` of a Conversation. Showing thoughts says nothing of thinking."""
     if config is None:
         return {}
     level = (config.thinking_level or "").lower()
@@ -212,7 +213,7 @@ def _tool(declared: FunctionDeclaration, param: str) -> chat.Tool:
 
 
 def _choice(config: FunctionCallingConfig | None, tools: Sequence[chat.Tool]) -> tuple[str, tuple[str, ...]]:
-    """(`tool_choice`, `allowed_tools`). Raises InvalidRequest."""
+    """Return (`tool_choice`, `allowed_tools`). Raises InvalidRequest."""
     param = "toolConfig.functionCallingConfig"
     mode = (config.mode or "AUTO").upper() if config else "AUTO"
     if mode not in ("AUTO", "ANY", "NONE", "VALIDATED", "MODE_UNSPECIFIED"):

@@ -1,11 +1,11 @@
-"""Gemini's schemas, OpenAPI's of version 3.0 with types in capitals, into JSON schemas."""
+"""Turns Gemini's schemas, OpenAPI's of version 3.0 with types in capitals, into JSON schemas."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _COUNTS = frozenset(("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"))
-"""Of int64, which proto JSON writes as text."""
+"""Keywords of int64, which proto JSON writes as text."""
 _DROPPED = frozenset(("nullable", "propertyOrdering", "property_ordering", "example"))
 _SNAKE = {
     "any_of": "anyOf",
@@ -19,7 +19,7 @@ _SNAKE = {
 
 
 def json_schema(schema: Any) -> Any:
-    """`schema` as JSON Schema has it. What is JSON Schema already stays as it is."""
+    """Return `schema` as JSON Schema. What is JSON Schema already stays as it is."""
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from ..sse import UsageExtension, named_event, usage_extension
 from .request import ChatRequest
 
 Keep = Callable[[str, tuple[chat.Message, ...]], None]
-"""(response id, the conversation with this answer): called once, at its end."""
+"""Called at the end: (response id, the conversation with this answer)."""
 
 
 class Message(msgspec.Struct, tag_field="type", tag="message"):
@@ -34,7 +34,7 @@ Item = Union[Message, Reasoning]
 
 
 class Stats(msgspec.Struct):
-    """`input_tokens` is the whole prompt, the cached part included."""
+    """Figures of an answer. `input_tokens` counts cached ones, too."""
 
     input_tokens: int
     total_output_tokens: int
@@ -45,7 +45,7 @@ class Stats(msgspec.Struct):
 
 
 class ChatAnswer(msgspec.Struct):
-    """`response_id`: absent where the answer is not kept."""
+    """The answer. `response_id`: absent where it is not stored."""
 
     model_instance_id: str
     output: list[Item]
@@ -54,14 +54,14 @@ class ChatAnswer(msgspec.Struct):
 
 
 class _Answer:
-    """One answer as it grows."""
+    """One answer under way."""
 
     def __init__(self, id: str, parsed: ChatRequest, keep: Keep):
         self._id, self._parsed, self._keep = id, parsed, keep
         self.output: list[Item] = []
 
     def add(self, event: chat.Event) -> tuple[Item | None, Item | None]:
-        """Take `event` in. Returns the item that it adds to, and the one that this ended, if any."""
+        """Add `event`. Returns the item that it adds to, and the one that it ended, if any."""
         if not isinstance(event, chat.TextDelta | chat.ReasoningDelta) or not event.text:
             return None, None
         kind = Message if isinstance(event, chat.TextDelta) else Reasoning

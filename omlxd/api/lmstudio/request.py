@@ -1,4 +1,4 @@
-"""LM Studio's `POST /api/v1/chat`: a body into a `GenerateRequest`.
+"""Reads a body of LM Studio's `POST /api/v1/chat` into a `GenerateRequest`.
 
 A body holds one turn of the user's; `previous_response_id` names the answer that it follows. No servers of
 tools are asked, so `integrations` are refused.
@@ -20,7 +20,7 @@ from ..openai.content import Content, content_part
 
 
 class InputItem(Content):
-    """LM Studio's own hold `content` or `data_url`; parts of the other protocols are read too."""
+    """An input. LM Studio's own hold `content` or `data_url`; parts of the other protocols are read too."""
 
     data_url: str | None = None
 
@@ -112,7 +112,7 @@ def _part(item: InputItem, param: str) -> chat.Part | None:
 
 
 def _before(request: ChatBody, history: History) -> tuple[chat.Message, ...]:
-    """The turns before this one; a system prompt of its own takes the earlier one's place."""
+    """Return the earlier turns; a system prompt of this turn replaces theirs."""
     earlier = earlier_turns(request.previous_response_id, history, "begin a new chat without it")
     if not (said := request.system_prompt):
         return earlier

@@ -142,7 +142,7 @@ def _whole(parsed: OllamaRequest, events: list[Event], finished: Finished) -> An
 
 
 def unloaded(parsed: OllamaRequest) -> bytes:
-    """The answer to a request by which its model went."""
+    """Return the answer to a request that unloaded its model."""
     answer = _answer(parsed)
     answer.done, answer.done_reason = True, "unload"
     return _line(answer)

@@ -1,4 +1,4 @@
-"""Ollama's chat and generate: a body into a `GenerateRequest`.
+"""Reads Ollama's chat and generate into a `GenerateRequest`.
 
 `options` that would change the answer and can't be honoured are refused; those about loading (`num_ctx`,
 `num_gpu`, …) are ignored. A body without messages or prompt loads its model; with `keep_alive` 0 the model
@@ -47,7 +47,7 @@ from ..openai.content import Content, content_parts, runs_of
 
 
 class Options(msgspec.Struct):
-    """The last ones are about loading, and ignored."""
+    """Options of a request; the last ones are about loading, and ignored."""
 
     temperature: LocalTemperature | None = None
     top_p: TopP | None = None
@@ -135,11 +135,11 @@ _chat = msgspec.json.Decoder(ChatBody)
 _generate = msgspec.json.Decoder(GenerateBody)
 
 _NOTHING = chat.RawPrompt(tokens=(0,))
-"""The prompt of a request that only loads: one token, to which nothing is answered."""
+"""The prompt of a request that only loads: one token without an answer."""
 
 
 def parse_chat(body: bytes, headers: Mapping[str, str] | None = None) -> OllamaRequest:
-    """A body of /api/chat. Raises InvalidRequest naming the field."""
+    """Read a body of /api/chat. Raises InvalidRequest naming the field."""
     request = decode(_chat, body)
     prompt = None
     if request.messages:
@@ -149,7 +149,7 @@ def parse_chat(body: bytes, headers: Mapping[str, str] | None = None) -> OllamaR
 
 
 def parse_generate(body: bytes, headers: Mapping[str, str] | None = None) -> OllamaRequest:
-    """A body of /api/generate. Raises InvalidRequest naming the field."""
+    """Read a body of /api/generate. Raises InvalidRequest naming the field."""
     request = decode(_generate, body)
     refuse(
         {
@@ -225,7 +225,7 @@ def _format(value: str | dict[str, Any] | None) -> chat.AnswerFormat | None:
 
 
 def _images(images: list[str] | None, param: str) -> list[chat.ImagePart]:
-    """From base64, or `data:` URLs, which Ollama's clients pass on."""
+    """Read images from base64, or `data:` URLs, which Ollama's clients pass on."""
     return [
         image_url(data, f"{param}.{index}")
         if data[:5].lower() == "data:"
@@ -235,7 +235,7 @@ def _images(images: list[str] | None, param: str) -> list[chat.ImagePart]:
 
 
 def _messages(items: list[_Message]) -> tuple[chat.Message, ...]:
-    """Results name the tool, if anything: each belongs to the first call of that name that has none yet."""
+    """Read messages. A result belongs to the first unanswered call of the tool that it names."""
     messages: list[chat.Message] = []
     waiting: dict[str, str] = {}
     for index, message in enumerate(items):
@@ -265,7 +265,7 @@ def _call(call: _Call, id: str, param: str) -> chat.ToolCallPart:
 
 
 def _answered(message: _Message, waiting: dict[str, str], param: str) -> str:
-    """The id of the call that `message` is the result of; it no longer waits."""
+    """Return the id of the call that `message` answers; it no longer waits."""
     if message.tool_call_id:
         return message.tool_call_id
     named = next((id for id, name in waiting.items() if name == message.tool_name), None)

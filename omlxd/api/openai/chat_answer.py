@@ -36,7 +36,7 @@ class _CustomCall(msgspec.Struct, tag_field="type", tag="custom"):
 
 
 Delta = dict[str, Any]
-"""What a chunk adds to a choice's message."""
+"""A chunk's addition to a choice's message."""
 
 
 class _Chunk(msgspec.Struct):
@@ -107,7 +107,7 @@ class OpenAIChatStream(ChoicesStream):
 
 
 class _Progress:
-    """The calls of one choice of a stream: their numbers, and what was sent of the open one."""
+    """The calls of one choice of a stream: their numbers, and the sent part of the open one."""
 
     def __init__(self, shape: CallShape) -> None:
         self._shape = shape
@@ -115,7 +115,7 @@ class _Progress:
         self._open = OpenCall()
 
     def delta(self, event: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> Delta | None:
-        """What to send now, if anything."""
+        """Return the addition to send now, if any."""
         index = self._count
         if not isinstance(event, chat.ToolCallDelta):
             self._count += 1

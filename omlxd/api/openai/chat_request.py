@@ -45,7 +45,7 @@ class _CalledCustom(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    """One of `function` and `custom` is needed."""
+    """A call, with `function` or `custom`."""
 
     function: _CalledFunction | None = None
     custom: _CalledCustom | None = None
@@ -64,7 +64,7 @@ class _Message(msgspec.Struct):
     tool_call_id: str | None = None
     function_call: _CalledFunction | None = None
     prefix: bool | None = None
-    """True: the answer begins with this message (DeepSeek, Mistral)."""
+    """Whether the answer begins with this message (DeepSeek, Mistral)."""
 
 
 class _Prediction(msgspec.Struct, tag_field="type", tag="content"):
@@ -96,7 +96,7 @@ class ChatBody(ChatFields, kw_only=True):
 
 
 class ChatRequest(ParsedRequest, frozen=True, kw_only=True):
-    """A parsed body, and how its calls are told."""
+    """A parsed body, and the form of its calls."""
 
     calls: CallShape = FUNCTIONS
 
@@ -108,7 +108,7 @@ _decoder = msgspec.json.Decoder(ChatBody)
 
 
 def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
-    """A body of /v1/chat/completions. Raises InvalidRequest naming the field."""
+    """Read a body of /v1/chat/completions. Raises InvalidRequest naming the field."""
     request = decode(_decoder, body)
     if not request.messages:
         raise bad_field("messages", "at least one message is required")
@@ -178,7 +178,7 @@ def _logprobs(request: ChatBody) -> int | None:
 def _messages(messages: list[_Message]) -> tuple[chat.Message, ...]:
     out: list[chat.Message] = []
     asked = ""
-    """The id of the last `function_call`: those and their results have none, and come in turns."""
+    """Id of the last `function_call`: such calls and results have none, and alternate."""
     for index, message in enumerate(messages):
         if message.function_call is not None:
             asked = f"function_{index}"

@@ -1,4 +1,4 @@
-"""The tools of a chat completion: what the model sees, and how its calls are told.
+"""The tools of a chat completion: their form for the model, and the form of its calls.
 
 | given                        | the model sees                    | its call comes back as              |
 |------------------------------|-----------------------------------|-------------------------------------|
@@ -48,7 +48,7 @@ class ChatTool(msgspec.Struct):
     format: dict[str, Any] | None = None
 
     def read(self, param: str) -> tuple[Function | _Custom, str]:
-        """What it describes, and where that stands. Raises InvalidRequest."""
+        """Return the tool's description, and the place of that. Raises InvalidRequest."""
         kind = self.type or ("custom" if self.custom else "function")
         if kind not in ("function", "custom"):
             raise bad_field(
@@ -81,11 +81,11 @@ class CallShape(Struct, frozen=True):
 
 
 FUNCTIONS = CallShape()
-"""All of them as functions."""
+"""Calls that are all functions."""
 
 
 class ChatTools(Struct, frozen=True):
-    """What a request says of tools; `choice` and `allowed` as in Conversation."""
+    """A request's tools; `choice` and `allowed` as in Conversation."""
 
     tools: tuple[Tool, ...]
     choice: str
@@ -96,7 +96,7 @@ class ChatTools(Struct, frozen=True):
 def chat_tools(
     tools: list[ChatTool] | None, choice: Any, functions: list[Function] | None, function_call: Any
 ) -> ChatTools:
-    """Raises InvalidRequest naming the field."""
+    """Read the tools. Raises InvalidRequest naming the field."""
     if functions:
         if tools:
             raise bad_field("functions", "send them among the tools, or send no tools")
@@ -132,7 +132,7 @@ def _function(function: Function, param: str) -> Tool:
 
 
 def _obsolete_choice(choice: Any, names: set[str]) -> str:
-    """`function_call` as Conversation.tool_choice."""
+    """Return `function_call` as Conversation.tool_choice."""
     if choice is None or choice in ("auto", "none"):
         return choice or "auto"
     name = choice.get("name") if isinstance(choice, dict) else None

@@ -20,7 +20,7 @@ from .fields import Timings, UsageBody, timings_of, usage_body
 
 
 def ids_of(events: Iterable[chat.Event]) -> dict[str, Any]:
-    """vLLM's fields of a choice: `token_ids`, and `prompt_token_ids` at its beginning. {}: not asked for."""
+    """Return vLLM's requested fields of a choice: `token_ids`, and at its beginning `prompt_token_ids`."""
     parts = [event for event in events if isinstance(event, chat.TokenIds)]
     prompt = {"prompt_token_ids": list(parts[0].prompt)} if parts and parts[0].prompt else {}
     return {"token_ids": [id for part in parts for id in part.ids], **prompt} if parts else {}
@@ -30,7 +30,7 @@ class ChoicesStream(ABC):
     """`sse.StreamEncoder` but for what a choice's events say. `created`: Unix seconds."""
 
     _chunk_type: Callable[..., Any]
-    """The struct of one chunk: (id, created, model, choices, usage)."""
+    """Struct of one chunk: (id, created, model, choices, usage)."""
     _protocol: Protocol = "openai"
 
     def __init__(
@@ -48,14 +48,14 @@ class ChoicesStream(ABC):
 
     @abstractmethod
     def _of_choice(self, event: chat.Event, index: int) -> bytes:
-        """What `event` says to the client of the choice at `index`."""
+        """Write `event` for the client of the choice at `index`."""
 
     def error(self, error: OmlxdError) -> bytes:
         # No [DONE] after it: a client that skips the error must not take the answer for whole.
         return data_event(error_body(error, self._protocol, self._request_id))
 
     def _take_ids(self, index: int) -> dict[str, Any]:
-        """`ids_of` what came since the choice's last chunk: they go with their text, as vLLM's."""
+        """Take the `ids_of` since the choice's last chunk, which go with their text, as vLLM's."""
         taken, self._ids[index] = ids_of(self._ids[index]), []
         return taken
 
@@ -110,7 +110,7 @@ class ChoicesCollector:
 
 
 def text_of(events: Iterable[chat.Event], *kinds: type[chat.TextDelta | chat.ReasoningDelta]) -> str:
-    """The text of a choice, or of its events of `kinds`."""
+    """Return the text of a choice, or of its events of `kinds`."""
     return "".join(event.text for event in events if isinstance(event, kinds or chat.TextDelta))
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's legacy completions: a body into a `GenerateRequest`, events into chunks or a completion.
+"""Reads OpenAI's legacy completions into a `GenerateRequest`, and writes events as chunks or a completion.
 
 The prompt, text or token ids, goes to the model without a template. Choices come in the order of prompts.
 """
@@ -33,9 +33,9 @@ from .fields import (
 )
 
 DEFAULT_MAX_TOKENS = 16
-"""What OpenAI documents for this endpoint; a setting of the model goes before it."""
+"""Default of OpenAI's documentation; a setting of the model goes before it."""
 MAX_ANSWERS = 128
-"""Of one request: prompts times `n`. A few run at a time."""
+"""Answers of one request at most: prompts times `n`. A few run at a time."""
 
 
 class CompletionsBody(CommonBody, kw_only=True):
@@ -49,12 +49,12 @@ _decoder = msgspec.json.Decoder(CompletionsBody)
 
 
 def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
-    """A body of /v1/completions. Raises InvalidRequest naming the field."""
+    """Read a body of /v1/completions. Raises InvalidRequest naming the field."""
     return parsed_completion(decode(_decoder, body), headers or {})
 
 
 def parsed_completion(request: CompletionsBody, headers: Mapping[str, str]) -> ParsedRequest:
-    """Raises InvalidRequest naming the field."""
+    """Parse a decoded body. Raises InvalidRequest naming the field."""
     if request.suffix:
         raise bad_field("suffix", "inserting text is not supported")
     if request.echo and request.logprobs is not None:
@@ -78,7 +78,7 @@ def parsed_completion(request: CompletionsBody, headers: Mapping[str, str]) -> P
 
 
 def _prompts(value: Any, echo: bool, n: int) -> list[chat.RawPrompt]:
-    """Of a text or a list of token ids: one; of a list of texts, or of such lists: each of them."""
+    """Return the prompts of a text, a list of token ids, or a list of either."""
     several = isinstance(value, list) and value and all(isinstance(one, (str, list)) for one in value)
     prompts = value if several else [value]
     if len(prompts) * n > MAX_ANSWERS:
@@ -133,7 +133,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     index: int = 0
     error: OpenAIDetail | UnsetType = UNSET
-    """With `finish_reason` "error": this prompt can't be served, and the others are."""
+    """Error of a choice, with `finish_reason` "error", whose prompt fails while others are answered."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

@@ -1,4 +1,4 @@
-"""What a message of chat completions, Responses or Ollama's chat holds, however a protocol spells it.
+"""Reads a message's content, in chat completions, Responses or Ollama's chat.
 
 Clients that speak several protocols mix them: LiteLLM sends Anthropic's `thinking` to chat completions,
 Cursor the parts of Responses. One struct has the fields of all of them.
@@ -29,7 +29,7 @@ class File(msgspec.Struct):
 
 
 class Source(msgspec.Struct):
-    """Anthropic's, of an image or a document."""
+    """The source of an image or a document, as Anthropic's."""
 
     type: str | None = None
     data: str | None = None
@@ -61,13 +61,13 @@ class Content(File):
 
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "summary_text")
 _SEALED = ("redacted_thinking", "encrypted_content")
-"""Kinds that nobody here can read."""
+"""Kinds of content that only their server reads."""
 IMAGES = ("image_url", "input_image", "computer_screenshot", "image")
 _FILES = ("file", "input_file", "document")
 
 
 def content_parts(content: str | list[Content] | None, role: str, param: str) -> list[chat.Part]:
-    """The parts of a message of `role`. `param`: the field that `content` is. Raises InvalidRequest."""
+    """Read the parts of a message of `role`. `param`: the field that `content` is. Raises InvalidRequest."""
     if isinstance(content, str):
         return [chat.TextPart(content)] if content else []
     parts = (content_part(entry, role, f"{param}.{index}") for index, entry in enumerate(content or []))
@@ -75,7 +75,7 @@ def content_parts(content: str | list[Content] | None, role: str, param: str) ->
 
 
 def content_part(entry: Content, role: str, param: str) -> chat.Part | None:
-    """None: the model reads nothing of it."""
+    """Read one entry; None: the model reads nothing of it."""
     kind = entry.type or ""
     if kind in IMAGES or entry.image_url is not None:
         return _image(entry, role, param)
@@ -153,7 +153,7 @@ def _result(entry: Content, role: str, param: str) -> chat.ToolResultPart:
 
 
 def runs_of(role: chat.Role, parts: list[chat.Part]) -> list[tuple[chat.Role, list[chat.Part]]]:
-    """Split results off, which stand in users' messages at Anthropic: each run of parts is a message."""
+    """Split a user's message, as of Anthropic's, into results and runs of parts, a message each."""
     runs: list[tuple[chat.Role, list[chat.Part]]] = []
     for part in parts:
         of_part = "tool" if isinstance(part, chat.ToolResultPart) else role

@@ -21,7 +21,7 @@ MOST_STOP_TOKENS = 128
 Limit = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)]
 """Tokens of an answer at most. -1, as LM Studio's and llama.cpp's users write it, is no limit."""
 Verbosity = Literal["low", "medium", "high"]
-"""How long an answer should be: told to chat templates, as `verbosity`; most know nothing of it."""
+"""The length of an answer, passed to chat templates as `verbosity`; most ignore it."""
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
@@ -49,7 +49,7 @@ _ASKS_NOTHING = {"truncate_prompt_tokens": -1, "typical_p": 1}
 
 
 class NotServed(DialectFields, kw_only=True):
-    """Of any type: `null`, 0, false and what is empty ask for nothing."""
+    """Refused fields, of any type: `null`, 0, false and what is empty ask for nothing."""
 
     use_beam_search: Any = None
     bad_words: Any = None
@@ -101,7 +101,7 @@ class CommonBody(NotServed, kw_only=True):
 
 
 class ChatFields(CommonBody, kw_only=True):
-    """What bodies of conversations hold beyond that."""
+    """Further fields of conversations' bodies."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
@@ -110,7 +110,7 @@ class ChatFields(CommonBody, kw_only=True):
 
 
 def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, Any]:
-    """`thinking`, `effort` and `template_args` of a Conversation. The most explicit field wins."""
+    """Return `thinking`, `effort` and `template_args` of a Conversation. The most explicit field wins."""
     args = free_json(body.chat_template_kwargs or {}, "chat_template_kwargs")
     thinking = args.pop("enable_thinking", None)
     if thinking is not None and not isinstance(thinking, bool):
@@ -132,7 +132,7 @@ def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, 
 
 
 def parsed_fields(body: CommonBody) -> dict[str, Any]:
-    """Fields of a `ParsedRequest`. Raises InvalidRequest for answers that aren't made here."""
+    """Return fields of a `ParsedRequest`. Raises InvalidRequest for answers that aren't made here."""
     refuse(
         {
             "best_of": (body.best_of not in (None, body.n or 1), "it can only be as many as n"),
@@ -161,7 +161,7 @@ def generate_request(
     format: chat.AnswerFormat | None,
     usual_max_tokens: int | None = None,
 ) -> chat.GenerateRequest:
-    """Raises InvalidRequest for stop strings that are too many or too long."""
+    """Make a GenerateRequest. Raises InvalidRequest for stop strings that are too many or too long."""
     min_tokens = body.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise bad_field("min_tokens", f"it is above the most tokens of the answer, {max_tokens}")
@@ -196,7 +196,7 @@ def generate_request(
 
 
 def limit_of(limit: int | None, param: str) -> int | None:
-    """None: no limit. Raises InvalidRequest for 0."""
+    """Return a limit; None: no limit. Raises InvalidRequest for 0."""
     if limit == 0:
         raise bad_field(param, "Expected int >= 1, or -1 for no limit")
     return None if limit == -1 else limit
@@ -206,7 +206,7 @@ NO_MODERATION = "nothing is moderated here; leave it out"
 
 
 def answer_format(body: CommonBody, *further: chat.AnswerFormat | None) -> chat.AnswerFormat | None:
-    """What the answer must be. Raises InvalidRequest where that is given twice, or can't be."""
+    """Return the answer's format. Raises InvalidRequest for two formats, or an impossible one."""
     refuse({"grammar": (body.grammar, "GBNF can't be enforced here; send guided_grammar, in Lark's syntax")})
     schema = None if body.json_schema is None else ResponseFormat("json_schema", schema=body.json_schema)
     return only(
@@ -221,7 +221,7 @@ _SESSION_HEADERS = ("x-session-affinity", "session-id", "session_id", "x-session
 
 
 def session(body: CommonBody, headers: Mapping[str, str]) -> str:
-    """The first of: a header, `prompt_cache_key`, a field of some dialect, `user`."""
+    """Return the first of: a header, `prompt_cache_key`, a field of some dialect, `user`."""
     for name in _SESSION_HEADERS:
         if named := session_header(headers, name):
             return named
@@ -244,8 +244,9 @@ class PromptDetails(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
-    """`…_prediction_tokens`: guesses from the request's `prediction` that held, and that failed. OpenAI
-    counts failed ones as tokens of the completion; omlxd does not."""
+    """Details of usage; `…_prediction_tokens`: draft tokens from `prediction`, accepted and rejected. OpenAI
+    counts failed ones as tokens of the completion; omlxd does not.
+    """
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -275,8 +276,9 @@ def usage_body(usage: chat.Usage) -> UsageBody:
 
 
 class Timings(msgspec.Struct):
-    """llama.cpp's figures. `_n`: tokens, of the prompt those that were computed; `_ms`: milliseconds. Rates
-    of `predicted` are without the first token, which the prompt's pass gives."""
+    """Figures of llama.cpp. `_n`: tokens, of the prompt the computed ones; `_ms`: milliseconds. Rates of
+    `predicted` are without the first token, which the prompt's pass gives.
+    """
 
     cache_n: int
     prompt_n: int
@@ -290,7 +292,7 @@ class Timings(msgspec.Struct):
 
 
 def timings_of(usage: chat.Usage) -> Timings | UnsetType:
-    """UNSET where nothing was timed."""
+    """Return the timings; UNSET without any."""
     computed, answered = usage.computed_tokens, usage.completion_tokens
     prefill_s, decode_s = usage.prefill_s, usage.decode_s
     if not prefill_s or not decode_s:

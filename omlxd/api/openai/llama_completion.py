@@ -39,7 +39,7 @@ _decoder = msgspec.json.Decoder(LlamaBody)
 
 
 def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
-    """A body of /completion. Raises InvalidRequest naming the field."""
+    """Read a body of /completion. Raises InvalidRequest naming the field."""
     request = decode(_decoder, body)
     if request.n_probs:
         raise bad_field("n_probs", "/v1/completions gives log-probabilities; send logprobs there")
@@ -61,7 +61,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
 
 
 class LlamaCompletion(msgspec.Struct):
-    """An answer, or a chunk of one: all but its last holds `content` alone."""
+    """An answer, or a chunk of one: all but its last hold `content` alone."""
 
     content: str
     stop: bool

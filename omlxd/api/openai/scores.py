@@ -54,7 +54,7 @@ class ClassifyBody(msgspec.Struct):
 
 
 class ScoreBody(msgspec.Struct):
-    """One `text_1` with each `text_2`, or as many of both, in pairs; the other names are vLLM's for them."""
+    """Pairs: one `text_1` with each `text_2`, or as many of both; the other names are vLLM's for them."""
 
     text_1: _Texts | UnsetType = UNSET
     text_2: _Texts | UnsetType = UNSET
@@ -71,7 +71,7 @@ _classify, _score = msgspec.json.Decoder(ClassifyBody), msgspec.json.Decoder(Sco
 
 
 def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
-    """A body of /v1/classify. Raises InvalidRequest naming the field."""
+    """Read a body of /v1/classify. Raises InvalidRequest naming the field."""
     asked = decode(_classify, body)
     if (asked.input is None) == (asked.messages is None):
         raise bad_field("input", "either input or messages is needed")
@@ -102,7 +102,7 @@ def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
 
 
 def parse_score(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
-    """A body of /v1/score. Raises InvalidRequest naming the field."""
+    """Read a body of /v1/score. Raises InvalidRequest naming the field."""
     asked = decode(_score, body)
     (name, given), (other, others) = _given(asked)
     first, second, names = _list(given), _list(others), _names(name, given)
@@ -120,7 +120,7 @@ def parse_score(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
 
 
 def _given(asked: ScoreBody) -> list[tuple[str, str | list[str]]]:
-    """Name and texts of both sides. Raises InvalidRequest where one is missing or a third is given."""
+    """Return name and texts of both sides. Raises InvalidRequest where one is missing or a third is given."""
     given = {name: getattr(asked, name) for name in dict.fromkeys(chain(*_PAIRS))}
     given = {name: texts for name, texts in given.items() if texts is not UNSET}
     pair = max(_PAIRS, key=lambda pair: len(given.keys() & {*pair}))
@@ -133,7 +133,7 @@ def _given(asked: ScoreBody) -> list[tuple[str, str | list[str]]]:
 
 
 def labelled(parsed: ParsedRequest, labels: Sequence[str], top: int = 0) -> ParsedRequest:
-    """`parsed`, whose prompts are each answered by each of `labels`. Raises InvalidRequest."""
+    """Have each prompt of `parsed` answered by each of `labels`. Raises InvalidRequest."""
     if len(set(labels)) < len(labels):
         raise bad_field("labels", "each may stand there once")
     prompt = parsed.generate.prompt
@@ -147,7 +147,7 @@ def labelled(parsed: ParsedRequest, labels: Sequence[str], top: int = 0) -> Pars
 
 
 def without_top(body: bytes) -> bytes:
-    """A body of labels and messages as a chat's, where `top_logprobs` would need `logprobs`."""
+    """Return a body of labels and messages as a chat's, where `top_logprobs` would need `logprobs`."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     fields.pop("top_logprobs", None)
     return msgspec.json.encode(fields)
@@ -167,7 +167,7 @@ def _list(texts: str | list[str]) -> list[str]:
 
 
 def _names(field: str, texts: str | list[str]) -> list[str]:
-    """What an error calls each text."""
+    """Return each text's name in errors."""
     return [field] if isinstance(texts, str) else [f"{field}.{index}" for index in range(len(texts))]
 
 
@@ -189,7 +189,7 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Scores:
-    """Takes the events of a `labelled` request; then has the scores of each prompt. `labels`: its own."""
+    """Takes the events of a `labelled` request, and has the scores of each prompt. `labels`: its own."""
 
     def __init__(self, labels: Sequence[Sequence[str]]):
         self._labels = labels
@@ -207,7 +207,7 @@ class Scores:
                 self._failed[event.index] = OmlxdError.from_event(event.event)
 
     def top(self, index: int) -> list[TopLogprob]:
-        """The tokens that the answer to a prompt would likeliest begin with, as many as were asked for."""
+        """Return the tokens that would likeliest begin an answer to a prompt, as many as asked for."""
         return top_logprobs(self._scored[index].likeliest)
 
     def __iter__(self) -> Iterator[list[Score] | OmlxdError]:
@@ -238,12 +238,12 @@ class Classification(msgspec.Struct):
     logprobs: list[float] | UnsetType = UNSET
     logits: list[float] | UnsetType = UNSET
     top_logprobs: list[TopLogprob] | UnsetType = UNSET
-    """Without labels: `label` is the token that was drawn, and `probs` and `logprobs` are its alone."""
+    """Likeliest tokens without labels: `label` is the drawn one, of which `probs` and `logprobs` are."""
     error: OpenAIDetail | UnsetType = UNSET
 
 
 class PairScore(msgspec.Struct):
-    """`score`: of `text_2` after `text_1`, the geometric mean of its tokens' probabilities."""
+    """A pair's score: of `text_2` after `text_1`, the geometric mean of its tokens' probabilities."""
 
     index: int
     score: float | UnsetType = UNSET

@@ -24,7 +24,7 @@ class _Named(msgspec.Struct):
 
 
 class ToolGiven(msgspec.Struct):
-    """A tool as a choice names it: in chat completions its name is nested, in Responses it is not."""
+    """A tool as a choice names it: nested in chat completions, not in Responses."""
 
     type: str
     name: str | None = None
@@ -50,11 +50,11 @@ class _Choice(ToolGiven):
 
 
 Names = Callable[[ToolGiven], "list[str] | None"]
-"""What the model calls the tools that a choice means: none of them may be listed. None: no such tool."""
+"""Returns the model's names of the tools that a choice means, listed or not. None: no such tool."""
 
 
 def tool_choice(value: Any, listed: set[str], names: Names) -> tuple[str, tuple[str, ...]]:
-    """`tool_choice` and `allowed_tools` of a Conversation. `listed`: names of the tools in the prompt.
+    """Return `tool_choice` and `allowed_tools` of a Conversation. `listed`: names of the tools in the prompt.
 
     A word may be an object's type, as Anthropic has it, whose words are taken too.
     """
@@ -166,7 +166,7 @@ def custom_tool(name: str, description: str, fields: dict[str, Any] | None, para
 
 
 def custom_input(arguments: str) -> str:
-    """The text that a custom tool's call gives, from the JSON of its arguments."""
+    """Return the text of a custom tool's call, from the JSON of its arguments."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

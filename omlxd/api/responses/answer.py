@@ -29,9 +29,9 @@ from .request import ResponsesRequest
 from .tools import tool_name
 
 Sent = dict[str, Any]
-"""An event of the stream; its `sequence_number` is given where it is sent."""
+"""An event of the stream; its `sequence_number` is set when it is sent."""
 Keep = Callable[[str, tuple[chat.Message, ...], bytes, bytes], None]
-"""(response id, the conversation with this answer, response and input as JSON): called once, at its end."""
+"""Called at the end: (response id, the conversation with this answer, response and input as JSON)."""
 
 
 def _sent(type: str, **fields: Any) -> Sent:
@@ -39,7 +39,7 @@ def _sent(type: str, **fields: Any) -> Sent:
 
 
 class _Answer:
-    """One response as it grows. Every method gives the events of the stream that tell of it."""
+    """One response under way. Every method yields the stream's events for its change."""
 
     def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep | None):
         self._id = id
@@ -186,7 +186,7 @@ class _Answer:
         return _sent("output_item.added", output_index=self._index, item=item)
 
     def _done(self, item: body.Item) -> Sent:
-        """`item` is whole, and the next one is another."""
+        """Close `item`; the next one is another."""
         self._output.append(item)
         return _sent("output_item.done", output_index=self._index - 1, item=item)
 
@@ -198,7 +198,7 @@ class _Answer:
 
     @property
     def _index(self) -> int:
-        """Of the item that is open, or comes next."""
+        """Index of the item that is open, or comes next."""
         return len(self._output)
 
     def _item_id(self, prefix: str) -> str:
@@ -206,7 +206,7 @@ class _Answer:
 
 
 class _Compaction(_Answer):
-    """A response whose one item is the summary that the model writes; the client reads none of it."""
+    """A response of one item, the model's summary, of which the client reads nothing."""
 
     def event(self, event: chat.Event) -> list[Sent]:
         if isinstance(event, chat.TextDelta):

@@ -34,11 +34,11 @@ from ..openai.tool_choice import CUSTOM_INPUT
 from .tools import ResponseTools
 
 SEALED_PREFIX = "omlxd-1:"
-"""Begins our `encrypted_content`: the text in base64, not encrypted. Codex echoes it in place of the text."""
+"""Prefix of our `encrypted_content`: the text in base64, not encrypted, which Codex echoes."""
 
 
 class Item(msgspec.Struct):
-    """An item of any type: the fields that are read of it."""
+    """An item of any type, with the fields that are read."""
 
     type: str | None = None
     id: Any = None
@@ -58,17 +58,17 @@ class Item(msgspec.Struct):
 
 
 TRIGGER = "compaction_trigger"
-"""Type of the item that ends an input which is to be summarised, and not answered."""
+"""Type of the item whose input is to be summarised, and not answered."""
 SUMMARY = "Summary of the conversation so far:\n\n{}"
 
 
 def sealed(text: str) -> str:
-    """Reasoning or a summary as `encrypted_content`."""
+    """Encode reasoning or a summary as `encrypted_content`."""
     return SEALED_PREFIX + base64.b64encode(text.encode()).decode()
 
 
 def messages_of(items: list[Item], tools: ResponseTools) -> tuple[chat.Message, ...]:
-    """The conversation that `items` are. Adds to `tools` what items bring. Raises InvalidRequest."""
+    """Turn `items` into messages. Adds to `tools` what items bring. Raises InvalidRequest."""
     for index, item in enumerate(items):
         if item.type in ("additional_tools", "tool_search_output"):
             for at, tool in enumerate(item.tools or []):
@@ -109,7 +109,7 @@ def _message_of(item: Item, tools: ResponseTools, param: str) -> tuple[chat.Role
 
 
 def _must(item: Item, kind: str, param: str) -> str | None:
-    """The call id. Calls that ran on OpenAI's side have none; a function's call can't lack it."""
+    """Return the call id. Calls that ran on OpenAI's side have none; a function's call can't lack it."""
     if item.call_id is None and kind.startswith(("function_call", "custom_tool_call")):
         raise bad_field(f"{param}.call_id", "this field is required")
     return item.call_id
@@ -133,14 +133,14 @@ def _message(item: Item, param: str) -> tuple[chat.Role, list[chat.Part]]:
 
 
 def _reasoning(item: Item) -> str:
-    """The whole text if the item has it; its summary is better than nothing."""
+    """Return the text of a reasoning item, else its summary."""
     if text := text_of(item.content):
         return text
     return _unsealed(item) or "\n\n".join(entry.text for entry in item.summary or [] if entry.text)
 
 
 def _unsealed(item: Item) -> str:
-    """The text of `encrypted_content`; "" if it is not ours, or was cut short on its way."""
+    """Decode `encrypted_content`; "" if it is not ours, or cut short."""
     if item.encrypted_content and item.encrypted_content.startswith(SEALED_PREFIX):
         with contextlib.suppress(ValueError):
             raw = binascii.a2b_base64(item.encrypted_content[len(SEALED_PREFIX) :], strict_mode=True)
@@ -189,11 +189,11 @@ def new_response_id() -> str:
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
-    """Of the item at `index`; the prefix keeps those of the input and of the output apart."""
+    """Return the id of the item at `index`; the prefix keeps input and output apart."""
     return f"{prefix}_{response_id.removeprefix('resp_')}{index:02x}"
 
 
 def response_of(item_id: str) -> str | None:
-    """The response whose item this is; None: no item of ours has such an id."""
+    """Return the response of an item; None for an id that is not ours."""
     match = _ITEM.fullmatch(item_id)
     return f"resp_{match[1]}" if match else None

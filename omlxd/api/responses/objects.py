@@ -45,7 +45,7 @@ class Reasoning(_Tagged, tag="reasoning"):
 
 
 class FunctionCall(_Tagged, tag="function_call"):
-    """`arguments`: JSON text."""
+    """A call. `arguments`: JSON text."""
 
     id: str
     call_id: str
@@ -56,7 +56,7 @@ class FunctionCall(_Tagged, tag="function_call"):
 
 
 class Compaction(_Tagged, tag="compaction"):
-    """What the conversation before it is replaced by."""
+    """The summary that replaces an earlier conversation."""
 
     id: str
     encrypted_content: str
@@ -87,7 +87,7 @@ class OutputDetails(msgspec.Struct):
 
 
 class UsageBody(msgspec.Struct):
-    """`input_tokens` is the whole prompt, the cached part included."""
+    """Usage of a response. `input_tokens` counts cached ones, too."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -112,7 +112,9 @@ class ReasoningEcho(msgspec.Struct):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """`created_at` and `completed_at`: Unix seconds. The fields after `usage` repeat the request."""
+    """The response object. `created_at`, `completed_at`: Unix seconds. Fields after `usage` repeat the
+    request.
+    """
 
     id: str = ""
     object: Literal["response", "response.compaction"] = "response"

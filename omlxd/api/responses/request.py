@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: a body into a `GenerateRequest`.
+"""Reads a body of OpenAI's Responses API into a `GenerateRequest`.
 
 Fields that would change the answer and can't be honoured are refused; unknown fields, and tools that run at
 OpenAI, are ignored. An `item_reference` names an item of an earlier response: Vercel's AI SDK sends such.
@@ -35,15 +35,15 @@ from .objects import ReasoningEcho, Response
 from .tools import ResponseTools, ToolName
 
 KnownItem = Callable[[str], "bytes | None"]
-"""Item id → the item as JSON; None: not known (any more)."""
+"""Looks up item id → the item as JSON; None: unknown."""
 MAX_BYTES = 32 * 1024 * 1024
-"""Of all items that one request refers to: as much as a body may hold."""
+"""Bytes of all items that one request refers to: as much as a body may hold."""
 
 _reference_decoder = msgspec.json.Decoder(Item)
 
 
 def resolved(items: list[Item], item_of: KnownItem) -> list[Item]:
-    """`items` with each reference replaced by what it stands for. Raises InvalidRequest."""
+    """Return `items` with each reference replaced by its item. Raises InvalidRequest."""
     out: list[Item] = []
     left = MAX_BYTES
     for index, item in enumerate(items):
@@ -65,7 +65,7 @@ def resolved(items: list[Item], item_of: KnownItem) -> list[Item]:
 
 
 def _refers(item: Item) -> bool:
-    """The type may be left out, and then there is nothing but the id."""
+    """Return whether an item is a reference: without a type it has an id alone."""
     return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
 
 
@@ -79,7 +79,7 @@ class _Text(msgspec.Struct):
 
 
 class _ContextEdit(msgspec.Struct):
-    """Leave to summarise a conversation of more than `compact_threshold` tokens. None is taken."""
+    """Leave to summarise a conversation of more than `compact_threshold` tokens, which is not taken."""
 
     type: Literal["compaction"]
     compact_threshold: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -238,7 +238,7 @@ def _messages(request: ResponsesBody, tools: ResponseTools) -> tuple[Message, ..
 
 
 def _session(request: ResponsesBody, headers: Mapping[str, str]) -> str:
-    """A Codex sub-agent is a thread of its own within its parent's session."""
+    """Return the session: a Codex sub-agent is a thread within its parent's."""
     named = session(request, headers)
     thread = session_header(headers, "thread-id")
     return f"{named}/{thread}" if named and thread and thread != named else named or thread
@@ -253,7 +253,7 @@ class _GivenText(msgspec.Struct):
 
 
 def _text_echo(body: bytes) -> dict[str, Any]:
-    """`text` as the client gave it, its format told in any case."""
+    """Return `text` as the client sent it, with its format in any case."""
     fields = msgspec.json.decode(body, type=_GivenText).text or {}
     return {"format": {"type": "text"}} | {name: value for name, value in fields.items() if value is not None}
 

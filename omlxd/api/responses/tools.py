@@ -1,4 +1,4 @@
-"""The tools of a /v1/responses request: what the model sees, and how the client gets its calls.
+"""The tools of a /v1/responses request: their form for the model, and the form of its calls.
 
 | given            | the model sees                             | its call comes back as                |
 |------------------|--------------------------------------------|---------------------------------------|
@@ -24,7 +24,7 @@ from ..openai.tool_choice import ToolGiven, custom_tool
 
 
 class ToolName(Struct, frozen=True):
-    """How a tool's call is told to the client."""
+    """A tool's name in calls that the client gets."""
 
     name: str
     namespace: str = ""
@@ -48,10 +48,10 @@ class ResponseTools:
 
     def __init__(self) -> None:
         self.echo: list[dict[str, Any]] = []
-        """The tools as the client gave them."""
+        """The tools as the client sent them."""
         self._listed: dict[str, Tool] = {}
         self.names: dict[str, ToolName] = {}
-        """What the model calls a tool → how its call is told."""
+        """Model's name of a tool → its call's form for the client."""
         self._flat: dict[tuple[str, str], str] = {}
 
     @property
@@ -59,17 +59,17 @@ class ResponseTools:
         return tuple(self._listed.values())
 
     def add(self, tool: Any, param: str, searched: bool = False) -> None:
-        """Take a tool. `searched`: a search's result describes it. Raises InvalidRequest naming the field."""
+        """Add a tool. `searched`: a search's result describes it. Raises InvalidRequest naming the field."""
         fields = free_json(tool, param)
         self.echo.append(fields)
         self._add(_flat(fields), "", param, searched)
 
     def flat_name(self, namespace: str, name: str) -> str:
-        """What the model calls a tool, also one that this request doesn't offer."""
+        """Return the model's name of a tool, also of one that this request doesn't offer."""
         return self._flat.get((namespace, name)) or _joined(namespace, name)
 
     def called_by(self, choice: ToolGiven) -> list[str] | None:
-        """What the model calls the tools that a choice means; None: there is no such tool."""
+        """Return the model's names of the tools that a choice means; None: no such tool."""
         if choice.type == "namespace":
             return [flat for flat, tool in self.names.items() if tool.namespace == choice.called] or None
         flat = self.flat_name(choice.namespace or "", choice.called)
@@ -108,7 +108,7 @@ class ResponseTools:
             )
 
     def _name_for(self, namespace: str, name: str) -> str:
-        """The same tool again keeps its name (the later one stands); another gets one of its own."""
+        """Return a tool's name: the same one for the same tool, of which the later counts, else a new one."""
         if entry := self._flat.get((namespace, name)):
             return entry
         flat = base = _joined(namespace, name)
@@ -121,7 +121,7 @@ class ResponseTools:
 
 
 def tool_name(names: dict[str, ToolName], called: str) -> ToolName:
-    """How a call of `called` is told. A model that leaves a namespace out means the only such tool."""
+    """Return the form of a call of `called`. Without a namespace the only such tool is meant."""
     if (entry := names.get(called)) is not None:
         return entry
     alike = [tool for tool in names.values() if tool.name == called]
@@ -129,7 +129,7 @@ def tool_name(names: dict[str, ToolName], called: str) -> ToolName:
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """A tool as Responses has it: chat completions nest its fields, Anthropic gives no type."""
+    """Flatten a tool: chat completions nest its fields, Anthropic gives no type."""
     kind = fields.get("type")
     nested = fields.get(kind) if kind in ("function", "custom") else None
     if isinstance(nested, dict):
@@ -138,7 +138,7 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_addresses(fields: dict[str, Any], param: str) -> None:
-    """A tool that is not ours to run is left out, but not what it names for us to get."""
+    """Refuse addresses of a tool that is not ours to run: nothing here fetches them."""
     if fields.get("server_url"):
         raise not_contacted(f"{param}.server_url")
     mask = fields.get("input_image_mask")
