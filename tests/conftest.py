@@ -7,6 +7,7 @@ Hypothesis looks at the same examples on each run, so that a change alone can br
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import signal
@@ -60,6 +61,12 @@ for name in ("http_proxy", "https_proxy", "all_proxy"):  # All that is asked is 
 for name in list(os.environ):  # A service manager's, if it runs these tests: no daemon of ours speaks to it.
     if name.startswith(("NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_")):
         del os.environ[name]
+
+
+def pytest_collection_finish() -> None:
+    """Tests and what they import are no garbage: a collection looks at what came since."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -34,6 +34,7 @@ def uncached(model: Path):
 def test_hot_hit_with_the_last_chunk_in_one_pass(model: Path, uncached: Reference, monkeypatch):
     """As on a GPU, where the last token has no pass of its own and hits are whole blocks."""
     tokens = prompt(300)
+    monkeypatch.setattr(uncached, "_memo", {})
     with Rig(model, record=True) as rig:
         for scheduler in (rig.scheduler, uncached.rig.scheduler):
             monkeypatch.setattr(scheduler.passes, "last_alone", False)

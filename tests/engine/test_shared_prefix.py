@@ -241,12 +241,12 @@ def test_layers_of_all_tokens_share_beside_others(family: str, tmp_path: Path):
     """Windows and recurrent state beside them are each request's own. Latents of MLA are shared, too."""
     folder = build_family(family, tmp_path / family)
     with Rig(folder, segment=SEGMENT) as rig:
-        alone = [rig.run(tokens, LONG).got for tokens in PROMPTS]
+        alone = [rig.run(tokens, N).got for tokens in PROMPTS]
     with Rig(folder, segment=SEGMENT) as rig:
         rig.run(PROMPTS[0][:PREFIX], 2)
         watching = [Watching(rig) for _ in PROMPTS]
         running = rig.on_engine(
-            lambda: [rig.start(t, LONG, output=o) for t, o in zip(PROMPTS, watching, strict=True)]
+            lambda: [rig.start(t, N, output=o) for t, o in zip(PROMPTS, watching, strict=True)]
         )
         assert [output.tokens() for output in running] == alone
         layout = rig.loaded.layout

@@ -63,7 +63,7 @@ def assert_same(rig: Rig, tokens: list[int], uncached: Reference, *, hot: int, c
     """A request hits `hot` and `cold` tokens, and gives what a run without reuse gives."""
     rig.recorder.logits.clear()
     output = rig.run(tokens, n)
-    want_tokens, want_rows = uncached(tokens, n)
+    want_tokens, want_rows = uncached.once(tokens, n)
     assert (output.hot, output.cold) == (hot, cold)
     assert output.got == want_tokens
     assert same_bits(outputs(rig, n), want_rows), "logits differ in some bit"
