@@ -1,4 +1,4 @@
-"""How models spell tool calls, as their own templates teach it and mlx-lm's parsers read it."""
+"""Spellings of tool calls, as models' own templates teach them and mlx-lm's parsers read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .value_grammar import PYTHON_WORDS, ValueSyntax
 
 @dataclass(slots=True, frozen=True)
 class JsonCalls:
-    """`section`, then calls of `before NAME between ARGUMENTS after` parted by `part`, then `end`."""
+    """A format: `section`, calls of `before NAME between ARGUMENTS after` parted by `part`, `end`."""
 
     section: str
     before: str
@@ -24,22 +24,22 @@ class JsonCalls:
     end: str
     part: str = ""
     quoted: bool = True
-    """The name stands in a JSON string."""
+    """Whether the name stands in a JSON string."""
     never: tuple[str, ...] = ()
     """Texts that no string may hold: the parser looks for them first."""
 
     def head(self, name: str) -> str:
-        """The text before a call's arguments, without the section."""
+        """Return the text before a call's arguments, without the section."""
         return self.before + (json.dumps(name, ensure_ascii=False) if self.quoted else name) + self.between
 
     def named_head(self, name: str) -> str:
-        """The beginning of `head` that tells the name from longer ones."""
+        """Return the beginning of `head` that tells the name from longer ones."""
         return self.head(name).removesuffix(self.between[1:])
 
 
 @dataclass(slots=True, frozen=True)
 class TagCalls:
-    """`before NAME named`, then for each parameter `key KEY keyed VALUE valued`, then `after`.
+    """A format: `before NAME named`, then for each parameter `key KEY keyed VALUE valued`, then `after`.
 
     close    ends bare text; `valued` is `close` after `pad`
     never    texts that no value holds: they would end the call
@@ -70,21 +70,21 @@ class TagCalls:
 
     @property
     def inner(self) -> tuple[str, str]:
-        """What begins and ends a call within its outer tags."""
+        """Beginning and end of a call within its outer tags."""
         return self.before.rpartition("\n")[2], self.after.partition("\n")[0]
 
     def head(self, name: str) -> str:
-        """The text before a call's first parameter, without the section."""
+        """Return the text before a call's first parameter, without the section."""
         return self.before + (attribute(name) if self.typed else name) + self.named
 
     def named_head(self, name: str) -> str:
-        """The beginning of a call that tells the name from longer ones."""
+        """Return the beginning of a call that tells the name from longer ones."""
         return self.head(name) + ("" if self.named else self.key)
 
 
 @dataclass(slots=True, frozen=True)
 class TagReading:
-    """How the text between a call's outer tags is read, with any space.
+    """Reads the text between a call's outer tags, with any space.
 
     begins     the text begins with one of these; empty: with `head`
     head       group 1: the tool's name
@@ -106,7 +106,7 @@ class TagReading:
         return text.startswith(self.begins) if self.begins else self.head.match(text) is not None
 
     def value(self, match: re.Match[str]) -> str:
-        """A parameter's value without the newlines that belong to its tags."""
+        """Return a parameter's value without the newlines that belong to its tags."""
         value = match[match.lastindex or 2]
         if self.pad:
             return value.removeprefix(self.pad).removesuffix(self.pad)
@@ -151,7 +151,7 @@ def _reading(row: TagCalls) -> TagReading:
 
 
 def _loose(tag: str) -> str:
-    """A pattern for part of a tag, in which there may be other attributes and more space."""
+    """Return a pattern for part of a tag, in which there may be other attributes and more space."""
     tag = re.escape(tag).replace("><", r">\s*<")
     tag = tag.replace(r'\ name="', r'\b[^>]*?\bname="')
     return re.sub(r'^">', r'"[^>]*>', tag)
@@ -159,7 +159,7 @@ def _loose(tag: str) -> str:
 
 @dataclass(slots=True, frozen=True)
 class ValueCalls:
-    """`before NAME`, then `KEY VALUE`, in `python` `KEY=VALUE`, from `opens` to `closes`, in a section."""
+    """A format: `before NAME`, then `KEY VALUE` (in `python` `KEY=VALUE`) from `opens` to `closes`."""
 
     section: str
     before: str
@@ -172,12 +172,12 @@ class ValueCalls:
 
     @property
     def begins(self) -> str:
-        """What begins the text within the outer tags."""
+        """Beginning of the text within the outer tags."""
         text = self.section + self.before
         return text[len(opening_of(self)) :]
 
     def head(self, name: str) -> str:
-        """The text before a call's first argument, without the section."""
+        """Return the text before a call's first argument, without the section."""
         return self.before + name + self.opens
 
     named_head = head
@@ -312,7 +312,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
 
 
 def opening_of(row: CallFormat) -> str:
-    """The text by which a call is known to begin."""
+    """Return the text that identifies a call's beginning."""
     text = row.section + row.before
     ends = [at + 1 for end in (">", "]") if (at := text.find(end)) >= 0]
     return text[: min(ends)] if ends else text
@@ -321,19 +321,19 @@ def opening_of(row: CallFormat) -> str:
 READINGS = tuple(
     dict.fromkeys(row.reading for row in CALL_FORMATS.values() if isinstance(row, TagCalls) and not row.typed)
 )
-"""Of the formats that are known by how a call begins."""
+"""Readings of the formats with an identifying beginning."""
 VALUE_CALLS = tuple(row for row in CALL_FORMATS.values() if isinstance(row, ValueCalls))
 
 
 def format_name(tokenizer: Any) -> str:
-    """The name of a model's spelling, as in mlx_lm.tool_parsers; "": none is known, ours is taught."""
+    """Return the name of a model's spelling, as in mlx_lm.tool_parsers; "": unknown, ours is taught."""
     parser = tokenizer.tool_parser
     name = parser.__module__.rpartition(".")[2] if parser is not None else ""
     return "mistral[ARGS]" if name == "mistral" and "[ARGS]" in str(tokenizer.chat_template) else name
 
 
 def unreadable(call_format: CallFormat, name: str, tool: bool) -> bool:
-    """Whether the format can't hold `name`, of a tool or else of a parameter."""
+    """Say why the format can't hold `name`, of a tool or else of a parameter."""
     if isinstance(call_format, ValueCalls) and call_format.python:
         return re.fullmatch(r"[\w./-](?:[\w.:/-]*[\w./-])?" if tool else r"[^\W\d]\w*", name) is None
     if isinstance(call_format, TagCalls):
@@ -363,17 +363,17 @@ def begun_call(tag: str, text: str, names: Iterable[str]) -> tuple[str, str] | N
 
 
 def _end_of(head: str, text: str) -> int:
-    """Where `head`, which has no space, ends in `text`."""
+    """Return the end of `head`, which has no space, in `text`."""
     letters = (at for at, letter in enumerate(text, 1) if not letter.isspace())
     return next(itertools.islice(letters, len(head) - 1, None), len(text))
 
 
 def attribute(text: str) -> str:
-    """Text as the value of a tag's attribute."""
+    """Escape text as the value of a tag's attribute."""
     return text.replace("&", "&amp;").replace('"', "&quot;")
 
 
 def carries_text(call_format: str) -> bool:
-    """Whether text stands bare in the calls of `spelling`: between tags, or between a mark of their own."""
+    """Return whether the calls of `spelling` have bare text: between tags, or between a mark of their own."""
     calls = CALL_FORMATS.get(call_format)
     return isinstance(calls, TagCalls) or (isinstance(calls, ValueCalls) and bool(calls.values.quote))

@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 TEXT = r"TEXT: /(.|\n)*/"
 INPUT = "input"
-"""The one parameter of a tool whose input has a grammar."""
+"""Name of the one parameter of a tool whose input has a grammar."""
 
 
 class CallGrammar:
-    """Writes Lark rules for calls to `tools`. Raises InvalidRequest where there can be no such grammar.
+    """Writes Lark rules for calls to `tools`. Raises InvalidRequest if there can be none.
 
     A tool that isn't strict is left out if the format can't hold its name; no tool left is an error.
 
@@ -71,11 +71,11 @@ class CallGrammar:
 
     @property
     def opening(self) -> str:
-        """The text by which a call is known to begin."""
+        """Text that identifies a call's beginning."""
         return opening_of(self._format)
 
     def rules(self, many: bool, opened: bool = False) -> str:
-        """Rule `calls`: one call, with `many` one and more. `opened`: the `opening` stands there already."""
+        """Return rule `calls`: one call, with `many` more. `opened`: the `opening` is already there."""
         self._skip = len(self.opening) if opened else 0
         row, literal = self._format, self._literal
         names = [f"call_{index}" for index in range(len(self._tools))]
@@ -101,7 +101,7 @@ class CallGrammar:
         return before if self._format.section else before[self._skip :]
 
     def _held(self, make: Callable[..., list[str]], row: Any, rule: str, tool: Tool) -> list[str]:
-        """The rules of a call that is held to its tool's schema, as far as it can be."""
+        """Return the rules of a call that follows its tool's schema, as far as possible."""
         schema, left_out = enforceable(tool, self._check)
         values = row.values if isinstance(row, ValueCalls) else ValueSyntax(never=(row.close, *row.never))
         rules = self._rules(rule, schema, values, tool.strict)
@@ -125,7 +125,7 @@ class CallGrammar:
     # ----------------------------------------------------------------- one text of a grammar
 
     def _input_call(self, row: CallFormat, rule: str, tool: Tool) -> str:
-        """A call of a tool whose one parameter is a text of a grammar. Raises InvalidRequest."""
+        """Return the rule of a call whose one parameter is a text of a grammar. Raises InvalidRequest."""
         literal = self._literal
         text = f"@input_{len(self.inputs)}"
         self.inputs[text[1:]] = tool.input_grammar
@@ -168,7 +168,7 @@ class CallGrammar:
         return [f"{rule}: {' '.join(terms)} {self._literal(row.after)}", *rules.rules]
 
     def _parameters(self, row: TagCalls | ValueCalls, rules: ValueRules) -> list[tuple[str, Any, bool]]:
-        """(name, schema, whether it must be there) of each. Raises Unenforceable."""
+        """Yield (name, schema, whether it is required) of each parameter. Raises Unenforceable."""
         schema = rules.one_object(rules.root)
         properties = schema.get("properties") or {}
         required = schema.get("required") or ()
@@ -184,7 +184,7 @@ class CallGrammar:
         return parameters
 
     def _tag_parameter(self, row: TagCalls, rules: ValueRules, key: str, schema: Any) -> str:
-        """A parameter with its tags. Where text may stand, all but null is read as text."""
+        """Return a parameter with its tags. Where text may stand, all but null is read as text."""
         alternatives = rules.alternatives(schema)
         texts = [branch for branch in alternatives if _may_be_text(branch)]
         bare: list[str] = []
@@ -209,7 +209,7 @@ class CallGrammar:
         return f"{self._literal(row.key + attribute(key) + row.keyed % kind)} {value}"
 
     def _text(self, row: TagCalls, rules: ValueRules, branch: dict[str, Any]) -> list[str]:
-        """Terms for bare text and what closes it."""
+        """Return terms for bare text and its closing tag."""
         close = self._literal(row.close + row.pad + row.tail)
         if "enum" in branch:
             choices = [value for value in branch["enum"] if isinstance(value, str)]
@@ -260,7 +260,7 @@ MOST_NOTES = 32
 
 
 def note_left_out(where: str, left_out: Sequence[str]) -> list[str]:
-    """Log keywords that are not enforced, and return them as a client is told, `where` before each."""
+    """Log keywords that are not enforced, and return them for a client, with `where` before each."""
     notes = [f"{where}: {why}"[:200] for why in dict.fromkeys(left_out)][:MOST_NOTES]
     if notes:
         _say_left_out(tuple(notes))
@@ -269,7 +269,7 @@ def note_left_out(where: str, left_out: Sequence[str]) -> list[str]:
 
 @functools.lru_cache(256)
 def _say_left_out(notes: tuple[str, ...]) -> None:
-    """Once for each list. They are text of a request, so only debug has them."""
+    """Log each list once; as a request's text it is for debug alone."""
     log.warning(
         "%d keywords of a schema are not enforced (usage.omlxd.not_enforced names them); "
         "with `strict` it is refused",
@@ -279,7 +279,7 @@ def _say_left_out(notes: tuple[str, ...]) -> None:
 
 
 def no_grammar_in_json(tool: Tool) -> InvalidRequest:
-    """The text of such a tool stands in a JSON string, where other letters mean it than the grammar has."""
+    """Make the error for a grammar in a JSON string, where other letters mean its text."""
     return bad_field(
         "tools",
         f"the grammar of {tool.name!r} can't be enforced: this model writes its calls as JSON; give "
@@ -315,7 +315,7 @@ JSON_OPTIONS: dict[str, Any] = {
 
 
 def json_term(schema: dict[str, Any]) -> str:
-    """A term for JSON that is as `schema` says."""
+    """Return a term for JSON by `schema`."""
     schema = {**closed(schema), "x-guidance": JSON_OPTIONS}
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
@@ -327,12 +327,12 @@ def _may_be_text(branch: dict[str, Any]) -> bool:
 
 
 def _kinds(branch: dict[str, Any]) -> list[str]:
-    """JSON types of a branch's certain values, texts aside."""
+    """Return the JSON types of a branch's enumerated values, texts aside."""
     words = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     return [words.get(type(value), "null") for value in branch.get("enum", ()) if not isinstance(value, str)]
 
 
 def _type_words(kinds: list[str]) -> list[str]:
-    """What a tag may call these types: a whole number is a number too."""
+    """Return words of a tag for these types: an integer is a number too."""
     names = [word for kind in kinds for word in ((kind, "number") if kind == "integer" else (kind,))]
     return list(dict.fromkeys(names)) or ["object"]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GAP_TOKENS = 2
-"""Tokens of space between the end of thinking and the answer: models are used to an empty line there."""
+"""Tokens of space between the end of thinking and the answer, where models write an empty line."""
 
 
 class _State(enum.Enum):
@@ -49,7 +49,7 @@ class _State(enum.Enum):
 
 
 class Constraint:
-    """One request's. `mask` says what its next token may be, `advance` takes the token it became.
+    """The constraint of one request: `mask` has its next tokens, `advance` takes the token drawn.
 
     mask   (vocabulary,) bool, or None: anything
     error  why it can't go on, or None; the request has to fail then
@@ -83,15 +83,13 @@ class Constraint:
             self._compute_bits()
 
     def advance(self, token: int) -> None:
-        """Call it once for each token, in order. Never raises; see `error`."""
+        """Advance by one token; call it for each, in order. Never raises; see `error`."""
         if self.error is None and self._state is not _State.DONE:
             self._take(token)
             self.mask = self._next_mask()
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that come next if the grammar leaves one text alone, in their usual spelling, as far as the
-        model has them.
-        """
+        """Return the model's tokens of the one text that the grammar leaves, in their usual spelling."""
         if self._state is not _State.GRAMMAR or self.error is not None:
             return []
         trial = self._matcher.deep_copy()  # It may fail; a copy takes some 30 us.
@@ -100,7 +98,8 @@ class Constraint:
         return [*takewhile(lambda token: token < self._facts.vocab, valid)]
 
     def masks_along(self, guesses: Sequence[int]) -> list[np.ndarray | None]:
-        """Masks of the next token and of the one after each guess, as far as the guesses are allowed.
+        """Return the masks of the next token and of the one after each draft token, as far as they are
+        allowed.
 
         A guess that ends the turn, or opens thinking, is not gone along with. Changes nothing.
         """
@@ -144,7 +143,7 @@ class Constraint:
                 self._fail()
 
     def _opens_thinking(self, token: int) -> bool:
-        """Whether the tag that opens thinking goes on with `token`; it may begin as the grammar does."""
+        """Return whether `token` continues the tag that opens thinking, where the grammar may begin alike."""
         return self._facts.think_start[self._shared : self._shared + 1] == (token,)
 
     def _in_grammar(self, token: int) -> bool:
@@ -167,14 +166,14 @@ class Constraint:
         return mask
 
     def _compute_bits(self) -> bool:
-        """Whether the grammar's own mask could be computed; if not, `error` says why."""
+        """Compute the grammar's own mask; if it fails, returns False, and `error` says why."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
             self._fail()
         return self.error is None
 
     def _correct(self, mask: np.ndarray) -> None:
-        """Take from `mask` what llguidance allows against the grammar's meaning.
+        """Take from `mask` the tokens that llguidance allows against the grammar's meaning.
 
         - A control token alone, where the grammar wants a text that is spelled as one.
         - A token that ends the turn before the grammar accepts, where a grammar names it.
@@ -217,7 +216,9 @@ class ConstraintCompiler:
         self._made: tuple[Grammars, Vocabulary] | None = None
 
     def compile(self, request: GenerateRequest, *, thinking: bool) -> Constraint | None:
-        """The constraint of `request`, if any. Raises InvalidRequest. `thinking`: the prompt ends in it."""
+        """Return the constraint of `request`, or None. Raises InvalidRequest. `thinking`: the prompt ends in
+        it.
+        """
         prompt = request.prompt
         chat = prompt if isinstance(prompt, Conversation) else None
         wanted = Wanted.of(request, lambda: self._parts("tools")[0].bare_text)
@@ -248,7 +249,7 @@ class ConstraintCompiler:
         return constraint
 
     def _refuse_tags(self, format: AnswerFormat) -> None:
-        """The answer's reader takes a tag of thinking at its beginning for one. JSON never begins so."""
+        """Forbid a thinking tag at the answer's beginning, unlike JSON's, to be read as one."""
         tags = (self._tokenizer.think_start, self._tokenizer.think_end)
         for choice in format.choices:
             if tag := next((tag for tag in tags if tag and choice.lstrip().startswith(tag)), None):

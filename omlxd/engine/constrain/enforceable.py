@@ -1,4 +1,4 @@
-"""Makes a JSON schema one that llguidance enforces, and says which keywords that leaves out.
+"""Makes a JSON schema one that llguidance enforces, and lists the keywords that this leaves out.
 
 exact     says the same in words that llguidance has: `propertyNames` of certain names as properties, int32 as
           bounds, `oneOf` of alternatives that exclude each other as `anyOf`
@@ -16,10 +16,10 @@ from .json_schema import NO_SCHEMA, TYPES, is_any, resolved
 from .schema_faults import place_of, told, without_circles
 
 Check = Callable[[dict[str, Any]], str]
-"""A JSON schema → why llguidance can't enforce it, or ""."""
+"""Tells why llguidance can't enforce a JSON schema; "" if it can."""
 
 _MOST_INT = 9223372036854774784
-"""The largest double below 2^63: llguidance reads bounds as doubles."""
+"""Largest double below 2^63: llguidance reads bounds as doubles."""
 _FORMATS = {f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)}
 _FORMATS |= {f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)}
 _NUMERIC = {*_FORMATS, "float", "double", "float32", "float64", "int", "uint", "decimal"}
@@ -33,7 +33,7 @@ _ORDER = (
     *("minItems", "maxItems", "$ref", "oneOf", "required", "prefixItems", "items", "additionalProperties"),
     *("anyOf", "allOf", "const", "enum", "properties", "type"),
 )
-"""Which keyword goes first where several could."""
+"""Order in which keywords are dropped where several could be."""
 _UNKNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _MOST_NODES = 20_000
 
@@ -101,7 +101,7 @@ def _exact(node: Any, root: dict[str, Any], nodes: Iterator[int]) -> Any:
 
 
 def _children(node: dict[str, Any], change: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """A copy of `node` with the schemas in it changed; `change` gets their paths below `node`."""
+    """Return a copy of `node` with its schemas changed; `change` gets their paths below `node`."""
     node = {**node}
     for word in _BY_NAME:
         if isinstance(named := node.get(word), dict):
@@ -116,7 +116,7 @@ def _children(node: dict[str, Any], change: Callable[[Any, str], Any]) -> dict[s
 
 
 def _bound(node: dict[str, Any]) -> None:
-    """Integers of 8 to 64 bits have bounds; draft 4's exclusive bounds become those of later drafts."""
+    """Give integers of 8 to 64 bits bounds; draft 4's exclusive bounds become those of later drafts."""
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(says := node.get(exclusive), bool):
             del node[exclusive]
@@ -139,7 +139,7 @@ def _bound(node: dict[str, Any]) -> None:
 
 
 def _name(node: dict[str, Any], root: dict[str, Any]) -> None:
-    """Say `propertyNames` as properties, or as the pattern of one."""
+    """Spell `propertyNames` as properties, or as the pattern of one."""
     names = resolved(node["propertyNames"], root)
     if is_any(names) or (isinstance(names, dict) and names.get("type") == "string" and len(names) == 1):
         del node["propertyNames"]
@@ -162,7 +162,7 @@ def _name(node: dict[str, Any], root: dict[str, Any]) -> None:
 
 
 def _exclusive(choices: list[Any], root: dict[str, Any]) -> bool:
-    """Whether no value fits two of the schemas, as far as it is easily seen."""
+    """Return whether no value fits two of the schemas, where that is easily seen."""
     seen = [resolved(choice, root) for choice in choices]
     return all(_apart(one, two, root) for one, two in itertools.combinations(seen, 2))
 
@@ -186,7 +186,7 @@ def _apart(one: Any, two: Any, root: dict[str, Any]) -> bool:
 
 
 def _values(schema: Any) -> list[str] | None:
-    """The values that a schema lists, as text; None: it lists none."""
+    """Return the values that a schema lists, as text; None: no list."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -209,7 +209,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _escaped(name: str) -> str:
-    """A name as a step of a JSON pointer."""
+    """Escape a name as a step of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
@@ -245,12 +245,12 @@ class _Relaxing:
         return node
 
     def _problem(self, node: dict[str, Any]) -> str:
-        """What is wrong with a node by itself."""
+        """Return a node's own problem."""
         problem = self._check(self._alone(node))
         return "" if problem.startswith("Unsatisfiable") and not self._mend else problem
 
     def _alone(self, node: Any) -> Any:
-        """`node` with anything for its values and for what it refers to."""
+        """Return `node` with anything for its values and for what it refers to."""
         if not isinstance(node, dict):
             return node
         alone = {key: value for key, value in node.items() if key not in ("$defs", "definitions")}
@@ -268,7 +268,7 @@ class _Relaxing:
         return alone | {word: True for word in _SINGLE if isinstance(node.get(word), dict)}
 
     def _mend_types(self, node: dict[str, Any], path: str) -> None:
-        """A type that is none of JSON's says nothing."""
+        """Remove types that are none of JSON's."""
         kinds = node.get("type", "string")
         listed = kinds if isinstance(kinds, list) else [kinds]
         known = [kind for kind in listed if kind in TYPES]
@@ -278,7 +278,7 @@ class _Relaxing:
                 node["type"] = known
 
     def _to_drop(self, node: dict[str, Any], problem: str) -> list[str]:
-        """The keywords that `problem` names, else one without which there is none, else the next to try."""
+        """Return the keywords that `problem` names, else one that causes it, else the next to try."""
         if unknown := _UNKNOWN.search(problem):
             return [word for word in re.findall(r'"(.*?)"', unknown[1]) if word in node] or self._inner(node)
         present = [word for word in _ORDER if word in node]
@@ -289,7 +289,7 @@ class _Relaxing:
 
     @staticmethod
     def _inner(node: dict[str, Any]) -> list[str]:
-        """The keyword that holds what was not found in `node` itself."""
+        """Return the keyword whose content has the problem that `node` itself lacks."""
         return [word for word in _IN_PLACE if word in node][:1]
 
     def _drop(self, node: dict[str, Any], word: str, path: str) -> None:

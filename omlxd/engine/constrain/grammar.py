@@ -1,4 +1,4 @@
-"""What a request wants its answer to be, as one grammar for llguidance."""
+"""The format of a request's answer, as one grammar for llguidance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Wanted:
-    """What the answer of a request must be.
+    """Requirements of a request's answer.
 
     chat    the prompt, if it is a conversation
     tools   that may be called; empty: calls are not looked for
@@ -41,7 +41,7 @@ class Wanted:
 
     @classmethod
     def of(cls, request: GenerateRequest, bare_text: Callable[[], bool]) -> Wanted | None:
-        """None: the answer may be anything.
+        """Return a request's requirements; None: the answer may be anything.
 
         bare_text()  whether calls can carry the text of a custom tool's grammar. If not, calls that are not
                      forced are free: the tool's description has the grammar, and Codex always sends one.
@@ -60,12 +60,12 @@ class Wanted:
 
 
 def _is_held(tool: Tool) -> bool:
-    """Whether a call of it must be as the tool says even where no call is forced."""
+    """Return whether each call of `tool` must follow its schema, even if no call is forced."""
     return tool.strict or bool(tool.input_grammar)
 
 
 def _tools_of(chat: Conversation | None) -> Sequence[Tool]:
-    """The tools that may be called."""
+    """Return the tools that may be called."""
     if chat is None or chat.tool_choice == "none":
         return ()
     if chat.tool_choice.startswith("named:"):
@@ -92,7 +92,7 @@ class Grammars:
         self.bare_text = not self.harmony and carries_text(call_format)
 
     def of(self, wanted: Wanted) -> tuple[str, tuple[str, ...]]:
-        """Return the grammar, and what of the request's schemas it does not enforce."""
+        """Return the grammar, and the parts of the request's schemas that it does not enforce."""
         left_out: list[str] = []
         if wanted.format is not None and wanted.format.kind == "json" and not wanted.forced:
             format = self._enforceable(wanted.format, left_out)
@@ -143,7 +143,7 @@ class Grammars:
         return _packed(f"start: calls | answer\n{answer}\n{rules}", calls.inputs)
 
     def _free_text(self, calls: CallGrammar) -> str:
-        """Any text, and calls in it that are as the grammar has them."""
+        """Return a grammar of any text, with calls in it."""
         opening = self._literal(calls.opening)
         if opening.startswith("<["):  # A special token, which no text holds.
             return f"start: TEXT (calls TEXT)*\n{TEXT}\n{calls.rules(many=True)}"
@@ -174,14 +174,14 @@ class Grammars:
             return brief(str(error))
 
     def _problem(self, grammar: str) -> str:
-        """Warnings count: they tell of what would be ignored."""
+        """Return the problem of a grammar. Warnings count: they name what would be ignored."""
         from llguidance import LLMatcher
 
         _, messages = LLMatcher.validate_grammar_with_warnings(grammar, self.vocabulary)
         return brief(messages[0]) if messages else ""
 
     def _literal(self, text: str) -> str:
-        """Text as a term of Lark: special tokens by their ids, the rest as a string."""
+        """Spell text as a term of Lark: special tokens by their ids, the rest as a string."""
         terms = []
         for piece in filter(None, self._cut.split(text)):
             id = self._controls.get(piece)
@@ -190,7 +190,7 @@ class Grammars:
 
 
 def _packed(grammar: str, inputs: Mapping[str, str]) -> str:
-    """A grammar and those that it names by `@`."""
+    """Pack a grammar with those that it names by `@`."""
     if not inputs:
         return grammar
     others = [{"name": name, "lark_grammar": text} for name, text in inputs.items()]
@@ -198,11 +198,11 @@ def _packed(grammar: str, inputs: Mapping[str, str]) -> str:
 
 
 MOST_CHARS = 1 << 18
-"""Of a grammar that is no JSON schema: 10,000 choices take 0.6 s, 100,000 took 115 s."""
+"""Characters of a grammar that is no JSON schema: 10,000 choices take 0.6 s, 100,000 took 115 s."""
 
 
 def _grammar_of(format: AnswerFormat) -> str:
-    """Raises ValueError for what is no schema at all."""
+    """Make a grammar of a schema. Raises ValueError for what is no schema at all."""
     from llguidance import LLMatcher
 
     options: Any = JSON_OPTIONS
@@ -221,7 +221,7 @@ def _grammar_of(format: AnswerFormat) -> str:
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's or in GBNF's syntax, as Lark. Raises ValueError."""
+    """Convert a grammar from Lark's or GBNF's syntax to Lark. Raises ValueError."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -231,5 +231,5 @@ def _lark(text: str) -> str:
 
 
 def brief(text: str) -> str:
-    """llguidance's words on one line, without its account of the state, which holds the answer's text."""
+    """Put llguidance's words on one line, without its account of the state, which holds the answer's text."""
     return " ".join(text.partition("<state>")[0].split())[:300]

@@ -14,7 +14,7 @@ _BODY = "<|message|>"
 
 
 class HarmonyGrammar:
-    """Writes Lark rules. Raises InvalidRequest for what has none.
+    """Writes Lark rules for harmony. Raises InvalidRequest if there can be none.
 
     thinking  analysis may come first
     left_out  keywords of schemas that the rules don't hold calls to
@@ -35,17 +35,17 @@ class HarmonyGrammar:
             self._calls.append(f"{name}: {literal(to)} {json_term(schema)} {literal('<|call|>')}")
 
     def forced(self) -> str:
-        """One call."""
+        """Return a grammar of one call."""
         return self._grammar(f"start: {self._thought} calls")
 
     def answer(self, term: str) -> str:
-        """A final message that is `term`, or a call if there are tools."""
+        """Return a grammar of a final message that is `term`, or of a call if there are tools."""
         final = f"{self._literal('<|channel|>final' + _BODY)} {term}"
         calls = " | calls" if self._calls else ""
         return self._grammar(f"start: {self._thought} (final{calls})", f"final: {final}")
 
     def free(self) -> str:
-        """Any messages, and a call that is as its tool has it."""
+        """Return a grammar of any messages, and calls by their tools' schemas."""
         channels = '("analysis" | "commentary")' if self._thinking else '"commentary"'
         other = (
             f"{self._literal('<|channel|>')} {channels} {self._literal(_BODY)} TEXT {self._literal(_GO_ON)}"
@@ -66,4 +66,4 @@ class HarmonyGrammar:
 
 
 CONTROLS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-"""A vocabulary with all of these is harmony's."""
+"""Control tokens of which harmony's vocabulary has all."""

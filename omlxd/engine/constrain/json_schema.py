@@ -26,15 +26,15 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 LOOSE = ("format", "pattern", "minProperties", "maxProperties", "uniqueItems", *_RARE)
-"""Passed over where a schema need not be enforced."""
+"""Keywords that are passed over where a schema need not be enforced."""
 
 
 class Unenforceable(ValueError):
-    """What of a schema can't be enforced; the text names it."""
+    """A part of a schema can't be enforced; the text names it."""
 
 
 NO_SCHEMA = (Unenforceable, TypeError, AttributeError, KeyError, IndexError, RecursionError)
-"""What reading a schema raises whose words have values of any type."""
+"""Errors of reading a schema whose words have values of any type."""
 
 
 def why_not(error: Exception) -> str:
@@ -42,12 +42,12 @@ def why_not(error: Exception) -> str:
 
 
 def is_any(schema: Any) -> bool:
-    """Whether `schema` says nothing of a value's type."""
+    """Return whether `schema` leaves a value's type open."""
     return schema is True or (isinstance(schema, dict) and not _asserts(schema))
 
 
 def resolved(schema: Any, root: dict[str, Any]) -> Any:
-    """What a `$ref` into `root` names; the schema itself if it has none. None: it leads nowhere."""
+    """Follow a schema's `$ref`, if any, into `root`; returns None if it leads nowhere."""
     for _ in range(8):  # they may lead to others, and in a circle
         ref = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(ref, str):
@@ -57,7 +57,7 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
 
 
 def pointed(ref: str, root: dict[str, Any]) -> Any:
-    """What `ref` names in `root`, itself a `$ref` or not; None: nothing."""
+    """Return the target of `ref` in `root`, itself a `$ref` or not; None: nothing."""
     if not ref.startswith("#") and isinstance(own := root.get("$id"), str) and own:
         ref = ref.removeprefix(own.rstrip("#"))
     target: Any = root
@@ -73,7 +73,7 @@ def pointed(ref: str, root: dict[str, Any]) -> Any:
 
 
 def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, Any]]:
-    """Alternatives that together are `schema`, or part of it. `strict`: raises Unenforceable for the rest."""
+    """Split `schema`, or part of it, into alternatives. `strict`: raises Unenforceable for the rest."""
     try:
         left = iter(range(MAX_BRANCHES * _MAX_STEPS))
         alternatives = list(islice(_split(schema, root, strict, _MAX_STEPS, left), MAX_BRANCHES + 1))
@@ -87,7 +87,7 @@ def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, 
 def _split(
     schema: Any, root: dict[str, Any], strict: bool, steps: int, left: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
-    """`steps`: levels below this one at most. `left`: an item for each call that may still be made."""
+    """Split a schema. `steps`: levels below it at most. `left`: an item for each call left."""
     if next(left, None) is None:
         raise Unenforceable("more alternatives than can be told apart")
     if schema is True:
@@ -122,13 +122,13 @@ def _split(
 
 
 def _asserts(schema: dict[str, Any]) -> bool:
-    """Whether `schema` says more than titles and defaults."""
+    """Return whether `schema` has more than titles and defaults."""
     words = {"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", *_RARE}
     return any(name in schema for name in words.union(*_OF_TYPE.values()))
 
 
 def _merged(one: dict[str, Any], two: Any) -> dict[str, Any]:
-    """A schema of what both say. Raises Unenforceable where they say it with the same word."""
+    """Merge two schemas that both apply. Raises Unenforceable where they share a keyword."""
     if not isinstance(two, dict):
         raise Unenforceable("allOf")
     merged = {**one}
@@ -145,7 +145,7 @@ def _merged(one: dict[str, Any], two: Any) -> dict[str, Any]:
 
 
 def _judged(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """`schema` without what need not be looked at. Raises Unenforceable.
+    """Return `schema` without irrelevant keywords. Raises Unenforceable.
 
     Strict: llguidance has taken the schema, so what it knows nothing of is not there.
     """
@@ -167,7 +167,7 @@ def _judged(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
 
 
 def _typed(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """`schema` for each of its types."""
+    """Return `schema` for each of its types."""
     if "const" in schema:
         schema = {**schema, "enum": [schema["const"]]}
     declared = schema.get("type")
@@ -228,7 +228,7 @@ class _Closing:
         self._nodes = 0
 
     def alone(self, node: Any) -> Any:
-        """A schema that no other one in the same place adds properties to."""
+        """Close a schema to which no other one in its place adds properties."""
         if not isinstance(node, dict):
             return node
         parts = [word for word in (*_IN_PLACE, "$ref") if word in node]
@@ -244,7 +244,7 @@ class _Closing:
         return {**combined, "properties": properties, "additionalProperties": False}
 
     def _beside(self, node: Any) -> Any:
-        """A schema beside which others may name properties too: it is not closed itself."""
+        """Keep open a schema beside which others may name properties too."""
         if not isinstance(node, dict):
             return node
         inner = {key: value for key, value in self._inner(node).items() if key != "$ref"}
@@ -254,7 +254,7 @@ class _Closing:
         return {**inner, **parts}
 
     def _inner(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`node` with the schemas of an object's values and a list's items closed."""
+        """Return `node` with the schemas of an object's values and a list's items closed."""
         self._nodes += 1
         if self._nodes > _MOST_NODES:
             raise Unenforceable("a schema that leads to itself")
@@ -273,7 +273,7 @@ class _Closing:
         return node
 
     def _names(self, node: Any) -> dict[str, None] | None:
-        """Properties that a schema and those in its place name, in order; None: it is open to others."""
+        """Return the properties that a schema and those in its place name, in order; None: open."""
         if not isinstance(node, dict):
             return {}
         self._nodes += 1

@@ -1,4 +1,4 @@
-"""What is wrong with a JSON schema and where, in a sentence; and its `$ref`s that lead only to themselves."""
+"""Names a JSON schema's faults and their places in a sentence; and `$ref`s that lead only to themselves."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MOST_JUMPS = 16
 
 
 def place_of(pointer: str) -> str:
-    """Where a schema stands in a request's one."""
+    """Format a schema's place in a request's schema."""
     return f"at {pointer}" if pointer else "at the top"
 
 
 def _inner(node: dict[str, Any]) -> Iterator[tuple[Any, Any, str, Any]]:
-    """(what holds it, its key there, its path below `node`, the schema) of each schema in `node`."""
+    """Yield (parent, key there, path below `node`, schema) of each schema in `node`."""
     for word in _NAMED:
         if isinstance(named := node.get(word), dict):
             for key, inner in named.items():
@@ -78,7 +78,7 @@ class _Nodes:
                 left.append(target)
 
     def target(self, node: dict[str, Any]) -> tuple[Any, str] | None:
-        """What the `$ref` of `node` names, and where."""
+        """Return the target of a `$ref` of `node`, and its place."""
         if not isinstance(ref := node.get("$ref"), str):
             return None
         if ref in self._anchors:
@@ -87,7 +87,7 @@ class _Nodes:
         return (target, ref.partition("#")[2]) if isinstance(target, dict) else None
 
     def blocking(self, node: dict[str, Any], grounded: set[int]) -> dict[str, Any] | None:
-        """A schema without whose values `node` has none, and that has none so far."""
+        """Return a schema whose missing values leave `node` none."""
         target = self.target(node)
         must = [target[0]] if target is not None else []
         must += node["allOf"] if isinstance(node.get("allOf"), list) else []
@@ -103,7 +103,7 @@ def _is_in(schema: Any, grounded: set[int]) -> bool:
 
 
 def _circle(root: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """A schema whose `$ref` leads back to it whichever alternatives are taken, and its JSON pointer."""
+    """Return a schema whose `$ref` leads back to it through every alternative, and its JSON pointer."""
     nodes = _Nodes(root)
     grounded: set[int] = set()
     left = [node for node, _ in reversed(nodes.paths.values())]
@@ -128,7 +128,7 @@ def _circle(root: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
 
 
 def told(schema: dict[str, Any], check: Callable[[dict[str, Any]], str], problem: str) -> str:
-    """`problem`, which `check` finds in `schema`, as a sentence that names the place."""
+    """Put the `problem` that `check` finds in `schema` into a sentence that names the place."""
     if problem.startswith("circular references"):
         return "a `$ref` leads back to a schema that has other keywords beside it"
     try:
@@ -138,7 +138,7 @@ def told(schema: dict[str, Any], check: Callable[[dict[str, Any]], str], problem
 
 
 class _Search:
-    """Looks for the smallest schema that has the problem by itself."""
+    """Searches the smallest schema that has the problem by itself."""
 
     def __init__(self, schema: dict[str, Any], check: Callable[[dict[str, Any]], str], problem: str):
         self._whole = copy.deepcopy(schema)
@@ -172,7 +172,7 @@ class _Search:
         return node, path
 
     def _failing(self, node: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-        """The first schema in `node` that fails where all beside it allow anything; they do from then on."""
+        """Return the first schema in `node` that fails alone; the others allow anything from then on."""
         inner = [each for each in _inner(node) if isinstance(each[3], dict)]
         for holder, key, _, _ in inner:
             holder[key] = True
@@ -193,7 +193,7 @@ class _Search:
         return None
 
     def _word(self, node: dict[str, Any]) -> str:
-        """The keyword without which `node` has no problem, "" if there is none."""
+        """Return the keyword that causes the problem of `node`, "" if there is none."""
         for word in [word for word in node if word not in ("$defs", "definitions", "type")]:
             value = node.pop(word)
             fails = self._fails()

@@ -1,4 +1,4 @@
-"""JSON schemas as Lark rules, for values that a call does not write as one JSON object.
+"""JSON schemas as Lark rules, for values that a call writes in another form than one JSON object.
 
 | syntax | string                   | key   | words               | of                     |
 |--------|--------------------------|-------|---------------------|------------------------|
@@ -22,13 +22,13 @@ from .enforceable import Check
 from .json_schema import LOOSE, NO_SCHEMA, Unenforceable, branches, why_not
 
 Literal = Callable[[str], str]
-"""Text → a term of Lark, special tokens as tokens."""
+"""Spells text as a term of Lark, special tokens as tokens."""
 
 _ANY_TEXT = "(?s:.*)"
 MOST_COUNTED = 50
 """Letters of a bare text that its expression counts: with 100 llguidance's lexer gives up."""
 _LETTER = r'([^"\\\x00-\x1f\x7f]|\\(["\\nrtbf]|u[0-9a-c][0-9a-f]{3}))'
-"""Of a string in JSON's quotes and in Python's alike."""
+"""Pattern of a letter of a string, in JSON's quotes and in Python's."""
 _INTEGER = r"-?(0|[1-9][0-9]{0,17})"
 _NUMBER = _INTEGER + r"(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?"
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -50,12 +50,12 @@ PYTHON_WORDS = ('("True" | "true")', '("False" | "false")', '("None" | "null")')
 
 
 def plain(text: str) -> str:
-    """Text as a term of Lark, letter by letter: no control token, whatever it says."""
+    """Spell text as a term of Lark, letter by letter: no control token, whatever it says."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def regex_of(text: str) -> str:
-    """A regular expression for `text`, to stand between slashes."""
+    """Return a regular expression for `text`, to stand between slashes."""
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")
 
 
@@ -63,12 +63,12 @@ _ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"
 
 
 def ascii_classes(regex: str) -> str:
-    r"""`\d` and `\w` mean ASCII, as in JSON schemas (ECMA-262) and in vLLM; llguidance's are of Unicode."""
+    r"""Give `\d` and `\w` their ASCII meaning, as in JSON schemas and vLLM; llguidance's are Unicode."""
     return re.sub(r"\\(.)", lambda escape: _ASCII.get(escape[1], escape[0]), regex, flags=re.DOTALL)
 
 
 def but_not(texts: Sequence[str], last: str = "") -> str:
-    """The rest of a terminal whose text holds none of `texts`, and `last` nowhere but at its end."""
+    """End a terminal whose text holds none of `texts`, and `last` nowhere but at its end."""
     patterns = [f"({'|'.join(map(regex_of, texts))}){_ANY_TEXT}"] if texts else []
     if last:
         patterns.append(f"{regex_of(last)}(?s:.+)")
@@ -76,7 +76,7 @@ def but_not(texts: Sequence[str], last: str = "") -> str:
 
 
 def text_regex(schema: dict[str, Any]) -> str:
-    """The regular expression of a bare string. Raises Unenforceable."""
+    """Return the regular expression of a bare string. Raises Unenforceable."""
     if "format" in schema:
         raise Unenforceable(f"format {schema['format']!r} of a text that is written without quotes")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
@@ -99,11 +99,11 @@ def text_regex(schema: dict[str, Any]) -> str:
 
 
 _ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
-"""The end of a text, and not a dollar sign."""
+"""Matches a text's end, and no dollar sign."""
 
 
 def _in_slashes(regex: str) -> str:
-    """`regex` to stand between slashes; those that it has escaped itself stay."""
+    """Put `regex` between slashes; its own escapes stay."""
     return re.sub(r"\\.|/", lambda each: r"\/" if each[0] == "/" else each[0], regex, flags=re.DOTALL)
 
 
@@ -135,7 +135,7 @@ class ValueRules:
         return self.terminal("/[ \\n]{1,8}/") + "?" if self.syntax.spaces else ""
 
     def term(self, schema: Any) -> str:
-        """A term for values that are as `schema` says. Raises Unenforceable."""
+        """Return a term for values by `schema`. Raises Unenforceable."""
         key = json.dumps(schema, sort_keys=True, default=str)
         if (name := self._made.get(key)) is None:
             name = self._made[key] = self._name()  # first: a schema may hold itself
@@ -143,7 +143,7 @@ class ValueRules:
         return name
 
     def spelled(self, value: Any) -> str:
-        """A term for just `value`. Raises Unenforceable."""
+        """Return a term for just `value`. Raises Unenforceable."""
         syntax = self.syntax
         if syntax.quote and isinstance(value, str):
             if any(text in value for text in (syntax.quote, *syntax.never)):
@@ -161,13 +161,13 @@ class ValueRules:
         return plain(text)
 
     def key(self, name: str) -> str:
-        """A term for a member's name and what stands before its value."""
+        """Return a term for a member's name and the text before its value."""
         if self.syntax.quote and re.fullmatch(r"\w+", name):
             return plain(f"{name}:")
         return f'{self.spelled(name)} ":" {self._space}'
 
     def members(self, pairs: Sequence[tuple[str, bool]]) -> str:
-        """A term for members in this order; each is (term, whether it must be there)."""
+        """Return a term for members in this order; each is (term, whether it is required)."""
         if not pairs:
             return ""
         comma = f'"," {self._space}'
@@ -183,7 +183,7 @@ class ValueRules:
     # ----------------------------------------------------------------- schemas
 
     def alternatives(self, schema: Any) -> list[dict[str, Any]]:
-        """`branches` of the schema, without what they have no form for. Raises Unenforceable if strict."""
+        """Return `branches` of the schema that have a form. Raises Unenforceable for others if strict."""
         try:
             return branches(schema, self.root, True)
         except Unenforceable as error:
@@ -194,7 +194,7 @@ class ValueRules:
             return [{}]
 
     def one_object(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """`schema` as one object's. Raises Unenforceable for alternatives of whole objects if strict."""
+        """Return `schema` as one object's. Raises Unenforceable for alternatives of objects if strict."""
         objects = [each for each in self.alternatives(schema) if each.get("type", "object") == "object"]
         if len(objects) == 1:
             return objects[0]
@@ -208,7 +208,7 @@ class ValueRules:
         return {"properties": properties, "required": [*set[str].intersection(*needed)] if needed else []}
 
     def as_far_as_can_be(self, branch: dict[str, Any], make: Callable[[dict[str, Any]], _T]) -> _T | None:
-        """`make(branch)`, or of what can be enforced of it; None: nothing. Raises Unenforceable if strict."""
+        """Return `make(branch)`, or of its enforceable part, or None. Raises Unenforceable if strict."""
         left: tuple[str, ...] = ()
         for words in ((*LOOSE, *_BOUNDS), ("minLength", "maxLength"), None):
             try:
@@ -231,7 +231,7 @@ class ValueRules:
         return " | ".join(dict.fromkeys(terms or [self._anything()]))
 
     def values(self, values: Sequence[Any], spell: Callable[[Any], str]) -> list[str]:
-        """Terms of certain values, those left out that the format can't hold. Raises Unenforceable."""
+        """Return terms of enumerated values that the format can hold. Raises Unenforceable."""
         terms: list[str] = []
         for value in values:
             try:
@@ -243,7 +243,7 @@ class ValueRules:
         return terms
 
     def _branch(self, schema: dict[str, Any]) -> str:
-        """A term for a schema of one type, or of certain values."""
+        """Return a term for a schema of one type, or of enumerated values."""
         if "enum" in schema:
             return " | ".join(self.values(schema["enum"], self.spelled))
         match schema.get("type"):
@@ -321,7 +321,7 @@ class ValueRules:
         return f'"{{" {space} {self.members(members)} {space} "}}"'
 
     def _map(self, values: Any) -> str:
-        """Members of any name."""
+        """Return members of any name."""
         if self.syntax.quote:
             key = self.terminal("/[A-Za-z_][A-Za-z0-9_]{0,60}:/")
         else:
@@ -351,7 +351,7 @@ class ValueRules:
         return f"{self.prefix}_{self._names}"
 
     def rule(self, body: str) -> str:
-        """The name of a new rule."""
+        """Add a rule; returns its name."""
         name = self._name()
         self._rule_as(name, body)
         return name
@@ -360,11 +360,11 @@ class ValueRules:
         self.rules.append(f"{name}: {body}")
 
     def terminal(self, body: str) -> str:
-        """The name of a terminal, the same one for the same body."""
+        """Return the name of a terminal, the same one for the same body."""
         return self.terminals.setdefault(f": {body}", f"T_{len(self.terminals)}")
 
     def bare(self, body: str, end: str, never: Sequence[str], pad: str = "", also: str = "") -> str:
-        """A term for text that is `body` and holds none of `never`, and `end` behind it.
+        """Return a term for text that is `body` and holds none of `never`, and `end` behind it.
 
         pad   stands before an `end` that is no control token; also: further words of that terminal
         """
@@ -374,5 +374,5 @@ class ValueRules:
         return self.closed(f"/{body}{pad}{regex_of(end)}/{but_not(never, last=end)}{also}")
 
     def closed(self, body: str) -> str:
-        """As `terminal`, of a text that is over as soon as it can be."""
+        """Return the name of a terminal whose text ends as soon as it can."""
         return self.terminals.setdefault(f"[lazy]: {self.terminal(body)}", f"t_{len(self.terminals)}")

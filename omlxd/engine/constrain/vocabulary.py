@@ -1,4 +1,4 @@
-"""What constraints know of a tokenizer and its model: ends of turns, thinking tags, spaces, digits."""
+"""A tokenizer's and model's facts for constraints: ends of turns, thinking tags, spaces, digits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 MOST_DIGITS = 19
 """Digits in a row of a JSON number: all of int64, and more than a double has."""
 MOST_EXPONENT = 2
-"""Digits of its exponent: 1e99 is a double, 1e999 is infinite, which JSON lacks."""
+"""Digits of a JSON number's exponent: 1e99 is a double, 1e999 is infinite, which JSON lacks."""
 _TAIL = 24
 _RUN = re.compile(r"([eE][+-]?)?([0-9]*)\Z")
 _IN_TEXT = ('"', "x")
-"""Where one of these may follow, digits are part of a text."""
+"""Beginnings of texts in which digits are no number."""
 
 
 class Vocabulary:
@@ -50,14 +50,14 @@ class Vocabulary:
         self._longest = int(self._digits.max(initial=0))
 
     def plain_start(self, text: bytes) -> int:
-        """The token that begins `text` where no part of it is a control token."""
+        """Return the token that begins `text` where no part of it is a control token."""
         return self._matcher.greedy_tokenize(text.decode(errors="ignore"))[0]
 
     def is_control(self, token: int) -> bool:
         return self._matcher.is_special_token(token)
 
     def add(self, tail: str, token: int) -> str:
-        """The end of a text that goes on with `token`, as `end_digits` needs it."""
+        """Return the end of a text that goes on with `token`, for `end_digits`."""
         return (tail + self._matcher.decode_str([token]))[-_TAIL:]
 
     def end_digits(self, tail: str, mask: np.ndarray) -> None:
@@ -76,6 +76,6 @@ class Vocabulary:
 
 
 def _single(tokenizer: Any, *texts: str) -> set[int]:
-    """The tokens of those texts that are one token."""
+    """Return the ids of the texts that are one token."""
     spelled = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
     return {ids[0] for ids in spelled if len(ids) == 1}

@@ -27,15 +27,15 @@ _GEMMA = re.compile(
     r"|,(?P<last>)(?=\s*+[\]}])",
     re.DOTALL,
 )
-"""What Gemma writes otherwise than JSON does, and strings, so that nothing within them is looked at. Words
-are taken whole, from their beginning: else a model that repeats itself takes minutes.
+"""Matches Gemma's deviations from JSON, and strings, so that nothing within them is replaced. Words are taken
+whole, from their beginning: else a model that repeats itself takes minutes.
 """
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 _decoder = json.JSONDecoder(strict=False)
 
 
 def gemma_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """(name, arguments) of each call; None: `text` holds something else. Raises anything."""
+    """Return (name, arguments) of each call; None for other text. Raises anything."""
     text = _GEMMA.sub(_in_json, text).strip()
     values: list[Any] = []
     at = 0
@@ -66,7 +66,7 @@ _PYTHONIC = re.compile(
 
 
 _PAIR = re.compile(r"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-"""One letter as JSON escapes it."""
+"""Matches the two JSON escapes of one letter."""
 
 
 def pythonic_calls(
@@ -76,7 +76,7 @@ def pythonic_calls(
     names: list[str] = []
 
     def allowed(match: re.Match[str]) -> str:
-        """What Python allows: models leave newlines in strings, and names may be its keywords."""
+        """Spell a match as Python allows: models leave newlines in strings, and names may be its keywords."""
         match match.lastgroup:
             case "string":
                 paired = _PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), match[0])

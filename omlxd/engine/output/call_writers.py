@@ -1,4 +1,4 @@
-"""Sends a tool call's arguments while the model still writes them.
+"""Writes a tool call's arguments while the model still generates them.
 
 The pieces are the bytes of the finished call's JSON. A string goes out letter by letter, any other value when
 it is complete, a parameter between tags at its end tag. Nothing goes out before the first member begins, so
@@ -25,11 +25,11 @@ from ..constrain.call_formats import MAX_HEAD, READINGS, TagReading
 from .tool_calls import NAME, coerce, json_text, loads, typed_text
 
 Parameters = Callable[[str], Mapping[str, Set[str]]]
-"""A tool's name → the JSON types that each parameter may have: `ToolCallReader.parameters`."""
+"""Looks up a tool's name → the JSON types that each parameter may have: `ToolCallReader.parameters`."""
 
 
 class Writer:
-    """Takes the text of a call. This one can tell nothing of it before it is whole.
+    """Takes the text of a call. This class writes nothing before the call is complete.
 
     name       of the tool; "" until it is known
     arguments  JSON text that is certain
@@ -47,38 +47,38 @@ class Writer:
 
     @property
     def in_string(self) -> bool:
-        """The text so far ends inside a JSON string, so that a tag there is part of it."""
+        """Whether the text so far ends inside a JSON string, so that a tag there is part of it."""
         return False
 
     @property
     def rest(self) -> str:
-        """What has come and is in `arguments` in no form."""
+        """Text that `arguments` does not have yet, in any form."""
         return self._text
 
     @property
     def members(self) -> str:
-        """The members that are whole, as an object."""
+        """Complete members, as an object."""
         return "{}"
 
     def feed(self, text: str) -> None:
         self._text += text
 
     def close(self) -> bool:
-        """The call's text has ended. False: it is no whole call."""
+        """End the call's text. False: it is no complete call."""
         return False
 
     def cut(self) -> str:
-        """The arguments with what is known of the member that was cut off."""
+        """Return the arguments, with the known part of the member that was cut off."""
         return self.arguments
 
     def news(self) -> str:
-        """Arguments that have not been given out."""
+        """Return the arguments that were not returned before."""
         news, self._sent = self.arguments[self._sent :], len(self.arguments)
         return news
 
 
 class TagWriter(Writer):
-    """A head that holds the name, then parameters, each a key and a value between tags."""
+    """Reads a head with the name, then parameters, each a key and a value between tags."""
 
     def __init__(self, parameters: Parameters, tags: TagReading):
         super().__init__(parameters)
@@ -127,8 +127,8 @@ class TagWriter(Writer):
         return True
 
     def _pass_over(self, at: int) -> None:
-        """The last end tag, at `at`, ends no value yet. Look at it again while the text after it may change
-        that, else look for the next tag.
+        """Pass over an end tag at `at` that ends no value yet, as long as the text behind it may change
+        that.
         """
         behind = at + len(self._tags.close)
         rest = self._text[behind:].lstrip()
@@ -147,13 +147,13 @@ _HEAD = re.compile(
 _KEY = re.compile(rf"\s*({_STRING})\s*:\s*(?=\S)", re.DOTALL)
 _LETTERS = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
 _LONE = re.compile(r'\\(?:[^"\\/bfnrtu]|u[0-9a-fA-F]{0,3}[^0-9a-fA-F])')
-"""A backslash that begins no escape: see `whole_escapes`."""
+"""Matches a backslash that begins no escape: see `whole_escapes`."""
 _HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 _NEXT = re.compile(r"\s*([,}])")
 
 
 class JsonWriter(Writer):
-    """`{"name": "NAME", "arguments": {…}}`."""
+    """Reads `{"name": "NAME", "arguments": {…}}`."""
 
     def __init__(self, parameters: Parameters):
         super().__init__(parameters)
@@ -247,7 +247,7 @@ class JsonWriter(Writer):
         return True
 
     def _letters(self) -> bool:
-        """Letters of a string. Half of a pair of surrogates waits for the other."""
+        """Take letters of a string. Half of a pair of surrogates waits for the other."""
         if match := _LETTERS.match(self._text):
             letters = match[0]
             half = _HIGH_HALF.search(letters)
@@ -270,7 +270,7 @@ class JsonWriter(Writer):
         return False
 
     def _value(self) -> bool:
-        """A value of any other kind, taken once it is whole."""
+        """Take a value of another kind, once it is complete."""
         end = self._value_end()
         if end is None:
             return False
@@ -286,7 +286,7 @@ class JsonWriter(Writer):
         return True
 
     def _value_end(self) -> int | None:
-        """Where the value ends, if that is known; goes on from where it stopped looking."""
+        """Return the end of the value, if known; goes on from where the last search stopped."""
         text = self._text
         while self._at < len(text):
             letter = text[self._at]
@@ -326,7 +326,7 @@ class JsonWriter(Writer):
 
 
 def writer_for(text: str, parameters: Parameters) -> Writer:
-    """The writer for a call that begins so; a plain one if none can tell (yet), or names are quoted."""
+    """Return the writer for a call's beginning; a plain one while none fits, or if names are quoted."""
     begins = text.lstrip()
     if begins.startswith("{"):
         return JsonWriter(parameters)

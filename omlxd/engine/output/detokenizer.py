@@ -23,7 +23,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """`table`: token id → its bytes. Invalid UTF-8 becomes U+FFFD."""
+    """Decodes by `table`: token id → its bytes. Invalid UTF-8 becomes U+FFFD."""
 
     __slots__ = ("_decoder", "_table")
 
@@ -40,7 +40,7 @@ class ByteDetokenizer:
 
 
 class WrappedDetokenizer:
-    """mlx-lm's streaming detokenizer. `vocab_size`: of the tokenizer's own vocabulary."""
+    """Wraps mlx-lm's streaming detokenizer. `vocab_size`: of the tokenizer's own vocabulary."""
 
     __slots__ = ("_inner", "_vocab_size")
 
@@ -61,14 +61,14 @@ class WrappedDetokenizer:
 
 
 def detokenizer(tokenizer: Any) -> Detokenizer:
-    """A fresh one for `tokenizer` (mlx-lm's TokenizerWrapper). The first call builds its table."""
+    """Make a detokenizer for `tokenizer` (mlx-lm's TokenizerWrapper). The first call builds its table."""
     if not _byte_level(tokenizer):
         return WrappedDetokenizer(tokenizer.detokenizer, len(tokenizer))
     return ByteDetokenizer(_table(tokenizer))
 
 
 def bytes_of(tokenizer: Any, token: int) -> bytes:
-    """The bytes that `token` stands for; b"" if it is not in the tokenizer's vocabulary."""
+    """Return the bytes of `token`; b"" if it is not in the tokenizer's vocabulary."""
     if _byte_level(tokenizer):
         table = _table(tokenizer)
         return table[token] if token < len(table) else b""
@@ -81,7 +81,7 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
 
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-"""How SentencePiece spells a byte that is in no other piece; a space is "▁"."""
+"""Matches SentencePiece's spelling of a byte that is in no other piece; a space is "▁"."""
 
 
 def _byte_level(tokenizer: Any) -> bool:
@@ -91,7 +91,7 @@ def _byte_level(tokenizer: Any) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _table(tokenizer: Any) -> list[bytes]:
-    """The bytes of each token. Added tokens stand for themselves, the others are byte-level spelling."""
+    """Return the bytes of each token. Added tokens stand for themselves, others are byte-level."""
     added = {int(index): str(token) for index, token in tokenizer.added_tokens_decoder.items()}
     spelled = _byte_of_letter()
     table: list[bytes] = []
@@ -106,7 +106,7 @@ def _table(tokenizer: Any) -> list[bytes]:
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """GPT-2's spelling: printable bytes as themselves, the others from U+0100 on in their order."""
+    """Map GPT-2's letters to bytes: printable bytes as themselves, others from U+0100 on in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -27,7 +27,7 @@ from .tool_calls import MAX_NAME, NAME, json_text
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ = CONTROLS
 _NAMED = '{"name": '
 _MAX_HEADER = 300
-"""Letters of a header; what is longer, or has two lines, is none."""
+"""Letters of a header at most; longer text, or of two lines, is none."""
 _NAME = re.compile(r"\s*(analysis|commentary|final)")
 _TO = re.compile(r"to=\s*(\S+)")
 _ROLES = ("assistant", "user", "system", "developer", "tool", "all")
@@ -82,7 +82,7 @@ class HarmonySplitter:
             self._show(text)
 
     def control(self, tag: str) -> None:
-        """One of `CONTROLS`."""
+        """Take one of `CONTROLS`."""
         in_header = self._state is None and self._plain is None
         if tag == _MESSAGE and in_header:
             self._open()
@@ -96,7 +96,7 @@ class HarmonySplitter:
             self._channel = " " if tag == _CHANNEL else ""
 
     def finish(self, ended: bool) -> None:
-        """No more text. `ended`: the model ended its turn, it was not cut off."""
+        """End the text. `ended`: the model ended its turn, it was not cut off."""
         self._end(ended)
 
     # ----------------------------------------------------------------- headers
@@ -117,7 +117,7 @@ class HarmonySplitter:
             self._spill()
 
     def _spill(self) -> None:
-        """What was taken for a header is text."""
+        """Pass on as text what was taken for a header."""
         text = (self._role + _NAME.sub("", self._channel, count=1)).lstrip()
         self._position -= len(text)
         self._plain = Splitter(self._tags, self._sink)
@@ -126,7 +126,7 @@ class HarmonySplitter:
         self._plain.feed(text)
 
     def _open(self) -> None:
-        """The header is whole."""
+        """Begin the message of a complete header."""
         named = _NAME.match(self._channel)
         channel = named[1] if named else ""
         to = _TO.search(f"{self._role} {self._channel}")
@@ -153,7 +153,7 @@ class HarmonySplitter:
         self._gap = "\n\n" if state in self._shown else ""
 
     def _begin_unread(self) -> None:
-        """Answer that should have been a call."""
+        """Begin an answer that should have been a call."""
         self._begin(State.ANSWER)
         self._gap += f"to={self._recipient} "
 
@@ -173,7 +173,7 @@ class HarmonySplitter:
         show(shown)
 
     def _end(self, ended: bool) -> None:
-        """The message is over; a header follows, or nothing."""
+        """End the message; a header follows, or nothing."""
         if self._plain is not None:
             self._plain.finish(ended)
             self._shown.add(State.ANSWER)

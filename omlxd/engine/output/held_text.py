@@ -1,4 +1,4 @@
-"""Text held back until what follows decides: beginnings of tags and stop strings, trailing space."""
+"""Holds text back until its continuation decides: beginnings of tags and stop strings, trailing space."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Beginnings:
-    """Looks for `words`, and how much of a text's end may be the beginning of one."""
+    """Finds `words`, and how much of a text's end may begin one."""
 
     __slots__ = ("_firsts", "_longest", "_words", "search")
 
@@ -18,7 +18,7 @@ class Beginnings:
         self.search = re.compile("|".join(map(re.escape, self._words)) or r"(?!)").search
 
     def held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a word without completing it."""
+        """Return the length of the longest end of `text` that begins a word without completing it."""
         end = text[max(len(text) - self._longest + 1, 0) :] if self._longest > 1 else ""
         for at, letter in enumerate(end):
             if letter in self._firsts and any(word.startswith(end[at:]) for word in self._words):
@@ -41,7 +41,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Text that may be shown now. Of two stops the one that ends first wins, then the longer."""
+        """Return the text to show now. Of two stops the one that ends first wins, then the longer."""
         if self.matched is not None or not self._stops or self.off:
             return "" if self.matched is not None else text
         text = self._held + text
@@ -55,7 +55,7 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """What was held back: no more text follows that could complete it."""
+        """Return the held text: no more text follows that could complete a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -69,7 +69,7 @@ class TrailingSpaces:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Text that may be shown now."""
+        """Return the text that may be shown now."""
         kept = text.rstrip()
         if not kept:
             self._held += text
@@ -83,10 +83,10 @@ class TrailingSpaces:
         return len(self._held)
 
     def drop(self) -> None:
-        """A tag follows."""
+        """Drop the held space before a tag."""
         self._held = ""
 
     def flush(self) -> str:
-        """Nothing follows."""
+        """Drop the held space at the end."""
         held, self._held = self._held, ""
         return held

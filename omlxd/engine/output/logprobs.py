@@ -17,7 +17,7 @@ from .detokenizer import bytes_of
 
 
 class AnswerLogprobs:
-    """Positions are in letters. Unused unless a token comes with a likelihood."""
+    """Queues likelihoods by position in letters. Unused unless a token comes with a likelihood."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -28,7 +28,7 @@ class AnswerLogprobs:
         self._dropped = 0
 
     def spelled(self, token: int, likelihood: Likelihood) -> TokenLogprob:
-        """A token as clients see it."""
+        """Return a token in clients' spelling."""
         text, raw = _spelled(self._tokenizer, token)
         top = [(_spelled(self._tokenizer, id), value) for id, value in likelihood.top]
         return TokenLogprob(
@@ -40,14 +40,14 @@ class AnswerLogprobs:
         )
 
     def add(self, token: int, text: str, likelihood: Likelihood | None) -> None:
-        """A token that made `text` certain; it may be empty, or hold what was held back before."""
+        """Add a token that made `text` certain; it may be empty, or hold what was held back before."""
         if likelihood is not None:
             logprob = self.spelled(token, likelihood)
             self._pending.append((self._raw, self._raw + len(text), logprob))
         self._raw += len(text)
 
     def answer(self, length: int, end: int) -> None:
-        """The raw text's `length` letters up to `end` are answer."""
+        """Note that the raw text's `length` letters up to `end` are answer."""
         start = end - length
         while self._pending and self._pending[0][0] < end:
             at, stop, logprob = self._pending.popleft()
@@ -56,12 +56,12 @@ class AnswerLogprobs:
         self._answer += length
 
     def other(self, end: int) -> None:
-        """The raw text up to `end` is no answer."""
+        """Note that the raw text up to `end` is no answer."""
         while self._pending and self._pending[0][1] <= end and self._pending[0][0] < end:
             self._pending.popleft()
 
     def take(self, end: int) -> tuple[TokenLogprob, ...]:
-        """Those that begin before letter `end` of the answer, which go out now."""
+        """Take the log-probabilities of tokens before letter `end` of the answer, which go out now."""
         taken = []
         while self._queue and self._queue[0][0] < end:
             at, logprob = self._queue.popleft()
@@ -69,13 +69,13 @@ class AnswerLogprobs:
         return tuple(taken)
 
     def drop(self, end: int, length: int) -> None:
-        """The `length` letters of the answer up to `end` go out never."""
+        """Drop the `length` letters of the answer up to `end`, which never go out."""
         self.take(end)
         self._dropped += length
 
 
 def _spelled(tokenizer: Any, token: int) -> tuple[str, bytes]:
-    """A token's text, and its bytes if that can't tell them."""
+    """Return a token's text, and its bytes if the text is ambiguous."""
     raw = bytes_of(tokenizer, token)
     try:
         return raw.decode(), b""

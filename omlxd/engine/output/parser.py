@@ -27,7 +27,7 @@ from .tool_calls import ParsedCall, ToolCallReader, valid_object
 
 _HERMES = CallTags(opening_of(HERMES), HERMES.after.rpartition("\n")[2])
 _BARE_FUNCTION = CallTags(*CODER.inner, in_text=True)
-"""Qwen's coders at times leave out the `<tool_call>` around it."""
+"""Matches a call without the `<tool_call>` that Qwen's coders at times leave out."""
 
 
 class OutputParser:
@@ -89,12 +89,12 @@ class OutputParser:
 
     @property
     def current(self) -> OutputParser:
-        """The parser whose state counts: this one. `GuessingParser` may replace its own."""
+        """The parser in charge: this one. `GuessingParser` may replace its own."""
         return self
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come: a stop string was found, or the one call is made."""
+        """Whether the answer is over: a stop string was found, or the one call is made."""
         return self._sink.ended
 
     @property
@@ -103,17 +103,17 @@ class OutputParser:
 
     @property
     def first_tag(self) -> str:
-        """The first tag that ended a thought, or began one or a call; "": none so far."""
+        """First tag that ended a thought, or began one or a call; "": none so far."""
         return self._splitter.first_tag if isinstance(self._splitter, Splitter) else ""
 
     @property
     def closes_unopened(self) -> bool:
-        """Whether that is the end of a thought which no tag of the answer opened."""
+        """Whether `first_tag` ends a thought which no tag of the answer opened."""
         return bool(self.first_tag) and self.first_tag == self._think_end
 
     @property
     def in_answer(self) -> bool:
-        """Whether the next letter would be the answer's."""
+        """Whether the next letter belongs to the answer."""
         return self._splitter.in_answer
 
     @property
@@ -121,7 +121,7 @@ class OutputParser:
         return self._sink.stops.matched
 
     def add_token(self, token: int, likelihood: Likelihood | None = None) -> list[chat.Event]:
-        """Events that `token` makes certain. `likelihood`: where log-probabilities are asked for."""
+        """Return the events that `token` makes certain. `likelihood`: if log-probabilities are asked for."""
         self._sink.stops.off = self._stopless > 0
         self._stopless -= 1
         if tag := self._controls.get(token):
@@ -137,7 +137,7 @@ class OutputParser:
         return events
 
     def spelled(self, token: int, likelihood: Likelihood) -> chat.TokenLogprob:
-        """As clients see it; it is no part of the answer."""
+        """Return a token in clients' spelling, outside of the answer."""
         return self._sink.logprobs.spelled(token, likelihood)
 
     def _control(self, token: int, tag: str) -> list[chat.Event]:
@@ -149,13 +149,13 @@ class OutputParser:
         return events + self._sink.take()
 
     def add_text(self, text: str) -> list[chat.Event]:
-        """Events that `text` makes certain."""
+        """Return the events that `text` makes certain."""
         if text and not self.ended:
             self._splitter.feed(text)
         return self._sink.take()
 
     def finish(self, reason: chat.FinishReason) -> list[chat.Event]:
-        """The last events. `reason` `length` means that the text was cut off."""
+        """Return the last events. `reason` `length`: the text was cut off."""
         if not self.ended:
             self._sink.muted = self._must_call and reason == "length"
             self._splitter.feed(self._detokenizer.finish())
@@ -165,7 +165,7 @@ class OutputParser:
 
 
 class _EventSink(Sink):
-    """Turns what the splitter calls into events."""
+    """Turns the splitter's calls into events."""
 
     splitter: Splitter | HarmonySplitter
 
@@ -229,7 +229,7 @@ class _EventSink(Sink):
         self._events.append(chat.ToolCall(self._id, self._writer.name, self._writer.arguments))
 
     def _end_live(self, truncated: bool) -> None:
-        """The call under way is over, and not whole."""
+        """End the call under way, which is incomplete."""
         writer = self._writer
         self._called = True
         arguments = writer.cut() if truncated and not writer.dead else writer.arguments
@@ -307,14 +307,14 @@ class _EventSink(Sink):
         return True
 
     def _is_begun(self, call: ParsedCall) -> bool:
-        """Whether what has gone out is the beginning of `call`."""
+        """Return whether the sent part begins `call`."""
         return self._writer.name == call.name and call.arguments.startswith(self._writer.arguments)
 
     def is_call(self, text: str) -> bool:
         return self._reader.read(text) is not None
 
     def boundary(self) -> None:
-        """A stop string never spans a tag, so what was held back for one is text."""
+        """Release held text at a tag, which no stop string spans."""
         if not self.ended:
             self._say(self.stops.flush())
         self.logprobs.drop(self._passed, self._spaces.held)
@@ -344,7 +344,7 @@ class _EventSink(Sink):
 
 
 def _new_id() -> str:
-    """Unique over all requests, as clients keep results by it."""
+    """Make an id that is unique over all requests, as clients keep results by it."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -353,7 +353,7 @@ def _new_id() -> str:
 
 @dataclass(slots=True, frozen=True)
 class _Facts:
-    """What the parser needs of a tokenizer.
+    """A tokenizer's facts for the parser.
 
     hidden    ids that are no text outside a call; dropped: nowhere (end of turn, padding)
     controls  harmony's tags by their ids; empty: another model
@@ -366,7 +366,7 @@ class _Facts:
 
 
 def prepare(tokenizer: Any) -> None:
-    """Do at load time what else the first request would wait for: tables over the whole vocabulary."""
+    """Build at load time the tables over the vocabulary, for which the first request would wait."""
     _facts_of(tokenizer)
     detokenizer(tokenizer)
 

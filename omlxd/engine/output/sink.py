@@ -1,4 +1,4 @@
-"""A request's output side: tokens in from the engine thread, events out to the front.
+"""The output side of requests: tokens in from the engine thread, events out to the front.
 
 One thread serves all requests; the events of one step leave in one frame.
 """
@@ -28,11 +28,11 @@ Work = Callable[[], list[tuple[int, chat.Event]]]
 
 
 MOST_EVENTS = 256
-"""A frame leaves once it has this many: else none leaves while tokens come as fast as they are parsed."""
+"""Events of a frame: more would hold it back while tokens come as fast as they are parsed."""
 
 
 class OutputThread:
-    """Runs work in order and sends what it gives, as much as is there in one frame."""
+    """Runs work in order and sends its events, as many as there are in one frame."""
 
     def __init__(self, send: Callable[[tuple[tuple[int, chat.Event], ...]], None]):
         self._send = send
@@ -72,7 +72,7 @@ class OutputThread:
                 self._send_all(events)
 
     def _send_all(self, events: list[tuple[int, chat.Event]]) -> None:
-        """In one frame, or else each event alone: this thread serves everybody, and must not end."""
+        """Send events in one frame, or else each alone: this thread serves everybody, and must not end."""
         try:
             self._send(tuple(events))
             return
@@ -130,7 +130,7 @@ class RequestSink:
         self._output.put(lambda: self._emit([event]))
 
     def echo(self, text: str) -> None:
-        """Text of the prompt that the client wants back."""
+        """Send text of the prompt that the client wants back."""
         self._output.put(lambda: self._emit([chat.TextDelta(text)]))
 
     def take(self, drawn: Seq[Drawn], count: Callable[[], None]) -> None:
@@ -157,7 +157,7 @@ class RequestSink:
     # ----------------------------------------------------------------- any thread
 
     def abandon(self) -> None:
-        """The client has gone away: nobody hears what is still to come."""
+        """Drop the events to come, since the client has gone."""
         self._output.put(self._abandon)
 
     # ----------------------------------------------------------------- output thread
@@ -177,7 +177,7 @@ class RequestSink:
         return [(self._id, event) for event in events]
 
     def _guarded(self, work: Work) -> list[tuple[int, chat.Event]]:
-        """A request whose output breaks fails: else its client would wait for ever."""
+        """Fail a request whose output breaks: else its client would wait for ever."""
         try:
             return [] if self._ended else work()
         except Exception as error:
@@ -258,7 +258,7 @@ def _nothing() -> None:
 
 
 def _joined(events: list[tuple[int, chat.Event]]) -> list[tuple[int, chat.Event]]:
-    """Text behind text, without logprobs, as one event: a client reads one for each pass."""
+    """Join texts in a row, without logprobs, into one event: a client reads one for each pass."""
     joined: list[tuple[int, chat.Event]] = []
     for id, event in events:
         match joined[-1][1] if joined else None, event:
@@ -272,14 +272,14 @@ def _joined(events: list[tuple[int, chat.Event]]) -> list[tuple[int, chat.Event]
 
 
 def _cut(usage: chat.Usage, tokens: int) -> chat.Usage:
-    """`usage` of an answer that a stop string ends after so many tokens. The first was no guess."""
+    """Cut `usage` to an answer that a stop string ends after so many tokens. The first was no draft token."""
     names = ("accepted", "model_accepted", "predicted_accepted")
     held = {name: min(getattr(usage, name), tokens - 1) for name in names}
     return replace(usage, completion_tokens=tokens, **held)
 
 
 def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
-    """Counts of a sequence as it stands. `now`: on the monotonic clock; None: the time."""
+    """Return the counts of a sequence now. `now`: monotonic time; None: the time."""
     now = now or time.monotonic()
     ttft_s = sequence.stats.first_token_s or now - sequence.stats.asked
     prefill_s = sequence.stats.prefill_s + (

@@ -32,7 +32,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True, frozen=True)
 class CallTags:
-    """`end` "": the call runs to the end of the output. `in_text`: the tags belong to the call's text."""
+    """Tags of a call. `end` "": it runs to the output's end. `in_text`: the tags are part of the text."""
 
     start: str
     end: str
@@ -41,14 +41,14 @@ class CallTags:
 
 @dataclass(slots=True, frozen=True)
 class Tags:
-    """Empty: no such markup. No tag may be the beginning of another."""
+    """Tags of thoughts and calls; empty: no such markup. No tag may be the beginning of another."""
 
     think_start: str = ""
     think_end: str = ""
     calls: tuple[CallTags, ...] = ()
 
     def of(self, state: State) -> tuple[str, ...]:
-        """Tags that mean something in `state` (ANSWER or REASONING)."""
+        """Return the tags that mean something in `state` (ANSWER or REASONING)."""
         tags = [self.think_start, self.think_end]
         if state is State.ANSWER:
             tags += [tag for call in self.calls for tag in (call.start, call.end)]
@@ -56,7 +56,7 @@ class Tags:
 
 
 class Sink:
-    """What a `Splitter` calls, in the text's order; a subclass overrides what it needs.
+    """Receives a `Splitter`'s output in the text's order; a subclass overrides what it needs.
 
     answer, reasoning  text, without space at the beginning of a block
     call_begins        what looks like a call follows, by `call_text`
@@ -93,7 +93,7 @@ class Sink:
 
 
 class Splitter:
-    """Text in by `feed`, in any chunks; then `finish` once.
+    """Splits text from `feed`, in any chunks; then `finish` once.
 
     held  a grammar writes the answer: tags in it are its text
     """
@@ -101,9 +101,9 @@ class Splitter:
     def __init__(self, tags: Tags, sink: Sink, state: State = State.ANSWER, held: bool = False):
         self.state = state
         self.position = 0
-        """Letters of the text that have been dealt with."""
+        """Letters of the text that are done."""
         self.first_tag = ""
-        """The first that ended a thought, or began one or a call."""
+        """First tag that ended a thought, or began one or a call."""
         self._tags = tags
         self._sink = sink
         self._all_text = False  # nothing is markup any more
@@ -128,7 +128,7 @@ class Splitter:
             pass
 
     def finish(self, ended: bool) -> None:
-        """No more text. `ended`: the model ended its turn, it was not cut off."""
+        """End the text. `ended`: the model ended its turn, it was not cut off."""
         while self.state is State.CALL:
             self._end_open_call(ended)
             self.feed("")
@@ -137,7 +137,7 @@ class Splitter:
             self._call_from_thought()
 
     def _call_from_thought(self) -> None:
-        """The model has ended its turn in thought. Calls that it ends with were meant; others mused of."""
+        """Take calls from the end of a turn that ended in thought; other calls were only considered."""
         last = _LastCalls(self._sink)
         splitter = Splitter(Tags(calls=self._tags.calls), last)
         splitter.feed("".join(self._thought))
@@ -149,7 +149,7 @@ class Splitter:
     # ----------------------------------------------------------------- reasoning and answer
 
     def _step_text(self) -> bool:
-        """Deal with the text up to the next tag; False when more is needed."""
+        """Process the text up to the next tag; False when more is needed."""
         if self._all_text:
             self._show(self._take(len(self._text)))
             return False
@@ -240,7 +240,7 @@ class Splitter:
             self._sink.call_text(text)
 
     def _resume(self, body: str, end: str) -> None:
-        """Another end tag behind one that may have been text."""
+        """Continue a call at another end tag behind one that may have been text."""
         ended = self._sink.call_resumes(body[self._held :])
         if ended is None:
             self._call = [body, end]
@@ -250,7 +250,7 @@ class Splitter:
             self._break(body + end)
 
     def _break(self, body: str) -> None:
-        """The call ended at its first end tag after all; what stands behind that is looked at again."""
+        """End the call at its first end tag after all; the text behind it is read again."""
         assert self._held is not None
         rest = body[self._held + len(self._call_tags.end) :]
         self._sink.call_broken()
@@ -292,7 +292,7 @@ class Splitter:
         self._give_back(head + tag)
 
     def _give_back(self, body: str) -> None:
-        """What looked like a call is answer text after all."""
+        """Give back as answer text what looked like a call."""
         self.state = State.ANSWER
         self._show(self._call_tags.start + body)
 
@@ -319,5 +319,5 @@ _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 
 def in_json_string(text: str) -> bool:
-    """Whether JSON `text` ends inside a string."""
+    """Return whether JSON `text` ends inside a string."""
     return text.lstrip().startswith(("{", "[")) and _ESCAPE.sub("", text).count('"') % 2 == 1

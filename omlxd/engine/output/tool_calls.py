@@ -21,17 +21,17 @@ from ..prompt.messages import openai_tools
 from .call_languages import gemma_calls, pythonic_calls
 
 MAX_NAME = 520
-"""Letters: the doors let in 256, and as many of a namespace."""
+"""Letters of a name: the APIs admit 256, and as many of a namespace."""
 NAME = re.compile(rf"[\w.:/-]{{1,{MAX_NAME}}}")
 
 _Call = tuple[str, dict[str, Any]]
-"""Name and arguments."""
+"""A call's name and arguments."""
 _Reader = Callable[[str], "list[_Call] | None"]
 
 
 @dataclass(slots=True, frozen=True)
 class ParsedCall:
-    """`arguments` is JSON text of an object."""
+    """A parsed call. `arguments` is JSON text of an object."""
 
     name: str
     arguments: str
@@ -51,7 +51,7 @@ class ToolCallReader:
         return self._tools
 
     def read(self, text: str) -> list[ParsedCall] | None:
-        """The calls that `text` (what stood between the tags) holds, or None if it holds anything else."""
+        """Return the calls in `text`, between a call's tags, or None if it holds anything else."""
         text = text.strip()
         for read in self._readers(text):
             try:
@@ -62,7 +62,7 @@ class ToolCallReader:
         return None
 
     def _readers(self, text: str) -> tuple[_Reader, ...]:
-        """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
+        """Choose readers by the text's looks. mlx-lm's parsers would guess a cut-off call's gaps."""
         if tags := next((tags for tags in READINGS if tags.fits(text)), None):
             return (lambda text: self._tagged(tags, text), self._json)
         for row in VALUE_CALLS:
@@ -75,7 +75,7 @@ class ToolCallReader:
         return (self._json, self._by_mlx_lm)
 
     def _typed(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
-        """Raises ValueError for what is no call."""
+        """Type a call's arguments by its tool. Raises ValueError for what is no call."""
         if not NAME.fullmatch(name):
             raise ValueError(f"no name of a tool: {name!r}")
         kinds = self.parameters(name)
@@ -83,7 +83,7 @@ class ToolCallReader:
         return ParsedCall(name, json_text(arguments))
 
     def parameters(self, name: str) -> dict[str, Set[str]]:
-        """The JSON types that each parameter of a tool may have; of one that says nothing: none."""
+        """Return the JSON types that each parameter of a tool may have; none for an untyped one."""
         tool = self._tools.get(name)
         properties = tool.parameters.get("properties") if tool else None
         if tool is None or not isinstance(properties, dict):
@@ -133,7 +133,7 @@ _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
 
 
 def whole_escapes(text: str) -> str:
-    """JSON text in which a backslash that begins no escape of JSON stands for itself, as in Python.
+    """Double each backslash that begins no escape of JSON, so that it stands for itself, as in Python.
 
     Models write `"\\d+"` for a regular expression. vLLM shows such a call as text, SGLang drops it.
     """
@@ -143,7 +143,7 @@ def whole_escapes(text: str) -> str:
 
 
 def loads(text: str) -> Any:
-    """JSON as models write it: raw newlines and `\\d` in strings, huge numbers. Raises ValueError."""
+    """Read JSON as models write it: raw newlines and `\d` in strings, huge numbers. Raises ValueError."""
     return _decoder.decode(whole_escapes(text))
 
 
@@ -172,7 +172,7 @@ def json_text(value: Any) -> str:
 
 
 def _call_of(item: Any) -> _Call:
-    """Name and arguments of a call as parsed JSON. Raises ValueError."""
+    """Read name and arguments of a call from parsed JSON. Raises ValueError."""
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         raise ValueError("no call")
     arguments = item.get("arguments", item.get("parameters"))
@@ -199,7 +199,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def kinds_of(schema: Any, root: dict[str, Any]) -> Set[str]:
-    """JSON types that `schema`, whose `$ref` leads into `root`, allows; empty: it doesn't say."""
+    """Return the JSON types that `schema` allows, whose `$ref` leads into `root`; empty: unknown."""
     try:
         alternatives = branches(schema, root, strict=False)
     except Unenforceable:
@@ -211,7 +211,7 @@ def kinds_of(schema: Any, root: dict[str, Any]) -> Set[str]:
 
 
 def coerce(value: Any, kinds: Set[str] | None) -> Any:
-    """`value` in a type of `kinds`, where that is possible without guessing."""
+    """Convert `value` to a type of `kinds`, where that needs no guess."""
     if not kinds or _is(value, kinds):
         return value
     if isinstance(value, str):
@@ -224,7 +224,7 @@ def coerce(value: Any, kinds: Set[str] | None) -> Any:
 
 
 def typed_text(text: str, kinds: Set[str] | None) -> Any:
-    """A value that stands as bare text between tags. `kinds` None: the tool has no such parameter."""
+    """Type a value of bare text between tags. `kinds` None: the tool has no such parameter."""
     if kinds is None:
         return _literal(text.strip(), _KINDS.keys(), text)
     if "string" in kinds:
@@ -235,7 +235,7 @@ def typed_text(text: str, kinds: Set[str] | None) -> Any:
 
 
 def _literal(text: str, kinds: Set[str], default: Any) -> Any:
-    """`text` as a JSON (or Python) literal of one of `kinds`, else `default`."""
+    """Read `text` as a JSON (or Python) literal of one of `kinds`; returns `default` for others."""
     for parse in (loads, ast.literal_eval):
         try:
             value = parse(text)

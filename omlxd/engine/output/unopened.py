@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class UnopenedThoughts:
-    """Whether the model's answers are taken to begin inside a thought; `model`: its name in the log."""
+    """Knows whether the model's answers begin inside a thought; `model`: its name in the log."""
 
     def __init__(self, model: str):
         self.expected = False
@@ -38,7 +38,7 @@ class UnopenedThoughts:
 
 
 class GuessingParser:
-    """An `OutputParser` for an answer that may begin inside a thought. `current`: the one whose state counts.
+    """Parses an answer that may begin inside a thought. `current`: the parser in charge.
 
     make       makes one; True: the answer begins inside a thought
     assume     whether the answer may be taken to begin so because the last ones did
@@ -54,7 +54,7 @@ class GuessingParser:
         self._collected = collected
         self.current = make(self._assumed)
         self._tokens: list[tuple[int, Likelihood | None]] | None = []
-        """All so far; None: they will not be parsed anew."""
+        """All tokens so far; None: they will not be parsed anew."""
         if not (collected or self._assumed):
             self._tokens = None
         self._followed = False  # something was said behind the closing tag
@@ -90,7 +90,7 @@ class GuessingParser:
         return not self._assumed and self.current.closes_unopened
 
     def _parsed(self, in_thought: bool, reason: chat.FinishReason) -> list[chat.Event]:
-        """The events of the whole answer, if it began inside a thought or if it did not."""
+        """Return the answer's events, parsed as begun inside a thought, or not."""
         self.current = self._make(in_thought)
         events: list[chat.Event] = []
         for token, likelihood in self._tokens or ():

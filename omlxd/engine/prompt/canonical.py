@@ -1,4 +1,4 @@
-"""The canonical form of a conversation: equal for two that differ only in what transport changes.
+"""The canonical form of a conversation: equal for two that differ only by transport.
 
 It tells which conversation a request goes on with, never what the model reads (the original does) nor
 whose KV it gets (the model's tokens do). Left out or made equal, after the seeds of this project:
@@ -30,7 +30,7 @@ from ... import chat
 from .tool_defaults import ToolDefaults, canonical_json
 
 Digest = bytes
-"""16 bytes."""
+"""Digest of 16 bytes."""
 
 _LINES = (
     (re.compile(r"(Stats: runtime\s+)[^\n•]+", re.IGNORECASE), r"\1="),
@@ -42,11 +42,11 @@ _json = json.JSONDecoder(strict=False)
 _REMINDER = ("<system-reminder>", "</system-reminder>")
 _INBOUND = ("## Inbound Context (trusted metadata)\n", "\n```\n")
 _WORDS = ("tats: runtime", "Current time is", "TATS: RUNTIME", "cch=")
-"""One of them stands in every text that a pattern of `_LINES` changes; looking for words is cheap."""
+"""Words of texts that a pattern of `_LINES` changes, of which each has one; looking for words is cheap."""
 
 
 def canonical_text(text: str) -> str:
-    """`text` with what transport changes made equal."""
+    """Return `text` with transport's changes made equal."""
     text = _with_lf(text)
     if _REMINDER[0] in text:
         text = _without_blocks(text, *_REMINDER, "".join(_REMINDER))
@@ -65,7 +65,7 @@ def _with_lf(text: str) -> str:
 
 
 def _without_message_ids(text: str) -> str:
-    """`text` with one constant for the JSON value of each `"message_id"`; what is no JSON stays."""
+    """Put one constant for the JSON value of each `"message_id"` in `text`; other text stays."""
     out: list[str] = []
     at = 0
     for found in _MESSAGE_ID.finditer(text):
@@ -81,7 +81,7 @@ def _without_message_ids(text: str) -> str:
 
 
 def _without_blocks(text: str, start: str, end: str, constant: str) -> str:
-    """`text` with `constant` for each `start … end`; a block that never ends stays.
+    """Put `constant` for each `start … end` in `text`; a block that never ends stays.
 
     With no constant, the empty lines behind the block go too.
     """
@@ -121,13 +121,13 @@ def answer_digest(
 
 
 def thought_digest(texts: Iterable[str]) -> Digest | None:
-    """Of an assistant's thinking; None where there is none."""
+    """Digest an assistant's thinking; None without any."""
     text = "".join(_with_lf(text).strip() for text in texts)
     return digest_of(text) if text else None
 
 
 def answer_of(message: chat.Message, defaults: ToolDefaults = _NO_DEFAULTS) -> tuple[Digest, Digest | None]:
-    """(answer, thought) of an assistant's message as a client sent it."""
+    """Return (answer, thought) of an assistant's message as a client sent it."""
     parts = message.parts
     return (
         answer_digest(
@@ -154,7 +154,7 @@ def message_digest(message: chat.Message, defaults: ToolDefaults = _NO_DEFAULTS)
 
 
 def chain_of(conversation: chat.Conversation) -> list[Digest]:
-    """Digests of every beginning of the conversation: [n] is of its tools and its first n messages."""
+    """Return digests of every beginning of the conversation: [n] is of its tools and its first n messages."""
     tools = (
         f"{tool.name}\n{_with_lf(tool.description)}\n{canonical_json(tool.parameters)}"
         for tool in conversation.tools
@@ -166,7 +166,7 @@ def chain_of(conversation: chat.Conversation) -> list[Digest]:
 
 
 def opening(messages: Sequence[chat.Message]) -> int:
-    """Messages up to the first user's, that one included: what tells conversations without a name apart."""
+    """Return the messages up to the first user's, which identify conversations without a name."""
     for index, message in enumerate(messages):
         if message.role == "user":
             return index + 1

@@ -47,7 +47,7 @@ For each function call, return a json object with function name and arguments wi
 def template_messages(
     conversation: chat.Conversation, traits: TemplateTraits, *, hoist: bool = False
 ) -> tuple[list[TemplateMessage], list[TemplateMessage] | None]:
-    """Messages and tools for a template with `traits`. Raises InvalidRequest.
+    """Return messages and tools for a template with `traits`. Raises InvalidRequest.
 
     hoist  put system messages that stand before the first assistant's turn at the head. Later ones
            never: each would change the head of a prompt that is cached
@@ -79,7 +79,7 @@ def template_messages(
 
 
 def openai_tools(tools: Sequence[chat.Tool]) -> list[TemplateMessage]:
-    """Tools in OpenAI's form, which templates and mlx-lm's tool parsers take."""
+    """Return tools in OpenAI's form, which templates and mlx-lm's tool parsers take."""
     return [
         {
             "type": "function",
@@ -95,12 +95,12 @@ def openai_tools(tools: Sequence[chat.Tool]) -> list[TemplateMessage]:
 
 
 def compact_json(value: Any) -> str:
-    """JSON text as templates write it: one line, keys in order, no escapes for letters."""
+    """Format JSON as templates do: one line, keys in order, no escapes for letters."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def plain_text(messages: list[TemplateMessage]) -> str:
-    """A rendering for a model without a chat template: roles by name, ending where it should go on."""
+    """Render for a model without a chat template: roles by name, ending where it should go on."""
     names = {"system": "System", "user": "User", "assistant": "Assistant"}
     turns = [f"{names[message['role']]}: {message['content']}" for message in messages]
     return "\n\n".join([*turns, "Assistant:"])
@@ -110,7 +110,7 @@ def plain_text(messages: list[TemplateMessage]) -> str:
 
 
 def _call_names(message: chat.Message) -> dict[str, str]:
-    """Call id → tool's name: a result knows only the id, and some templates need the name."""
+    """Map call id → tool's name: a result has only the id, and some templates need the name."""
     return {part.id: part.name for part in message.parts if isinstance(part, chat.ToolCallPart)}
 
 
@@ -132,7 +132,7 @@ def _messages_of(
 
 
 def _content(parts: Sequence[chat.Part]) -> str | list[TemplateMessage]:
-    """Texts, joined with a newline where they follow each other, and images in their places."""
+    """Return texts, joined with a newline where they follow each other, and images in their places."""
     content: list[TemplateMessage] = []
     shown = (part for part in parts if isinstance(part, chat.ImagePart | chat.TextPart))
     for kind, group in groupby(shown, type):
@@ -180,7 +180,7 @@ def _call(part: chat.ToolCallPart, traits: TemplateTraits) -> TemplateMessage:
 
 
 def _call_id(id: str, traits: TemplateTraits) -> str:
-    """`id`, or nine hexadecimal digits that stand for it."""
+    """Return `id`, or nine hexadecimal digits in its place."""
     return id if traits.any_call_id else hashlib.blake2b(id.encode(), digest_size=8).hexdigest()[:9]
 
 
@@ -211,7 +211,7 @@ def _hoisted(messages: list[TemplateMessage]) -> list[TemplateMessage]:
 
 
 def _place_systems(messages: list[TemplateMessage], traits: TemplateTraits) -> list[TemplateMessage]:
-    """System messages where the template takes them, else as user messages in place."""
+    """Put system messages where the template takes them, else as user messages in place."""
     head = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     first, messages = messages[:head], messages[head:]
     if len(first) > 1 and not traits.system_repeats:
@@ -231,7 +231,7 @@ def _reminder(message: TemplateMessage) -> TemplateMessage:
 
 
 def _joined(messages: list[TemplateMessage], traits: TemplateTraits) -> list[TemplateMessage]:
-    """Neighbours in `messages` joined where the template wants roles to alternate."""
+    """Join neighbours in `messages` where the template wants roles to alternate."""
     runs: list[list[TemplateMessage]] = []
     for message in messages:
         role, before = message["role"], runs[-1][0]["role"] if runs else ""
@@ -254,7 +254,7 @@ def _merged(run: list[TemplateMessage], traits: TemplateTraits) -> TemplateMessa
 
 
 def _joined_contents(contents: list[Any]) -> Any:
-    """Contents of neighbours, one after the other; an empty line stands between two texts."""
+    """Join contents of neighbours; an empty line stands between two texts."""
     if all(isinstance(content, str) for content in contents):
         return "\n\n".join(contents)
     joined: list[TemplateMessage] = []

@@ -25,9 +25,9 @@ from .turn_memory import REASONS, Answer, Place, PrefixDigest, Scope, Turn, Turn
 from .turn_store import TurnFiles
 
 HOIST_BY_ITSELF = True
-"""What `--hoist-system auto` means. Claude Code sends the folder, the tools it may load and the date as a
-system message behind the first question. Prompt tokens that no earlier prompt had, over three recorded
-traces one after the other (`tools/replay.py --offline`, the demo's tokenizer):
+"""Meaning of `--hoist-system auto`. Claude Code sends the folder, the tools it may load and the date as a
+system message behind the first question. Prompt tokens that no earlier prompt had, over three recorded traces
+one after the other (`tools/replay.py --offline`, the demo's tokenizer):
 
     trace                                prompt    in place    hoisted
     one session, continued              436,536      54,696     54,696
@@ -39,7 +39,7 @@ A new session in the same folder computes 424 tokens for its first answer instea
 
 @dataclass(slots=True, frozen=True)
 class RenderedPrompt:
-    """A prompt as the model gets it, and how to read what the model answers.
+    """A prompt's tokens for the model, and how to read the answer.
 
     tokens              the model's token ids
     text                what they were made of, turns as the client sent them; "" when it gave ids
@@ -127,7 +127,7 @@ class PromptPipeline:
         most: int | None = None,
         refuse: int | None = None,
     ) -> RenderedPrompt:
-        """Tokens of `prompt`. Raises InvalidRequest and PromptTooLong.
+        """Return the tokens of `prompt`. Raises InvalidRequest and PromptTooLong.
 
         scope   whose turns are put back as they were generated; None: nobody's
         most    tokens that a prompt with such turns may have
@@ -172,7 +172,7 @@ class PromptPipeline:
         return not end or text.rstrip().endswith(end)
 
     def labels(self, rendered: RenderedPrompt, texts: Sequence[str], context: int) -> list[list[int]]:
-        """The tokens of the answers `texts` that a client names. Raises InvalidRequest and PromptTooLong."""
+        """Return the tokens of a client's answers `texts`. Raises InvalidRequest and PromptTooLong."""
         if texts and rendered.starts_in_thinking:
             raise InvalidRequest("the model's template begins with thinking; give the prompt as text instead")
         special = {*self._tokenizer.eos_token_ids, *self._tokenizer.all_special_ids}
@@ -189,7 +189,7 @@ class PromptPipeline:
         return labels
 
     def _continuation(self, rendered: RenderedPrompt, text: str) -> list[int]:
-        """The ids of `text` where it follows the prompt; no token spans the two."""
+        """Return the ids of `text` where it follows the prompt; no token spans the two."""
         length = len(rendered.tokens)
         if rendered.text:
             special = not (rendered.reasoning and self.renderer.has_template)
@@ -199,24 +199,24 @@ class PromptPipeline:
         return self.tokens.encode(text)
 
     def begin(self, rendered: RenderedPrompt) -> None:
-        """The prompt will be answered; `end` must follow. Its turns are counted, and recent from now on."""
+        """Begin an answer; `end` must follow. The prompt's turns are counted, and recent from now on."""
         if rendered.place is not None and self.memory is not None:
             self.memory.used(rendered.turns)
             self.memory.count(rendered.spliced, rendered.refused, rendered.unknown)
             self.memory.begin(rendered.place)
 
     def end(self, place: Place | None) -> None:
-        """It was, or it will not be."""
+        """End an answer, given or not."""
         if place is not None and self.memory is not None:
             self.memory.end(place)
 
     def learn(self, place: Place | None, answer: Answer, tokens: list[int], generated: list[int]) -> None:
-        """Remember a turn: `generated` after the prompt's `tokens`, `answer` sent of it."""
+        """Remember a turn: `generated` after the prompt's `tokens`; the client got `answer`."""
         if place is not None and self.memory is not None:
             self.memory.remember(place, answer.digest(place.defaults), answer.thought, tokens, generated)
 
     def figures(self) -> dict[str, float]:
-        """Counters; of correctness are those that are zero on clean traffic."""
+        """Return the counters; those of correctness are zero on clean traffic."""
         values: dict[str, float] = {
             "prompt_tokens_remembered_total": self.tokens.hits,
             "prompt_tokens_tokenised_total": self.tokens.misses,
@@ -253,7 +253,7 @@ class PromptPipeline:
         implicit: bool,
         most: int | None,
     ) -> RenderedPrompt:
-        """`rendered` with turns as they were generated, where that makes a difference."""
+        """Return `rendered` with turns as they were generated, where they differ."""
         defaults = ToolDefaults((*prompt.tools, *prompt.later_tools))
         places = [Place(rendered.session, before, implicit, defaults) for before in rendered.chain]
         turns, refused = _turns(prompt, places, memory)
@@ -282,7 +282,7 @@ class PromptPipeline:
 def _turns(
     prompt: Conversation, places: list[Place], memory: TurnMemory
 ) -> tuple[dict[int, Turn], list[str]]:
-    """(message index → the turn that stood there, reasons why others are not put back; "": not known)."""
+    """Return (message index → the turn at its place, reasons why others are not put back; "": unknown)."""
     roles = [message.role for message in prompt.messages]
     turns: dict[int, Turn] = {}
     refused: list[str] = []
@@ -300,5 +300,5 @@ def _turns(
 
 
 def _begins_with(tokens: list[int], turn: Turn) -> bool:
-    """Whether `tokens` begin with the turn and all before it, as they were."""
+    """Return whether `tokens` begin with the turn and all before it."""
     return len(tokens) > turn.length and PrefixDigest(tokens[: turn.length]).value == turn.prompt_and_turn

@@ -1,4 +1,4 @@
-"""Says which conversation a request continues, and whose branch it must not push out of the cache.
+"""Finds the conversation that a request continues, and the branch that it must not push out of the cache.
 
 A session is one client's conversation, named or known by its first messages. A branch is a line of requests
 that extend one another in canonical form (canonical.py); a request that extends none begins a branch.
@@ -26,13 +26,13 @@ MOST_BLOCKS = 100_000
 """Block hashes over all branches: about 10 MB, or sixty prompts of 96k tokens."""
 
 OWN_WEIGHT = 8
-"""Blocks that a session counts for beside its own."""
+"""Blocks that a session weighs beyond its own."""
 
 MOST_BRANCHES = 16
-"""Of one session. A hundred sub-agents that are over are of no use to anybody."""
+"""Branches of one session at most. A hundred sub-agents that are over are of no use to anybody."""
 
 TOLERANCE = 1
-"""Blocks at the end of a prompt that the next one may change: its prompt to answer stands there."""
+"""Blocks at the end of a prompt that the next one may change, with its prompt to answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class Branch:
 
 @dataclass(slots=True, frozen=True)
 class Lineage:
-    """Where a request says that it belongs.
+    """A request's place among conversations.
 
     chain    digests of its beginnings
     head     that of tools and first system messages
@@ -69,7 +69,7 @@ class Lineage:
 
 @dataclass(slots=True, frozen=True)
 class Standing:
-    """What a request continues.
+    """The branch that a request continues.
 
     extends      a branch
     rejected_at  block from which its tokens differ from that branch's; None: they don't
@@ -84,9 +84,9 @@ class Standing:
 @dataclass(slots=True)
 class _Session:
     branches: list[Branch] = field(default_factory=list)
-    """The most recently used last."""
+    """Branches, the most recently used last."""
     weight: int = 0
-    """Blocks, and something for itself, so that a flood of tiny ones is bounded too."""
+    """Weight in blocks, with something for the session, so that a flood of tiny ones is bounded too."""
 
 
 class Sessions:
@@ -101,7 +101,7 @@ class Sessions:
         self.pinning = 0
 
     def begin(self, request: Lineage) -> Standing:
-        """A request has arrived."""
+        """Place a request that has arrived."""
         with self._lock:
             session = self._sessions.get(request.session)
             if session is None:
@@ -118,7 +118,7 @@ class Sessions:
             )
 
     def end(self, request: Lineage, prompt_blocks: int) -> None:
-        """It went well: its branch now ends with it. `request.hashes` may have grown by its output."""
+        """End a request that went well: its branch ends with it, and with its output's `hashes`."""
         new = Branch(request.agent, request.head, request.chain[-1], prompt_blocks, request.hashes)
         with self._lock:
             session = self._sessions.pop(request.session) or _Session()
@@ -143,7 +143,7 @@ class Sessions:
 def lineage_of(
     request: GenerateRequest, rendered: RenderedPrompt, hashes: Sequence[BlockHash]
 ) -> Lineage | None:
-    """None for a prompt that is no conversation."""
+    """Return a request's lineage; None for a prompt that is no conversation."""
     if not isinstance(request.prompt, Conversation):
         return None
     roles = [message.role for message in request.prompt.messages]
@@ -161,7 +161,7 @@ def lineage_of(
 
 
 def _extended(session: _Session, request: Lineage) -> Branch | None:
-    """The deepest branch of the same agent whose last request is a beginning of this one."""
+    """Return the deepest branch of the same agent whose last request begins this one."""
     depth = {digest: index for index, digest in enumerate(request.chain)}
     ancestors = [b for b in session.branches if b.agent == request.agent and b.tip in depth]
     return max(ancestors, key=lambda b: depth[b.tip], default=None)

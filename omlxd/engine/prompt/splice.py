@@ -34,12 +34,12 @@ from .token_cache import TokenCache
 from .turn_memory import PrefixDigest, Turn
 
 _MOST_TRIES = 8
-"""Renderings of one prompt, each without the turn that didn't fit the one before."""
+"""Renderings of one prompt at most, each without the turn that didn't fit before."""
 
 
 @dataclass(slots=True)
 class Spliced:
-    """tokens: the prompt. turns: (start, stop) of those that are as they were generated. refused: reasons."""
+    """The result. tokens: the prompt. turns: (start, stop) of generated ones. refused: reasons."""
 
     tokens: list[int]
     turns: list[tuple[int, int]] = field(default_factory=list)
@@ -47,11 +47,11 @@ class Spliced:
 
 
 class _NoFit(Exception):
-    """(index of the turn's message, reason)"""
+    """A turn doesn't fit: (index of its message, reason)."""
 
 
 class Splicer:
-    """Thread-safe. `able`: whether turns can be put in place with this template and tokenizer."""
+    """Splices turns; thread-safe. `able`: whether this template and tokenizer allow it."""
 
     def __init__(self, renderer: Renderer, tokens: TokenCache, tokenizer: Any):
         self._renderer = renderer
@@ -70,7 +70,7 @@ class Splicer:
         return bool(self._openings and self._headers)
 
     def splice(self, conversation: Conversation, text: Text, turns: Mapping[int, Turn]) -> Spliced:
-        """`turns`: message index → the turn to put there. `text`: the conversation as rendered."""
+        """Splice turns. `turns`: message index → turn to put there. `text`: the rendered conversation."""
         left, refused = dict(turns), []
         for _ in range(_MOST_TRIES):
             if not left:
@@ -86,7 +86,7 @@ class Splicer:
         return Spliced(self.encode(text.text, text.sentinel), [], [*refused, *("template" for _ in left)])
 
     def encode(self, rendered: str, sentinel: str, most: int | None = None) -> list[int]:
-        """Tokens of a text that is cut at `sentinel`. Raises PromptTooLong if there are more than `most`."""
+        """Tokenise a text that is cut at `sentinel`. Raises PromptTooLong above `most` tokens."""
         if sentinel:
             return self._tokens.encode_pieces(rendered.split(sentinel), most=most)
         return self._tokens.encode(rendered, most=most)
@@ -94,7 +94,7 @@ class Splicer:
     def _spliced(
         self, conversation: Conversation, text: Text, turns: dict[int, Turn]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """(tokens, those of the turns)."""
+        """Return (tokens, those of the turns)."""
         first = min(turns)
         sentinels = unused_sentinels(text.plain, 2)
         if text.exposed or len(sentinels) < 2:
@@ -137,7 +137,7 @@ class Splicer:
     def _before(
         self, gap: str, sentinel: str, digest: PrefixDigest, turn: Turn, index: int
     ) -> tuple[str, list[int]]:
-        """(the turn's header at the end of `gap`, tokens of the gap and the prompt to answer)."""
+        """Return (the turn's header at the end of `gap`, tokens of the gap and the prompt to answer)."""
         has_header = False
         for header in self._headers:
             if not gap.endswith(header):
@@ -150,7 +150,7 @@ class Splicer:
         raise _NoFit(index, "prefix" if has_header else "template")
 
     def _from_end(self, echo: str, guard: str, index: int, guarded: bool) -> str:
-        """What follows the turn that `echo` is the rest of: from the token on that ends it."""
+        """Return the text behind the turn whose rest is `echo`, from its ending token on."""
         ends = [at for end in self._ends if (at := echo.find(end)) >= 0]
         if not ends or (guarded and echo.find(guard) < min(ends)):
             raise _NoFit(index, "template")
@@ -170,7 +170,7 @@ def _with_sentinels(
 
 
 def _guarded(message: Message, guard: str) -> Message:
-    """`message` with `guard` in the middle of its first text: templates look at the ends of texts."""
+    """Put `guard` in the middle of the first text of `message`: templates look at the ends of texts."""
     for index, part in enumerate(message.parts):
         if isinstance(part, TextPart | ToolResultPart) and part.text:
             middle = len(part.text) // 2
@@ -184,7 +184,7 @@ def _has_text(message: Message) -> bool:
 
 
 def _in_order(pieces: list[str], text: str) -> bool:
-    """Whether `text` begins with the first piece, ends with the last, and holds all in order."""
+    """Return whether `text` begins with the first piece, ends with the last, and holds all in order."""
     first, *middle, last = pieces
     if not text.startswith(first) or not text.endswith(last):
         return False

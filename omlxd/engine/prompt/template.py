@@ -32,12 +32,12 @@ SENTINELS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 
 def unused_sentinels(text: str, count: int) -> list[str]:
-    """Sentinels that don't occur in `text`; fewer than `count` if it holds nearly all."""
+    """Return sentinels that don't occur in `text`; fewer than `count` if it holds nearly all."""
     return [sentinel for sentinel in SENTINELS if sentinel not in text][:count]
 
 
 def special_starts(contents: list[str]) -> re.Pattern[str] | None:
-    """Matches (empty) behind the first letter of each special token in a text; None: there is none."""
+    """Return a pattern (empty matches) behind the first letter of each special token; None: no tokens."""
     contents = [content for content in contents if len(content) > 1]
     if not contents:
         return None
@@ -49,7 +49,7 @@ def special_starts(contents: list[str]) -> re.Pattern[str] | None:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of JSON-like `value`, every string in it changed, keys too."""
+    """Copy JSON-like `value` with every string changed, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -60,7 +60,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def holds(value: Any, pattern: re.Pattern[str]) -> bool:
-    """Whether any string in JSON-like `value` matches."""
+    """Return whether any string in JSON-like `value` matches."""
     if isinstance(value, str):
         return pattern.search(value) is not None
     if isinstance(value, dict):
@@ -77,17 +77,15 @@ _RESERVED = frozenset(
         *("return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
     }
 )
-"""Arguments of `apply_chat_template` that are not the template's own."""
+"""Arguments of `apply_chat_template` itself, not of the template."""
 
 _KEEP_THINKING = {"preserve_thinking": True, "clear_thinking": False}
-"""Switches by which some templates keep earlier thinking; else each turn changes the prompt before it."""
+"""Switches of templates that keep earlier thinking; else each turn changes the prompt before it."""
 
 
 @dataclass(slots=True, frozen=True)
 class Text:
-    """A rendered conversation, cut at each `sentinel`. `exposed`: a user's control tokens stand in it without
-    one.
-    """
+    """A rendered conversation, cut at each `sentinel`. `exposed`: a user's control tokens have none."""
 
     text: str
     sentinel: str = ""
@@ -95,7 +93,7 @@ class Text:
 
     @property
     def plain(self) -> str:
-        """As the model would read it."""
+        """The text as the model would read it."""
         return self.text.replace(self.sentinel, "") if self.sentinel else self.text
 
 
@@ -124,7 +122,7 @@ class Renderer:
         self._special_starts = special_starts(specials)
 
     def notes(self) -> list[str]:
-        """What a user should know of how conversations are rendered, a sentence each."""
+        """Return sentences for a user on how conversations are rendered."""
         if not self.has_template:
             return [
                 f"the model has no chat template: conversations are rendered as plain text; {TOOLS_AS_TEXT}"
@@ -137,7 +135,7 @@ class Renderer:
         return notes
 
     def text(self, conversation: Conversation, *, generation: bool = True) -> Text:
-        """Raises InvalidRequest. `generation`: end with the prompt to answer."""
+        """Render a conversation. Raises InvalidRequest. `generation`: end with the prompt to answer."""
         try:
             return self._written(conversation, generation)
         except InvalidRequest:
@@ -193,7 +191,7 @@ class Renderer:
     # ----------------------------------------------------------------- the template
 
     def _arguments(self, conversation: Conversation) -> dict[str, Any]:
-        """Keyword arguments for the template."""
+        """Return keyword arguments for the template."""
         for name in conversation.template_args:
             if name in _RESERVED or name.startswith("_"):
                 raise bad_field(f"chat_template_kwargs.{name}", "this can't be set by a request")
@@ -222,7 +220,7 @@ class Renderer:
     def _begun(
         self, messages: list[TemplateMessage], tools: list[TemplateMessage] | None, arguments: dict[str, Any]
     ) -> str:
-        """Up to the end of the last message's text, which the model goes on with."""
+        """Return the text up to the end of the last message's, which the model continues."""
         for end in unused_sentinels(compact_json([messages, tools]), 1):
             last = messages[-1]
             text = last["content"][-1]["text"] if self.traits.content_parts else last["content"]
@@ -237,20 +235,20 @@ class Renderer:
     def apply(
         self, messages: list[TemplateMessage], tools: list[TemplateMessage] | None, **arguments: Any
     ) -> str:
-        """The template as transformers applies it. Raises whatever the template raises."""
+        """Apply the template as transformers does. Raises whatever the template raises."""
         return self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **arguments}
         )
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
-    """Contents of the added tokens that are special."""
+    """Return the contents of special added tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return [token.content for token in added.values() if token.special and len(token.content) > 1]
 
 
 def _template_switches(tokenizer: Any) -> set[str]:
-    """Words in the template's code; an argument that the template doesn't read is not passed."""
+    """Return words in the template's code; an argument that the template doesn't read is not passed."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = "".join(map(str, template.values()))

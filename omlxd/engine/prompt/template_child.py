@@ -19,11 +19,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEXT_CHARS = 64 << 20
 ERROR_CHARS = 1000
-"""Of what a template says as it fails: it may say all that it was given."""
+"""Characters of a failing template's message, which may quote all of its input."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks an answer for training; the text in it is rendered as it is."""
+    """Renders the text in `{% generation %}`, which marks an answer for training, as it is."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
 

@@ -1,4 +1,4 @@
-"""Finds what a model's chat template can take, by rendering small conversations at load time.
+"""Probes the features of a model's chat template by rendering small conversations at load time.
 
 Some templates raise on a system message in the middle, some drop a role. A template takes a feature if it
 renders the probe without an error and with all of its words, in order.
@@ -13,13 +13,12 @@ from typing import Any
 from ...common.child_process import ChildLost
 
 Apply = Callable[..., str]
-"""apply(messages, tools) -> text; raises whatever the template raises."""
+"""Renders (messages, tools) to text; raises whatever the template raises."""
 
 
 @dataclass(slots=True, frozen=True)
 class TemplateTraits:
-    """Features that the template takes; what it doesn't take, engine/prompt/messages.py writes in another
-    way.
+    """Features of a template; for missing ones engine/prompt/messages.py has other spellings.
 
     content_parts     content must be a list of parts, not a string
     system_first      a system message at the start
@@ -55,7 +54,7 @@ class TemplateTraits:
     tool_images: bool = False
 
     def missing(self) -> list[str]:
-        """Names of the features that the template doesn't take, for the load log."""
+        """Return the names of missing features, for the load log."""
         lacks = [f.name for f in fields(self) if getattr(self, f.name) in (False, "")]
         return [name for name in lacks if name not in _NO_LACK]
 
@@ -66,7 +65,7 @@ IMAGE = {"type": "image"}
 """An image as a part of a message's content."""
 
 PLAIN = TemplateTraits(tools=False, tool_calls=False, tool_role=False, reasoning_key="")
-"""Of the plain rendering that stands in for a template (messages.plain_text)."""
+"""Traits of the plain rendering without a template (messages.plain_text)."""
 
 _TOOL = {
     "type": "function",
@@ -79,7 +78,7 @@ _TOOL = {
 
 
 def probe(apply: Apply, images: bool = False) -> TemplateTraits:
-    """The traits of a template. `apply` renders with a generation prompt. Raises ChildLost alone.
+    """Probe the traits of a template. `apply` renders with a generation prompt. Raises ChildLost alone.
 
     images  the model takes images
     """
@@ -130,7 +129,7 @@ def probe(apply: Apply, images: bool = False) -> TemplateTraits:
 
 
 def _image(apply: Apply) -> str:
-    """What the template writes for an image between two texts of a user."""
+    """Return the template's text for an image between two texts of a user."""
     texts = [{"type": "text", "text": word} for word in ("falcon", "heron")]
     try:
         text = apply([_user([texts[0], IMAGE, texts[1]])], None)
@@ -154,7 +153,7 @@ def _reasoning_key(shows: Callable[..., bool], call: dict[str, Any]) -> str:
 
 
 def as_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with its content as a list of parts."""
+    """Return `message` with its content as a list of parts."""
     content = message.get("content")
     return (
         {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

@@ -25,7 +25,7 @@ _JOINTS = {
     r"(?<=[A-Za-z])(?=[\",:;({\[])": re.compile(r"[A-Za-z][\",:;({\[]"),
     r"(?<=\n)(?=[^\W\d_])": re.compile(r"[\nĊ](?![ĊĠĉč▁])[^\W\d_]"),
 }
-"""Where every pre-tokenizer of the field cuts → a token that would span it."""
+"""Place where every pre-tokenizer of the field cuts → a token that would span it."""
 _SHRINKS = {"NFC": 3, "NFKC": 4, "Prepend": 1}
 
 
@@ -56,7 +56,7 @@ def _bytes(token: str) -> int:
 
 
 def _shrink(backend: Any, tokens: set[str]) -> int:
-    """By how much a text may shrink before it becomes tokens; 0: nobody knows."""
+    """Return the factor by which a text may shrink into tokens; 0: unknown."""
     if type(getattr(backend, "model", None)).__name__ != "BPE":
         return 0
     # Without its vocabulary, which may be 30 MB.

@@ -35,23 +35,24 @@ from ...errors import InvalidRequest, PromptTooLong
 from .token_bound import TokenBound
 
 CACHE_BYTES = 32 << 20
-"""Of ids and keys: about eight million tokens, or eighty prompts of 96k that share nothing."""
+"""Bytes of ids and keys: about eight million tokens, or eighty prompts of 96k that share nothing."""
 
 PIECE_CHARS = 1 << 14
-"""Characters that one call tokenises. A longer segment is cut into pieces of this size or half of it.
-32,000 tokens take 60 ms in pieces and 95 ms whole (processor time on a small machine). Eight threads on 16
-cores took 336 ms: they wait for one another in the backend."""
+"""Characters that one call tokenises. A longer segment is cut into pieces of this size or half of it. 32,000
+tokens take 60 ms in pieces and 95 ms whole (processor time on a small machine). Eight threads on 16 cores
+took 336 ms: they wait for one another in the backend.
+"""
 FAR_CHARS = 1 << 18
 """Characters of a piece, or half as many, where a segment has no place to cut near by."""
 UNCUT_CHARS = 1 << 20
-"""Of a piece that can't be cut."""
+"""Characters of a piece that can't be cut."""
 _AROUND_CUT = 32
-"""Characters on either side on which a cut is tried."""
+"""Characters on either side of a trial cut."""
 _TRIES = 16
-"""Of cuts of one piece."""
+"""Trial cuts of one piece."""
 
 _ENTRY_BYTES = 200
-"""What a segment costs beside its ids."""
+"""Bytes of a segment beside its ids."""
 
 _PROBE_WORDS = ("", " ", "a", " b ", "\n", "word", "  x  y", "1", "é", "\u2581", ".", "\u0301")
 
@@ -81,7 +82,7 @@ class TokenCache:
 
     @functools.cached_property
     def bound(self) -> TokenBound:
-        """Made when the first large text comes: it looks at the whole vocabulary."""
+        """Bounds of the tokenizer, made for the first large text: that reads the whole vocabulary."""
         return TokenBound(self._backend)
 
     def encode(self, text: str, *, special: bool = False, most: int | None = None) -> list[int]:
@@ -138,7 +139,7 @@ class TokenCache:
         return [ids_of[key] for key in keys]
 
     def cuts_at(self, content: str) -> bool:
-        """Whether texts are cut before the added token `content`."""
+        """Return whether texts are cut before the added token `content`."""
         return self.cuts and content in self._cutting
 
     # ----------------------------------------------------------------- cutting
@@ -148,7 +149,7 @@ class TokenCache:
         return [text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text))) if b > a]
 
     def _parts(self, text: str) -> list[str]:
-        """`text`, in parts of about `PIECE_CHARS` where it is longer. Raises InvalidRequest."""
+        """Return `text` in parts of about `PIECE_CHARS` if it is longer. Raises InvalidRequest."""
         parts: list[str] = []
         at = 0
         while len(text) - at > PIECE_CHARS and self.joins:
@@ -165,12 +166,12 @@ class TokenCache:
         return [*parts, text[at:]]
 
     def _cut_behind(self, text: str, at: int, least: int) -> int:
-        """Where the part of `text` from `at` on may end, of `least` characters or more; 0: found nowhere."""
+        """Return an end of the part of `text` from `at` on, of `least` characters or more; 0: none."""
         tries = itertools.islice(self.bound.joints.finditer(text, at + least, at + UNCUT_CHARS), _TRIES)
         return next((match.start() for match in tries if self._parts_at(text, match.start())), 0)
 
     def _parts_at(self, text: str, at: int) -> bool:
-        """Whether the ids around `at` are those of the two sides.
+        """Return whether the ids around `at` are those of the two sides.
 
         Not behind a run of spaces that begins farther away: its ids depend on its length.
         """
@@ -184,7 +185,7 @@ class TokenCache:
         return both == first + second
 
     def _what_is_put_around(self) -> tuple[list[int], list[int]] | None:
-        """Ids before and behind a text; None: it is not as simple as that."""
+        """Return the ids before and behind a text; None: they vary."""
         bare, dressed = self._encode_uncut("a", False), self._encode_uncut("a", True)
         for at in range(len(dressed) - len(bare) + 1):
             if bare and dressed[at : at + len(bare)] == bare:
@@ -201,7 +202,7 @@ class TokenCache:
                 return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _proven(self) -> bool:
-        """Whether cutting gives the ids of the whole, on borders of every kind that breaks it."""
+        """Return whether cutting gives the same ids, on borders of every kind that breaks it."""
         if not hasattr(self._backend, "encode_batch_fast"):
             return False
         self._backend.no_truncation()
@@ -217,14 +218,14 @@ class TokenCache:
         return self._pieces_alone(others) == [one.ids for one in uncut]
 
     def _joins(self) -> bool:
-        """Whether pieces of a text, cut within a word, read as the text did."""
+        """Return whether pieces of a text, cut within a word, read as the text did."""
         texts = (["a", "b"], ["a b", "c"], ["a", " b"])
         decoded = [self._tokenizer.decode(self.encode_pieces(pieces)) for pieces in texts]
         # Some decoders drop the space before the first word.
         return [text.strip() for text in decoded] == ["".join(pieces) for pieces in texts]
 
     def _pieces_alone(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each of `texts`, each of its pieces tokenised as a text of its own."""
+        """Return the ids of each of `texts`, each of its pieces tokenised as a text of its own."""
         cut = [self._split(text) for text in texts]
         encoded = iter(self._backend.encode_batch_fast([*itertools.chain(*cut)], add_special_tokens=False))
         return [[id for _ in pieces for id in next(encoded).ids] for pieces in cut]
@@ -246,7 +247,7 @@ class TokenCache:
 
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
-    """Where the tokenizer's regular expression gives up on a text, the backend panics."""
+    """Refuse a text on which the tokenizer's regular expression fails, with a panic of the backend."""
     try:
         yield
     except BaseException as error:
@@ -264,7 +265,7 @@ def _uncut(length: int) -> InvalidRequest:
 
 
 def _batches(indexes: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """`indexes` in groups of up to `PIECE_CHARS` together, or one longer."""
+    """Group `indexes` up to `PIECE_CHARS` together, or one longer."""
     batch: list[int] = []
     size = 0
     for index in indexes:
@@ -282,7 +283,7 @@ def _cost(ids: array[int]) -> int:
 
 
 def _added_tokens(backend: Any) -> tuple[re.Pattern[str], frozenset[str]]:
-    """A pattern of all added tokens that are looked for in the raw text, and those that cut."""
+    """Return a pattern of all added tokens in raw text, and those that cut."""
     if backend is None:
         return re.compile(r"(?!)"), frozenset()
     raw = [t for t in backend.get_added_tokens_decoder().values() if not t.normalized and t.content]

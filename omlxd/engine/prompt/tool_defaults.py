@@ -1,4 +1,4 @@
-"""Leaves out of a call's arguments what equals the `default` of its tool's JSON schema.
+"""Leaves out of a call's arguments the values that equal the `default` of the tool's JSON schema.
 
 Clients fill defaults in before they echo a call (zod and pydantic do, so Claude Code sends
 `"replace_all": false` back), and models write them or not: it is the same call.
@@ -13,7 +13,7 @@ from typing import Any
 from ... import chat
 
 _MOST_SCHEMAS = 32
-"""Schemas that are looked at for one value: `$ref` may lead in a circle."""
+"""Schemas followed for one value: `$ref` may lead in a circle."""
 _MOST_DEPTH = 32
 
 
@@ -24,7 +24,7 @@ class ToolDefaults:
         self._schemas = {tool.name: tool.parameters for tool in tools if tool.parameters}
 
     def without(self, name: str, arguments: Any) -> Any:
-        """The `arguments` of a call of `name` without members that equal their default, at any depth."""
+        """Return the `arguments` of a call of `name` without members that equal their default."""
         schema = self._schemas.get(name)
         return arguments if schema is None else _without(arguments, schema, schema, 0)
 
@@ -50,8 +50,8 @@ def _without(value: Any, schema: Any, root: dict[str, Any], depth: int) -> Any:
 
 
 def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield `schema` and what must hold beside it: `$ref`, `allOf`, and the one object of an `anyOf` or
-    `oneOf` (pydantic's `Model | None`). Of several objects nothing tells which is meant.
+    """Yield `schema` and those that apply beside it: `$ref`, `allOf`, and the only object of an `anyOf` or
+    `oneOf` (pydantic's `Model | None`); of several none is chosen.
     """
     waiting = [schema]
     for _ in range(_MOST_SCHEMAS):
@@ -73,7 +73,7 @@ def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _is_plain(schema: Any) -> bool:
-    """Whether a value of `schema` has no members."""
+    """Return whether a value of `schema` has no members."""
     words = ("properties", "items", "$ref", "allOf", "anyOf", "oneOf")
     return not (isinstance(schema, dict) and any(word in schema for word in words))
 
@@ -84,7 +84,7 @@ def _properties(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _referred(reference: str, root: dict[str, Any]) -> Any:
-    """The schema that a `$ref` within the document names; None: it names none."""
+    """Return the target of a `$ref` within the document, or None."""
     if not reference.startswith("#"):
         return None
     found: Any = root
@@ -94,7 +94,7 @@ def _referred(reference: str, root: dict[str, Any]) -> Any:
 
 
 def canonical_json(value: Any) -> str:
-    """JSON text that is the same however the value was written."""
+    """Return the same JSON text for equal values."""
     return json.dumps(_plain(value), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 

@@ -59,7 +59,7 @@ class PrefixDigest:
 
 
 Said = tuple[Digest, Digest | None]
-"""What a client was sent of a turn: digests of its text and calls, and of its thinking."""
+"""Digests of a turn as sent to the client: of its text and calls, and of its thinking."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,7 +82,7 @@ class Turn:
 
 
 class Scope(NamedTuple):
-    """Whose turns: `session` as the client named it, or "" (a sub-agent's: `name/agent`); `salt` of its
+    """The owner of turns: `session` by the client's name, or "" (a sub-agent's: `name/agent`); `salt` of its
     cache.
     """
 
@@ -92,7 +92,7 @@ class Scope(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where a turn stands.
+    """The place of a turn in a conversation.
 
     implicit  the session's name is made of its first messages
     defaults  of the conversation's tools
@@ -109,10 +109,10 @@ class Place:
 
 
 MOST_BYTES = 32 << 20
-"""Of remembered turns: about eight million generated tokens."""
+"""Bytes of remembered turns: about eight million generated tokens."""
 
 REASONS = ("edited", "thinking_edited", "ambiguous", "prefix", "template", "too_long")
-"""Why a turn is rendered as the client sent it, though one was generated at its place:
+"""Reasons why a turn is rendered as the client sent it, though one was generated at its place:
 
 edited, thinking_edited  the client changed its text or calls, or its thinking
 ambiguous                two conversations without a name look the same, and their turns differ
@@ -122,10 +122,10 @@ too_long                 the prompt would no longer fit
 """
 
 MOST_ANSWERS = 16
-"""Of one place: a question that is asked again and again."""
+"""Answers of one place at most, to a question that is asked again and again."""
 
 _PLACE_BYTES, _TURN_BYTES = 300, 300
-"""What a place costs, and a turn beside its tokens."""
+"""Bytes of a place, and of a turn beside its tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +162,7 @@ class TurnMemory:
             max_bytes, lambda entry: entry.nbytes
         )
         self._busy: dict[tuple[tuple[str, str], Digest], _Entry] = {}
-        """Places that are being answered or written: not forgotten meanwhile, whatever is dropped."""
+        """Places under way, which are not dropped meanwhile."""
         self.spliced = 0
         self.unknown = 0
         self.refusals: Counter[str] = Counter()
@@ -170,7 +170,7 @@ class TurnMemory:
     # ----------------------------------------------------------------- before an answer
 
     def find(self, place: Place, answer: Digest, thought: Digest | None) -> Turn | str:
-        """The turn, or why there is none; "" where nothing was generated there. May read a file."""
+        """Return the turn, or the reason for none; "" where nothing was generated there. May read a file."""
         entry = self._entry_of(place)
         with self._lock:
             same = [(said, turn) for said, turn in entry.turns.items() if said[0] == answer]
@@ -196,14 +196,14 @@ class TurnMemory:
             return entry
 
     def _held(self, place: Place) -> _Entry | None:
-        """What is known of `place` without reading; it is the most recently used then. Under the lock."""
+        """Return the entry of `place` without reading; it is the most recently used then. Under the lock."""
         entry = self._places.get(place.key)
         if entry is None and (entry := self._busy.get(place.key)) is not None:
             self._places.put(place.key, entry)
         return entry
 
     def begin(self, place: Place) -> None:
-        """An answer will be generated at `place`; `end` must follow. May read and remove a file."""
+        """Begin an answer at `place`; `end` must follow. May read and remove a file."""
         if self._files is None:
             return
         entry = self._entry_of(place)
@@ -221,7 +221,7 @@ class TurnMemory:
             self._files.remove(place)
 
     def used(self, places: Sequence[Place]) -> None:
-        """Turns of these places are part of a prompt."""
+        """Note that a prompt uses the turns of these places."""
         if self._files is None:
             return
         with self._lock:
@@ -231,14 +231,14 @@ class TurnMemory:
             self._files.used(filed)
 
     def files_of(self, places: Sequence[Place]) -> list[str]:
-        """The files that hold the turns of these places, or are being written. May read files."""
+        """Return the files with the turns of these places, written or not. May read files."""
         if self._files is None:
             return []
         found = [(self._files.path_of(place), self._entry_of(place)) for place in places]
         return [path for path, entry in found if entry.on_disk or (entry.writing and not entry.unsaved)]
 
     def count(self, spliced: int, refused: Sequence[str], unknown: int) -> None:
-        """Note what became of the turns of a prompt that will be answered."""
+        """Count the fates of turns of a prompt that will be answered."""
         with self._lock:
             self.spliced += spliced
             self.refusals.update(refused)
@@ -254,7 +254,7 @@ class TurnMemory:
         tokens: Sequence[int],
         generated: Sequence[int],
     ) -> None:
-        """`generated` without the token that ended the turn. Reads and writes nothing itself."""
+        """Remember `generated`, without the token that ended the turn. Reads and writes nothing itself."""
         digest = PrefixDigest(tokens)
         before = digest.value
         turn = Turn(before, len(tokens), array("I", generated), digest.add(generated).value)
@@ -267,7 +267,7 @@ class TurnMemory:
             self._save(place, entry)
 
     def end(self, place: Place) -> None:
-        """An answer that was begun is over, remembered or not. Reads and writes nothing itself."""
+        """End an answer, remembered or not. Reads and writes nothing itself."""
         if self._files is None:
             return
         with self._lock:
@@ -276,7 +276,7 @@ class TurnMemory:
             self._save(place, entry)
 
     def _save(self, place: Place, entry: _Entry) -> None:
-        """Have the place written if it must be and may be: not while it is answered. Under the lock."""
+        """Write the place if it changed and is not being answered. Under the lock."""
         turns = {said: turn for said, turn in entry.turns.items() if turn is not None}
         # Which of two turns a conversation without a name goes on with is not for a crash to decide.
         told_apart = not place.implicit or len({answer for answer, _ in turns}) == len(entry.turns)
@@ -302,7 +302,7 @@ class TurnMemory:
 
 
 def _put(entry: _Entry, place: Place, said: Said, turn: Turn) -> None:
-    """Add a turn to what is known of `place`, as its newest."""
+    """Add a turn to the entry of `place`, as its newest."""
     clash = False
     if place.implicit and said in entry.turns:
         # Two conversations that look the same to the last word: nothing tells whose it is.
@@ -320,7 +320,7 @@ def _cost(turn: Turn | None) -> int:
 
 @dataclass(slots=True)
 class Answer:
-    """Texts are runs between calls; a call is (name, arguments)."""
+    """An answer as sent. Texts are runs between calls; a call is (name, arguments)."""
 
     texts: list[str] = field(default_factory=lambda: [""])
     thoughts: list[str] = field(default_factory=list)
@@ -336,7 +336,7 @@ class Answer:
             self.texts.append("")
 
     def digest(self, defaults: ToolDefaults) -> Digest:
-        """As `canonical.answer_of` gives it of the echo."""
+        """Return the digest that `canonical.answer_of` gives of the echo."""
         calls = ((name, json.loads(arguments)) for name, arguments in self.calls)
         return answer_digest(self.texts, calls, defaults)
 

@@ -26,7 +26,7 @@ from .turn_memory import Place, Said, Turn
 log = logging.getLogger(__name__)
 
 FORMAT = "omlxd-turns-1"
-"""Part of every name: raise it when the meaning of a record changes, or of a canonical digest."""
+"""Part of every name: raise it when the meaning of a record or a canonical digest changes."""
 
 _COUNTERS = ("written", "dropped", "found", "bad")
 
@@ -35,7 +35,7 @@ _Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class _Stored(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A turn. `tokens`: u32, little-endian, as is every machine that MLX runs on."""
+    """A turn in a record. `tokens`: u32, little-endian, as is every machine that MLX runs on."""
 
     answer: _Digest
     thought: _Digest | None
@@ -78,17 +78,17 @@ class TurnFiles:
         return {f"prompt_turn_records_{name}_total": self.counts[name] for name in _COUNTERS}
 
     def name_of(self, place: Place) -> bytes:
-        """32 bytes."""
+        """Return a name of 32 bytes."""
         return digest_of(FORMAT, self._tokenizer, *place.scope, place.before, size=32)
 
     def path_of(self, place: Place) -> str:
-        """Relative to the cache dir."""
+        """Return the path relative to the cache dir."""
         return self._records.path_of(self.name_of(place))
 
     # ----------------------------------------------------------------- reading
 
     def load(self, place: Place) -> dict[Said, Turn] | None:
-        """Turns by what was sent, none where there is no good record; None: the disk can't be read now."""
+        """Return turns by what was sent, none without a good record; None: the disk can't be read."""
         health = self._writer.health
         if not health.may_read():
             return None
@@ -140,7 +140,7 @@ class TurnFiles:
 
 
 def encoded(turns: Mapping[Said, Turn], most_bytes: int) -> bytes:
-    """A record's payload, without the oldest turns if it were too long; empty: not even one fits."""
+    """Encode a record's payload, without the oldest turns if it were too long; empty: none fits."""
     kept: list[_Stored] = []
     room = most_bytes - 5
     for (answer, thought), turn in reversed([*turns.items()]):
@@ -154,7 +154,7 @@ def encoded(turns: Mapping[Said, Turn], most_bytes: int) -> bytes:
 
 
 def decoded(payload: bytes) -> dict[Said, Turn]:
-    """Raises ValueError where it holds no turns, or nonsense."""
+    """Decode a payload. Raises ValueError for nonsense or no turns."""
     turns: dict[Said, Turn] = {}
     for one in _decoder.decode(payload):
         tokens = array("I", one.tokens)

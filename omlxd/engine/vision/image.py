@@ -1,4 +1,4 @@
-"""An image as a model gets it, and what its processed pixels say of it."""
+"""An image as a model gets it, and the facts in its processed pixels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Image:
 
 
 def image_of(tokens: list[int], pixels: Mapping[str, Any], settings: bytes) -> Image:
-    """`settings`: a digest of the processor's."""
+    """Make an Image. `settings`: a digest of the processor's."""
     state = sha256(settings)
     state.update(repr(tokens).encode())
     for name in sorted(pixels):
@@ -50,7 +50,7 @@ def bytes_of(pixels: Mapping[str, Any]) -> int:
 
 
 def _extent(pixels: Any) -> tuple[int, int]:
-    """(numbers, tiles) of an image's pixels: (patches, values), (tiles, patches, values), or tiles of
+    """Return (numbers, tiles) of an image's pixels: (patches, values), (tiles, patches, values), or tiles of
     (channels, height, width).
     """
     arrays = _flat(pixels)

@@ -1,4 +1,4 @@
-"""Keeps on disk what was found out about images, so that after a restart none is decoded or seen again.
+"""Keeps facts about images on disk, so that after a restart none is decoded or seen again.
 
 | record   | its name is a digest of                                             | payload             |
 |----------|---------------------------------------------------------------------|---------------------|
@@ -37,16 +37,16 @@ from .media import Identity, Key
 log = logging.getLogger(__name__)
 
 FORMAT = "omlxd-images-1"
-"""Part of every name: raise it when the meaning of a record changes, or how pictures are decoded."""
+"""Part of every name: raise it when the meaning of a record or the decoding changes."""
 PART_BYTES = MOST_BYTES - HEAD_BYTES
 MOST_PARTS = 256
-"""An image whose features take more than 256 MiB is seen again."""
+"""Parts of an image's features at most, 256 MiB; a larger one is seen again."""
 MOST_WRITTEN = 4096
-"""Images whose features are known to be on disk."""
+"""Images remembered as on disk."""
 
 
 class _Picture(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What `Identity` and `Image` hold. `tokens`: u32, little-endian. `grid`: None or three numbers."""
+    """The content of `Identity` and `Image`. `tokens`: u32, little-endian. `grid`: None or three numbers."""
 
     width: int
     height: int
@@ -84,7 +84,7 @@ class ImageFiles:
         return digest_of(FORMAT, "picture", self.processor, _DECODERS, repr(key), size=32)
 
     def load_picture(self, key: Key) -> tuple[Identity, Image] | None:
-        """What is known of a picture; None: nothing, or the disk can't be read now."""
+        """Return the record of a picture; None: no record, or the disk can't be read now."""
         name = self._picture_name(key)
         try:
             known = _decoded(data) if (data := self._load(name)) is not None else None
@@ -110,13 +110,13 @@ class ImageFiles:
         self._save(self._picture_name(key), msgspec.msgpack.encode(known))
 
     def used(self, keys: Sequence[Key]) -> None:
-        """A prompt has these pictures."""
+        """Note that a prompt has these pictures."""
         self._touch([self._picture_name(key) for key in keys])
 
     # ----------------------------------------------------------------- features
 
     def load_features(self, digest: str) -> bytes | None:
-        """The features of an image, as `save_features` was given them; None: not all of them are there."""
+        """Return an image's features as saved; None: not all of them are there."""
         first = self._load(_part_name(digest, 0))
         names = [_part_name(digest, part) for part in range(1, first[0] + 1)] if first else []
         parts = [first[1:] if first else None, *map(self._load, names)]
@@ -130,7 +130,7 @@ class ImageFiles:
         return b"".join(whole)
 
     def wants(self, digest: str, prompt_tokens: int) -> bool:
-        """Whether features are to be written; asked each time that a prompt uses them."""
+        """Return whether to write features; asked each time that a prompt uses them."""
         with self._lock:
             if digest in self._written:
                 return False
@@ -162,7 +162,7 @@ class ImageFiles:
     # ----------------------------------------------------------------- records
 
     def _load(self, name: bytes) -> bytes | None:
-        """A record's payload; None: there is no good one, or the disk can't be read now."""
+        """Return a record's payload; None: no good one, or the disk can't be read now."""
         health = self._writer.health
         if not health.may_read():
             return None
@@ -208,7 +208,7 @@ def _version(package: str) -> str:
 
 
 _DECODERS = f"{_version('pillow')} {_version('pypdfium2')}"
-"""Another version may give other pixels."""
+"""Versions of the decoders, since another may give other pixels."""
 
 
 def _part_name(digest: str, part: int) -> bytes:
@@ -216,7 +216,7 @@ def _part_name(digest: str, part: int) -> bytes:
 
 
 def _decoded(payload: bytes) -> tuple[Identity, Image]:
-    """Raises ValueError where it makes no sense."""
+    """Decode a record. Raises ValueError for nonsense."""
     known = _decoder.decode(payload)
     tokens = array("I", known.tokens)
     grid = None if known.grid is None else np.array([known.grid])

@@ -45,22 +45,23 @@ from .media import Identity, Key, Keyed, Media, Size, keyed
 log = logging.getLogger(__name__)
 
 REMEMBERED_BYTES = 16 << 20
-"""Of the tokens of images, 2,500 screenshots of 1,500; and of their positions, 900 of these."""
+"""Bytes of remembered tokens of images, 2,500 screenshots of 1,500; and of their positions, 900 of these."""
 FEATURE_BYTES = 256 << 20
-"""Of the features that are kept: a screenshot of 1,500 tokens has 12 MB in a model of 8B."""
+"""Bytes of kept features: a screenshot of 1,500 tokens has 12 MB in a model of 8B."""
 
 PIXEL_BYTES = 512 << 20
-"""Of processed pixels that wait for the tower, over all requests: 18 screenshots of 1,500 tokens in
-Qwen2.5-VL. Others are processed when their pass is computed."""
+"""Bytes of processed pixels that wait for the tower, over all requests: 18 screenshots of 1,500 tokens in
+Qwen2.5-VL. Others are processed when their pass is computed.
+"""
 PIXELS_S = 60.0
-"""Seconds without another image after which pixels that still wait are of prompts that are over."""
+"""Seconds without another image after which the prompts of waiting pixels are over."""
 MOST_KEYS = 8
-"""Images that a block's file names; the room for their keys is bounded."""
+"""Images in a block's file; the room for their keys is bounded."""
 
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """Tokens `start` to `stop` of a prompt, which are an image."""
+    """Tokens `start` to `stop` of a prompt, those of an image."""
 
     start: int
     stop: int
@@ -69,7 +70,7 @@ class Span:
 
 
 class Images:
-    """One model's images. Thread-safe, but for `places_of` and `features_of`."""
+    """The images of one model. Thread-safe, but for `places_of` and `features_of`."""
 
     def __init__(
         self, model: VisionModel, processor: ImageProcessor, media: Media, files: ImageFiles | None = None
@@ -96,7 +97,7 @@ class Images:
         generated: Sequence[tuple[int, int]] = (),
         most: int = sys.maxsize,
     ) -> tuple[list[int], PromptImages | None]:
-        """`tokens` with each placeholder replaced by its image's tokens. Raises InvalidRequest, and
+        """Put each image's tokens in place of its placeholder in `tokens`. Raises InvalidRequest, and
         PromptTooLong once there are surely more than `most` tokens.
 
         generated  (start, stop) of tokens that the model said
@@ -153,7 +154,7 @@ class Images:
             self.files.used([key for _, key in own])
 
     def _recall(self, key: Key) -> Identity | None:
-        """What is on disk of a picture, which is then neither decoded nor processed."""
+        """Read a picture's record, which saves decoding and processing."""
         found = self.files.load_picture(key) if self.files is not None else None
         if found is None:
             return None
@@ -191,7 +192,7 @@ class Images:
         return figures
 
     def warm_up(self) -> None:
-        """Have the first image find all loaded that images need. Any thread but the engine's."""
+        """Load what images need before the first one comes. Any thread but the engine's."""
         try:
             self._media.warm_up()
             self.processor.process_image(np.zeros((64, 64, 3), np.uint8))
@@ -199,7 +200,7 @@ class Images:
             log.info("no image could be tried: %s", error)
 
     def fetch(self, spans: Iterable[Span]) -> None:
-        """Have the pixels of images that the tower will see: of many, the first ones. Request thread."""
+        """Prepare the pixels of images for the tower: of many, the first ones. Request thread."""
         room = PIXEL_BYTES
         for span in spans:
             digest = span.image.digest
@@ -219,7 +220,7 @@ class Images:
             self._pixels.put(digest, pixels)
 
     def take_pixels(self, span: Span) -> Pixels:
-        """The pixels of an image, which are dropped: its features are kept from now on. Engine thread."""
+        """Take an image's pixels and drop them: its features are kept from now on. Engine thread."""
         pixels = self._pixels.pop(span.image.digest)
         return pixels if pixels is not None else self._process(span.part)[1]
 
@@ -236,7 +237,7 @@ class Images:
         return image_of(tokens, pixels, self.processor.digest), pixels
 
     def places_of(self, image: Image) -> np.ndarray:
-        """As `image_places`. Engine thread."""
+        """Return `image_places`, remembered. Engine thread."""
         places = self._places.get(image.digest)
         if places is None:
             assert image.grid is not None
@@ -245,7 +246,7 @@ class Images:
         return places
 
     def features_of(self, image: Image, pixels: Callable[[], Pixels]) -> Features:
-        """What the tower makes of `image`; runs it unless that is kept. Engine thread."""
+        """Return the tower's features of `image`; runs it unless they are kept. Engine thread."""
         features = self._features.get(image.digest)
         if features is None:
             features = self._restored(image)
@@ -291,7 +292,7 @@ class PromptImages:
         self.delta = 0
 
     def extra_keys(self, block_size: int) -> dict[int, list[ExtraKey]]:
-        """Keys of the blocks that hold an image's tokens: its digest, and where in the block it begins."""
+        """Return keys of the blocks that hold an image's tokens: its digest, and its place in the block."""
         keys: dict[int, list[ExtraKey]] = {}
         for span in self.spans:
             for block in range(span.start // block_size, (span.stop - 1) // block_size + 1):
@@ -300,19 +301,19 @@ class PromptImages:
         return {block: own if len(own) <= MOST_KEYS else _one_key(own) for block, own in keys.items()}
 
     def seen_from(self, start: int) -> Iterator[Image]:
-        """Yield the images that end behind token `start`, and that the tower is to be run for."""
+        """Yield the images that end behind token `start` and need the tower."""
         images = (span.image for span in self.spans if span.stop > start)
         return (image for image in images if not self._images.has_features(image.digest))
 
     def names(self) -> Iterator[tuple[int, int, str]]:
-        """Yield start, stop and name of each image: which of how many, and where in the request."""
+        """Yield start, stop and name of each image: its number, and its place in the request."""
         for number, span in enumerate(self.spans, 1):
             page = f", page {span.part.page}" if span.part.page else ""
             place = f" ({span.part.param}{page})" if span.part.param else ""
             yield span.start, span.stop, f"image {number} of {len(self.spans)}{place}"
 
     def beginnings(self, block_size: int) -> list[int]:
-        """Blocks before each run of images: between two of one run is less text than a block."""
+        """Return the blocks before each run of images: between two of one run is less text than a block."""
         before = [0, *(span.stop for span in self.spans)]
         return [
             span.start // block_size
@@ -321,7 +322,7 @@ class PromptImages:
         ]
 
     def fetch(self, start: int) -> None:
-        """Have the pixels of images that end behind token `start`. Request thread."""
+        """Prepare the pixels of images that end behind token `start`. Request thread."""
         self._images.fetch(span for span in self.spans if span.stop > start)
 
     def see_next(self, start: int, stop: int) -> bool:
@@ -336,7 +337,7 @@ class PromptImages:
         return False
 
     def inputs(self, start: int, stop: int) -> dict[str, Any]:
-        """What the model gets beside tokens `start` to `stop`. Engine thread."""
+        """Return the model's further inputs for tokens `start` to `stop`. Engine thread."""
         model = self._images.model
         pieces = [
             Piece(
@@ -355,7 +356,7 @@ class PromptImages:
         return inputs
 
     def _features_of(self, span: Span) -> Features:
-        """The features of an image, kept until the pass that ends it."""
+        """Return the features of an image, kept until the pass that ends it."""
         name = span.image.digest
         if name not in self._features:
             self._features[name] = self._images.features_of(
@@ -365,7 +366,7 @@ class PromptImages:
         return self._features[name]
 
     def _positions(self, start: int, stop: int) -> np.ndarray:
-        """Positions (3, tokens) of tokens `start` to `stop`; sets `delta`."""
+        """Return positions (3, tokens) of tokens `start` to `stop`; sets `delta`."""
         positions = np.broadcast_to(np.arange(start, stop), (3, stop - start)).copy()
         self.delta = 0
         for span in self.spans:
@@ -380,7 +381,7 @@ class PromptImages:
         return positions
 
     def may_end(self, position: int) -> bool:
-        """Whether a pass may end at token `position`: not within an image whose tokens see each other."""
+        """Return whether a pass may end at `position`: not in an image whose tokens see each other."""
         undivided = self._images.model.whole_images
         return not (undivided and any(start < position < stop for start, stop in self._bounds))
 
@@ -391,14 +392,14 @@ class PromptImages:
 def make_images(
     folder: Path, shown: str, model: Any, media: Media, files: ImageFiles | None = None
 ) -> Images:
-    """`shown`: what the chat template writes for an image. Raises ModelError."""
+    """Make the model's Images. `shown`: the chat template's text for an image. Raises ModelError."""
     return Images(model, ImageProcessor(folder, shown), media, files)
 
 
 def place_images(
     rendered: RenderedPrompt, images: Images | None, most: int = sys.maxsize
 ) -> tuple[list[int], PromptImages | None]:
-    """The prompt's tokens, its images among them. Raises InvalidRequest and PromptTooLong."""
+    """Return the prompt's tokens, with its images'. Raises InvalidRequest and PromptTooLong."""
     if images is None:
         return rendered.tokens, None
     return images.place(rendered.tokens, rendered.images, rendered.generated, most)
@@ -407,7 +408,7 @@ def place_images(
 def prompt_with_images(
     rendered: RenderedPrompt, images: Images | None, block_size: int
 ) -> tuple[list[int], dict[int, list[ExtraKey]], list[tuple[int, int, str]]]:
-    """A rendered prompt's tokens, the extra keys of its blocks, and (start, stop, name) of each image.
+    """Return a rendered prompt's tokens, the extra keys of its blocks, and (start, stop, name) of each image.
 
     Raises InvalidRequest.
     """

@@ -21,17 +21,17 @@ from ...common.child_process import ChildLost, ChildProcesses
 from ...errors import bad_field
 
 MEMORY_BYTES = 1536 << 20
-"""Of a child. The most of 64 million pixels is taken by a WebP with transparency: 1.1 GB."""
+"""Bytes of a child. The most of 64 million pixels is taken by a WebP with transparency: 1.1 GB."""
 CPU_S = 60
 DEADLINE_S = 20.0
-"""Of one picture, or of a PDF's text."""
+"""Seconds for one picture, or for a PDF's text."""
 REQUEST_DEADLINE_S = 60.0
-"""Of all images of a request, and of all its PDFs."""
+"""Seconds for all images of a request, and for all its PDFs."""
 MOST_IDENTITIES = 4096
 RECENT_BYTES = 64 << 20
-"""Decoded pictures that are kept: ten screenshots of 1920 x 1080."""
+"""Bytes of decoded pictures that are kept: ten screenshots of 1920 x 1080."""
 TEXT_CHARS = 16 << 20
-"""Texts of PDFs that are kept."""
+"""Characters of PDFs' texts that are kept."""
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ Key = tuple[bytes, int, int]
 Keyed = tuple[chat.ImagePart, Key]
 _Pixels = tuple[tuple[int, int, bytes] | None, str]
 Size = tuple[float, float]
-"""Of a PDF's page, in points: pages of one size make pictures of one size."""
+"""Size of a PDF's page in points: pages of one size make pictures of one size."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -68,14 +68,14 @@ class Picture(Identity, frozen=True, kw_only=True):
 
 
 class TimeLeft:
-    """How long the images of a request, or its PDFs, may still be read; `what`: one of them."""
+    """Time left to read the images of a request, or its PDFs; `what`: one of them."""
 
     def __init__(self, what: str):
         self._what = what
         self._left = REQUEST_DEADLINE_S
 
     def spend(self, param: str, call: Callable[[float], T]) -> T:
-        """Return `call(seconds)`: what one of them may take. Raises InvalidRequest if nothing is left."""
+        """Return `call(seconds)`, with the time for one. Raises InvalidRequest if none is left."""
         if self._left <= 0:
             raise bad_field(
                 param,
@@ -152,7 +152,7 @@ class Media:
             yield pages[page - 1] if pages else None
 
     def drop_pictures(self) -> int:
-        """Drop what is decoded again when it is asked for; how many there were."""
+        """Drop pictures, which can be decoded again; returns their number."""
         return self._recent.clear()
 
     def warm_up(self) -> None:
@@ -202,7 +202,7 @@ def _pdf(name: str) -> str:
 
 
 def keyed(parts: Iterable[chat.ImagePart]) -> list[Keyed]:
-    """Each part with its key. Pages share the bytes of their PDF, which are hashed once."""
+    """Return each part with its key. Pages share the bytes of their PDF, which are hashed once."""
     hashed: dict[int, bytes] = {}
     pairs: list[Keyed] = []
     for part in parts:

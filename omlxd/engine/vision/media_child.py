@@ -12,24 +12,24 @@ from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_DECODED = 8000 * 8000
-"""Pixels of an image. Anthropic's limit, as an area."""
+"""Pixels of an image at most: Anthropic's limit, as an area."""
 MOST_PIXELS = 4096 * 4096
 """Pixels that a picture keeps; a larger one is scaled down. Qwen3-VL's processor keeps as many, and no
 other of the field more."""
 MOST_RATIO = 200
-"""Of the longer side to the shorter. Qwen's processors refuse more."""
+"""Ratio of the longer side to the shorter at most. Qwen's processors refuse more."""
 PAGE_PIXELS = 1_150_000
-"""Of a PDF's page: 1,500 tokens of Qwen2.5-VL. Anthropic scales images to it, for about as many tokens."""
+"""Pixels of a PDF's page: 1,500 tokens of Qwen2.5-VL, about as many as Anthropic's scaling gives."""
 PAGE_SCALE = 2.0
 """Pixels a point at most: a page of stamp size is not blown up."""
 MOST_PAGES = 600
-"""Of a PDF. Anthropic's limit for contexts of a million tokens."""
+"""Pages of a PDF: Anthropic's limit for contexts of a million tokens."""
 MOST_TEXT = 4 << 20
 """Characters of a PDF: some million tokens, as many as the longest contexts."""
 
 
 class _Refused(Exception):
-    """The words go to the client."""
+    """Bytes that are refused; the words go to the client."""
 
 
 def answer(kind: str, data: bytes, page: int = 0, side: int = 0) -> tuple[Any, str]:
@@ -73,7 +73,7 @@ def _image(data: bytes) -> Any:
 
 @functools.cache
 def _skip_large_texts() -> None:
-    """Have a PNG's texts and colour profile left out where Pillow takes them for a bomb."""
+    """Leave out a PNG's texts and colour profile where Pillow takes them for a bomb."""
     from PIL import ImageFile, PngImagePlugin
 
     stream: Any = PngImagePlugin.PngStream
