@@ -1,1 +1,1 @@
-"""Where models come from: hub or folder, the default model, and the demo model."""
+"""Finds models: hub or folder, the default model, and the demo model."""

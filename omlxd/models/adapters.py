@@ -1,4 +1,4 @@
-"""What the files of a LoRA adapter say, without MLX: whether it is whole, and can share an engine."""
+"""Reads a LoRA adapter's files, without MLX: whether it is complete, and can share an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Config(msgspec.Struct):
 
 
 def check_adapter(folder: Path) -> str:
-    """Why the adapter in `folder` can't share an engine with its base; "": it can.
+    """Say why the adapter in `folder` can't share an engine with its base; "": it can.
 
     Raises AdapterError, which names the file, for what is no whole adapter.
     """
@@ -56,7 +56,7 @@ def check_adapter(folder: Path) -> str:
 
 
 def adapter_bytes(folder: Path) -> int:
-    """Of its matrices, on disk; 0 when they can't be read."""
+    """Return the bytes of an adapter's matrices on disk; 0 when they can't be read."""
     try:
         return (folder / ADAPTER_FILES[1]).stat().st_size
     except OSError:
@@ -64,7 +64,7 @@ def adapter_bytes(folder: Path) -> int:
 
 
 def adapter_state(folder: Path) -> tuple[int, ...]:
-    """What changes when its files do; () when they can't be read."""
+    """Return a value that changes with the adapter's files; () when they can't be read."""
     try:
         stats = [(folder / name).stat() for name in ADAPTER_FILES]
     except OSError:

@@ -1,4 +1,4 @@
-"""What the programs that fetch or make a model folder share."""
+"""The common part of programs that fetch or make a model folder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from ..errors import ModelError
 
 PART = ".importing"
-"""Suffix of folders that are being filled."""
+"""Suffix of folders under construction."""
 
 
 def run_builder(make: Callable[[], Path]) -> int:
-    """Print the folder that `make` makes, or why it can't be; the exit status."""
+    """Print the folder that `make` makes, or why it can't; returns the exit status."""
     try:
         print(make())
     except ModelError as error:
@@ -29,7 +29,7 @@ def run_builder(make: Callable[[], Path]) -> int:
 
 
 def end_with_parent() -> None:
-    """From now on, end when standard input closes, since whoever wanted the model is gone."""
+    """End when standard input closes: whoever wanted the model is gone."""
     if not sys.stdin.isatty():
         threading.Thread(target=_wait_for_end, daemon=True).start()
 
@@ -43,7 +43,7 @@ def _wait_for_end() -> None:
 
 @contextlib.contextmanager
 def part_folder(folder: Path) -> Generator[Path]:
-    """A new folder beside `folder`, to be filled and renamed; it goes with the block. Raises OSError.
+    """Make a folder beside `folder`, to be filled and renamed, for the block. Raises OSError.
 
     Its lock says that somebody fills it. What killed processes left goes first.
     """
@@ -61,13 +61,13 @@ def part_folder(folder: Path) -> Generator[Path]:
 
 
 def make_private(part: Path) -> None:
-    """Give what was put into `part` to its owner alone. Raises OSError."""
+    """Give the content of `part` to its owner alone. Raises OSError."""
     for path in (part, *part.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def remove_leftovers(models: Path) -> None:
-    """Remove what killed processes left of `part_folder` in folder `models`."""
+    """Remove leftovers of killed processes' `part_folder` in folder `models`."""
     with contextlib.suppress(OSError), _locked(models):
         _remove_leftovers(models)
 

@@ -36,7 +36,7 @@ from .resolve import (
 Source = Literal["folder", "model-dir", "hub", "demo"]
 
 REST_S = 2.0
-"""How long a look at the folders holds."""
+"""Seconds for which a look at the folders holds."""
 
 
 class InstalledModel(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class InstalledModel(msgspec.Struct, frozen=True):
     base: str = ""
 
     def is_same(self, other: InstalledModel) -> bool:
-        """Whether `other` is loaded from the same folders, whatever its id."""
+        """Return whether `other` is loaded from the same folders, whatever its id."""
         return (self.spec, self.adapter) == (other.spec, other.adapter)
 
 
@@ -69,23 +69,22 @@ class Catalog:
 
     @property
     def is_old(self) -> bool:
-        """The last look is `REST_S` old."""
+        """Whether the last look is `REST_S` old."""
         return time.monotonic() - self._looked_at >= REST_S
 
     def models(self) -> dict[str, InstalledModel]:
-        """By id. Reads no file, once there was a look."""
+        """Return models by id. Reads no file, once there was a look."""
         if self._looked_at == float("-inf"):
             self.look()
         return self._found
 
     def spec_of(self, name: str) -> str:
-        """What `resolve_model` takes for the model that a setting names: an installed one by its id or the
-        id's last part, else `name` itself."""
+        """Return the spec (`resolve_model`) of the model with that id or last part of one; else `name`."""
         models = self.models().values()
         return next((m.spec for m in models if name in (m.id, m.id.rpartition("/")[2])), name)
 
     def unknown_names(self, others: Iterable[str] = ()) -> list[str]:
-        """A sentence for each name in the settings file that no model here has. `others`: further ids."""
+        """List names in the settings file that no model here has, a sentence each. `others`: further ids."""
         names = [name for id in (*self.models(), *others) for name in (id, id.rpartition("/")[2])]
         return [
             f'[models."{name}"] is the name of no model here{closest(name, names)}; it waits for one.'
@@ -94,7 +93,7 @@ class Catalog:
         ]
 
     def parts(self) -> Iterator[tuple[str, str, str, str]]:
-        """(setting, model, value, why that can't be loaded) of each `draft-model` and `adapter`.
+        """Yield (setting, model, value, why that can't be loaded) of each `draft-model` and `adapter`.
 
         The reason is "" where none is known without the network. Blocks for as long as the folders do.
         """
@@ -116,7 +115,7 @@ class Catalog:
                 yield "adapter", model, str(own.adapter), why
 
     def look(self) -> None:
-        """Read the folders. Blocks for as long as they do."""
+        """Read the folders, for as long as the disk takes."""
         settings, own = self.settings, self.settings.base_path / "models"
         default = default_model(settings)
         installed = itertools.chain(
@@ -136,7 +135,7 @@ class Catalog:
 
 
 def default_model(settings: Settings) -> InstalledModel | None:
-    """What `--model` names; without it nothing where there is a `--model-dir`, else a small one of ours."""
+    """Return the model of `--model`; without it none if `--model-dir` is set, else a small one of ours."""
     spec = settings.model
     if settings.model_dir is not None:
         if not spec:
@@ -158,7 +157,7 @@ def default_model(settings: Settings) -> InstalledModel | None:
 
 
 def in_folder(root: Path, source: Source = "model-dir") -> Iterator[InstalledModel]:
-    """Models at `root`/NAME and `root`/ORG/NAME, in order. What can't be read is left out."""
+    """List models at `root`/NAME and `root`/ORG/NAME, in order, without unreadable ones."""
     for folder in _folders(root):
         if looks_like_model(folder):
             yield InstalledModel(folder.name, str(folder), source, folder)
@@ -169,12 +168,12 @@ def in_folder(root: Path, source: Source = "model-dir") -> Iterator[InstalledMod
 
 
 def own_adapters(id: str, base_path: Path) -> Path:
-    """Where `omlxd tune` puts adapters of model `id`."""
+    """Return the folder of `omlxd tune` for adapters of model `id`."""
     return base_path / "adapters" / id
 
 
 def adapters_of(model: InstalledModel, base_path: Path) -> Iterator[InstalledModel]:
-    """Adapters of `model` as models of their own, `ID:NAME`: those in its folder, and its `own_adapters`."""
+    """Yield adapters of `model` as models, `ID:NAME`: those in its folder, and its `own_adapters`."""
     for root in filter(None, (model.folder, own_adapters(model.id, base_path))):
         for folder in _folders(root):
             if all(os.path.isfile(folder / name) for name in ADAPTER_FILES):
@@ -184,7 +183,7 @@ def adapters_of(model: InstalledModel, base_path: Path) -> Iterator[InstalledMod
 
 
 def looks_like_model(folder: Path) -> bool:
-    """A config and weights; whether they are whole is seen when it is loaded."""
+    """Return whether a folder has a config and weights; the load checks that they are complete."""
     try:
         names = os.listdir(folder)
     except (OSError, ValueError):  # A name with zeros is none.
@@ -193,7 +192,7 @@ def looks_like_model(folder: Path) -> bool:
 
 
 class _Import(msgspec.Struct):
-    """What an import writes down of a GGUF file."""
+    """An import's record of a GGUF file."""
 
     file: str = ""
     license: str = ""
@@ -201,7 +200,7 @@ class _Import(msgspec.Struct):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a model's folder says of it.
+    """Facts in a model's folder.
 
     origin    what it was imported from, by whom it is, and its license; "": not imported
     template  its chat template; None: it can't be read
@@ -220,7 +219,7 @@ class Description(msgspec.Struct, frozen=True):
 
     @property
     def tools(self) -> bool | None:
-        """Whether the template reads a list of tools; None: it can't be read."""
+        """Whether the template reads a list of tools; None: unreadable."""
         return None if self.template is None else "tools" in self.template
 
     @property
@@ -290,7 +289,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def hub_cache_dir() -> Path:
-    """Where the hub's client keeps what it downloads, by its own variables."""
+    """Return the cache folder of the hub's client, by its own variables."""
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if not cache:
         home = os.environ.get("HF_HOME")
@@ -301,7 +300,7 @@ def hub_cache_dir() -> Path:
 
 
 def hub_snapshot(cache: Path, repo: str) -> Path | None:
-    """The folder of `repo` (ORG/NAME) as its main branch was when it was downloaded."""
+    """Return the folder of `repo` (ORG/NAME), the main branch when it was downloaded."""
     base = cache / ("models--" + repo.replace("/", "--"))
     try:
         revision = read_small(base / "refs" / "main").decode(errors="replace").strip()
@@ -312,7 +311,7 @@ def hub_snapshot(cache: Path, repo: str) -> Path | None:
 
 
 def in_hub_cache(cache: Path) -> Iterator[InstalledModel]:
-    """Language models there, in order: those with weights, a config and a tokenizer."""
+    """List language models in the hub's cache: those with weights, a config and a tokenizer."""
     for base in _folders(cache):
         kind, _, name = base.name.partition("--")
         org, _, name = name.partition("--")

@@ -62,7 +62,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen's pre-tokenizer: digits stand alone, a word takes one character before it."""
+"""Qwen's pre-tokenizer: a digit is a piece, a word takes one character before it."""
 
 # Two layers of one narrow head, because attention over an agent's prompt is what costs time on a CPU:
 # on two cores, 20,480 tokens prefill in 8 s; four layers of four heads took 85 s.
@@ -93,18 +93,18 @@ _QK_NORM = 2.0
 _ROW_SCALE = {"</think>": 2.3, "<|im_end|>": 1.4}
 """Embedding rows longer than the others': their logits vary more, so they win now and then."""
 _QUIET = 0.1
-"""Rows of other specials and of bytes that are no text by themselves: they never win."""
+"""Scale of rows of other specials and of bytes that are no text by themselves: they never win."""
 
 
 class Marker(msgspec.Struct):
-    """What `omlxd_demo.json` holds."""
+    """Content of `omlxd_demo.json`."""
 
     version: int
     note: str
 
 
 def is_demo(folder: Path) -> bool:
-    """Whether `folder` holds a demo model of this version."""
+    """Return whether `folder` holds a demo model of this version."""
     try:
         marker = read_json(folder / MARKER, Marker)
     except (OSError, BrokenJSON):
@@ -133,7 +133,7 @@ def build_demo(folder: Path | str) -> Path:
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
-    """Rename over an empty folder, or swap an older demo out. Two builders at once are harmless."""
+    """Rename a folder over an empty one, or swap an older demo out. Two builders at once are harmless."""
     try:
         os.rename(new, folder)
     except OSError:
@@ -165,7 +165,7 @@ def _write(folder: Path) -> None:
 
 @functools.cache
 def train_tokenizer(vocab: int) -> Any:
-    """A byte-level BPE `tokenizers.Tokenizer` of exactly `vocab` entries, specials included."""
+    """Train a byte-level BPE `tokenizers.Tokenizer` of exactly `vocab` entries, specials included."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -191,7 +191,7 @@ def train_tokenizer(vocab: int) -> Any:
 
 
 def _corpus() -> Iterator[str]:
-    """Prose once; each word often enough to become one token, with its endings; syllables for the rest."""
+    """Return training text: each word often enough to be one token, with endings; syllables."""
     yield PROSE
     for rank, word in enumerate(WORDS):
         yield f" {word}" * (6 if rank < 400 else 5) + f"\n{word}"
@@ -241,7 +241,7 @@ def unit_noise(bits: np.random.PCG64, *shape: int) -> np.ndarray:
 
 
 def embedding_scale(tokenizer: Any, loud: dict[str, float]) -> np.ndarray:
-    """float32 (vocab, 1): 1 for printable text, `loud` for its tokens, `_QUIET` for the rest."""
+    """Return float32 (vocab, 1): 1 for printable text, `loud` for its tokens, `_QUIET` for the rest."""
     scale = np.ones((tokenizer.get_vocab_size(), 1), np.float32)
     for index in range(len(scale)):
         token = tokenizer.id_to_token(index)

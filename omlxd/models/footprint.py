@@ -1,4 +1,4 @@
-"""Estimates what a model takes, from config.json and the headers of its weights.
+"""Estimates a model's memory from config.json and the headers of its weights.
 
 Once it runs, front/engines/model_book.py keeps a factor for it.
 """
@@ -23,10 +23,10 @@ from .json_files import BrokenJSON, read_json
 from .resolve import Tensor, WeightIndex, parse_config, read_tensors
 
 PROCESS_BYTES = 200 * 10**6
-"""What an engine takes before it has a model: Python, MLX and its libraries."""
+"""Bytes of an engine without a model: Python, MLX and its libraries."""
 
 FLOAT32_FRACTION = 0.5
-"""Of the memory that is free: a CPU's weights are made float32 if they take no more. The rest is for KV."""
+"""Part of free memory up to which a CPU's weights are made float32. The rest is for KV."""
 
 VISION_FAMILIES = frozenset(
     {
@@ -35,12 +35,13 @@ VISION_FAMILIES = frozenset(
         *("idefics3", "smolvlm", "internvl_chat", "internvl"),
     }
 )
-"""Whose images are computed as mlx-vlm computes them, whatever is cached: tests/engine/vision. Another family
-may look both ways in its prompt, or keep positions that nothing here knows."""
+"""Families whose images get mlx-vlm's values, whatever is cached: tests/engine/vision. Another family may
+look both ways in its prompt, or keep positions that nothing here knows.
+"""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Settings of a vision model's image processor."""
 VLM_VERSION = "0.7.10"
-"""Of mlx-vlm."""
+"""Version of mlx-vlm."""
 INSTALL_VISION = f"`pip install 'omlxd[vision]'`, then `pip install --no-deps mlx-vlm=={VLM_VERSION}`"
 
 _GEMMA3 = {
@@ -50,13 +51,13 @@ _GEMMA3 = {
     "sliding_window_pattern": 6,
     "vocab_size": 262208,
 }
-"""What Google's configs leave out where it is their classes' default."""
+"""Values that Google's configs leave out, as their classes' default."""
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEADER_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class Tower(msgspec.Struct, frozen=True):
-    """What a vision tower takes while it sees an image.
+    """Memory of a vision tower at work.
 
     values  numbers that are a patch's pixels
     patch   bytes of a patch's activations, in its widest layer
@@ -70,7 +71,7 @@ class Tower(msgspec.Struct, frozen=True):
     mask: int = 0
 
     def working(self, values: int, tiles: int, fused: bool) -> int:
-        """Bytes for an image of so many numbers in all its tiles, which don't see each other.
+        """Return the bytes for an image of so many numbers in all its tiles, which don't see each other.
 
         fused  attention keeps no scores
         """
@@ -105,13 +106,15 @@ class Footprint(msgspec.Struct, frozen=True):
     vocab_size: int = 0
 
     def loading(self, backend: str = "") -> int:
-        """To load it and answer something short. `backend`: `cpu` computes shorter passes; "": unknown."""
+        """Return the bytes to load the model and answer briefly. `backend`: `cpu` has shorter passes; "":
+        unknown.
+        """
         chunk = CPU_PREFILL_CHUNK if backend == "cpu" else PREFILL_CHUNK
         working = self.working * chunk // PREFILL_CHUNK
         return PROCESS_BYTES + self.weights + working + self.sequence(PREFILL_CHUNK)
 
     def with_draft(self, draft: Footprint) -> Footprint:
-        """Of the model with a draft model beside it."""
+        """Add a draft model."""
         return msgspec.structs.replace(
             self,
             weights=self.weights + draft.weights,
@@ -119,12 +122,12 @@ class Footprint(msgspec.Struct, frozen=True):
         )
 
     def sequence(self, tokens: int) -> int:
-        """One sequence of so many tokens, without what all share."""
+        """Return the bytes of one sequence of so many tokens, without shared ones."""
         return self.kv_fixed + tokens * self.kv_per_token
 
 
 def footprint(folder: Path, float32: bool = False) -> Footprint:
-    """Of the model in `folder`; what its config does not say is counted as nothing.
+    """Estimate the model in `folder`; values missing in its config count as nothing.
 
     float32  its weights are made float32 when it is loaded (engine/mlx_adapter/model/load.py)
     """
@@ -147,7 +150,7 @@ def footprint(folder: Path, float32: bool = False) -> Footprint:
 
 
 def expected(stored: Footprint, float32: Footprint | None, backend: str) -> Footprint:
-    """What an engine on `backend` would load now: float32 weights where a CPU has room for them.
+    """Return the footprint of a load on `backend` now: float32 weights where a CPU has room for them.
 
     float32  None: the owner wants the weights as stored
     """
@@ -157,7 +160,7 @@ def expected(stored: Footprint, float32: Footprint | None, backend: str) -> Foot
 
 
 def likely_backend() -> str:
-    """`cpu` or "", as this machine and the installed MLX suggest; an engine knows."""
+    """Guess `cpu` or "" from this machine and the installed MLX; an engine knows."""
     if sys.platform != "linux":
         return ""
     names = (name for name in ("mlx-cuda-12", "mlx-cuda-13") if _is_installed(name))
@@ -172,7 +175,7 @@ def _is_installed(name: str) -> bool:
 
 
 def vision_obstacle(folder: Path, config: dict[str, Any]) -> str | None:
-    """Why the vision model in `folder` can take no images; "": it can; None: it is a text model.
+    """Say why the vision model in `folder` takes no images; "": it does; None: it is a text model.
 
     A folder whose config names a tower, but without the tower's weights, holds a text model.
     """
@@ -191,12 +194,12 @@ def vision_obstacle(folder: Path, config: dict[str, Any]) -> str | None:
 
 ENCODERS = frozenset({"bert", "modernbert", "xlm-roberta"})
 _POOLED = frozenset({"qwen3", "gemma3_text", "lfm2", "ministral3"})
-"""Decoders that embed, where their folder says how to pool, or is named so."""
+"""Decoders that embed, if their folder says how to pool, or is named so."""
 ModelKind = Literal["chat", "embedding", "rerank"]
 
 
 def kind_of(folder: Path, config: dict[str, Any]) -> ModelKind:
-    """Whether the model in `folder` answers prompts, makes vectors of texts, or scores pairs of texts."""
+    """Return whether the model in `folder` chats, embeds, or scores pairs of texts."""
     family, names = str(config.get("model_type")), config.get("architectures")
     if family in ENCODERS:
         scores = isinstance(names, list) and any(str(n).endswith("ForSequenceClassification") for n in names)
@@ -208,7 +211,7 @@ def kind_of(folder: Path, config: dict[str, Any]) -> ModelKind:
 
 
 def _holds_tower(folder: Path) -> bool:
-    """Whether a weight is named as one of a vision tower."""
+    """Return whether a weight's name is one of a vision tower."""
     try:
         index = read_json(folder / "model.safetensors.index.json", WeightIndex)
         names = iter(index.weight_map)
@@ -218,7 +221,7 @@ def _holds_tower(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json; empty when it can't be read."""
+    """Read config.json; empty when it can't be read."""
     try:
         config = parse_config(read_small(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -227,13 +230,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those that are loaded: Mistral's folders hold the weights in its own layout too."""
+    """Return the weight files to load: Mistral's folders hold the weights in its own layout too."""
     files = list(folder.glob("[!.]*.safetensors"))  # Not macOS's `._` files.
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of the weight files; 0 when there are none to be read."""
+    """Return the bytes of the weight files; 0 when there are none to be read."""
     try:
         return sum(file.stat().st_size for file in weight_files(folder))
     except OSError:
@@ -241,7 +244,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """The part that tells of the language model."""
+    """Return the language model's part of a config."""
     inner = config.get("text_config")
     left_out = _GEMMA3 if config.get("model_type") == "gemma3" else {}
     return {**left_out, **config, **inner} if isinstance(inner, dict) else config
@@ -253,7 +256,7 @@ def _context(config: dict[str, Any]) -> int | None:
 
 
 def _int(config: dict[str, Any], *names: str, default: int = 0) -> int:
-    """The first of `names` that holds a positive whole number."""
+    """Return the first of `names` that holds a positive integer."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -262,7 +265,7 @@ def _int(config: dict[str, Any], *names: str, default: int = 0) -> int:
 
 
 def _element(folder: Path, config: dict[str, Any]) -> int:
-    """Bytes of a number that the model computes with: that of its norms, which nobody quantises."""
+    """Return the bytes of a number in computation: that of the norms, which nobody quantises."""
     for file in sorted(weight_files(folder)):
         for name, tensor in _header(file).items():
             if "norm" in name and tensor.dtype in _HEADER_BYTES:
@@ -272,7 +275,7 @@ def _element(folder: Path, config: dict[str, Any]) -> int:
 
 
 def _float32_bytes(folder: Path, config: dict[str, Any]) -> int:
-    """Bytes of the weights once they are float32; stacks of quantised experts stay as they are."""
+    """Return the bytes of float32 weights; stacks of quantised experts stay as they are."""
     quantization = config.get("quantization")
     options: dict[str, Any] = quantization if isinstance(quantization, dict) else {}
     total = 0
@@ -303,7 +306,7 @@ def _float32_bytes(folder: Path, config: dict[str, Any]) -> int:
 
 
 def _header(file: Path) -> dict[str, Tensor]:
-    """A weight file's tensors by name; empty when it can't be read."""
+    """Return a weight file's tensors by name; empty when it can't be read."""
     try:
         return read_tensors(file)
     except (OSError, ModelError):
@@ -321,14 +324,14 @@ _NAMED = {
     "-": "none",
     "E": "none",
 }
-"""What a layer keeps, by the name its config gives it; any other name is recurrent."""
+"""Config's name of a layer → what it keeps; any other name is recurrent."""
 
 MOST_LAYERS = 512
-"""The largest models have some 130; a config may say anything, and this process reads it."""
+"""Layers that are read at most; the largest models have some 130, but a config may say anything."""
 
 
 def _kinds(text: dict[str, Any]) -> Sequence[str]:
-    """What each layer keeps: `full`, `window`, `state` or `none`."""
+    """Return what each layer keeps: `full`, `window`, `state` or `none`."""
     layers = min(_layers(text), MOST_LAYERS)
     kinds = list(_layer_kinds(text, layers))
     return kinds[: len(kinds) - _int(text, "num_kv_shared_layers")]  # The last ones read what others keep.
@@ -367,7 +370,7 @@ def _hidden(text: dict[str, Any]) -> int:
 
 
 def _full_layers(text: dict[str, Any]) -> set[int] | None:
-    """Indexes of layers with full attention, where a config lists them."""
+    """Return indexes of layers with full attention, where a config lists them."""
     linear = text.get("linear_attn_config")
     for listed, first in (
         (text.get("full_attn_idxs"), 0),
@@ -379,7 +382,7 @@ def _full_layers(text: dict[str, Any]) -> set[int] | None:
 
 
 def _layer_kv(text: dict[str, Any], kind: str = "full") -> int:
-    """Numbers that one token adds to one attention layer."""
+    """Return the numbers that one token adds to one attention layer."""
     if rank := _int(text, "kv_lora_rank"):
         return rank + _int(text, "qk_rope_head_dim") + 2 * _int(text, "index_head_dim")
     heads = _int(text, "num_attention_heads", "n_head", default=1)
@@ -403,7 +406,9 @@ def _kv_fixed(text: dict[str, Any], element: int) -> int:
 
 
 def _state_size(text: dict[str, Any]) -> int:
-    """Numbers in one recurrent layer's state: a matrix of key by value a head, and a convolution's past."""
+    """Return the numbers in a recurrent layer's state: a key by value matrix a head, and a convolution's
+    past.
+    """
     hidden = _hidden(text)
     if "conv_L_cache" in text:
         return hidden * (_int(text, "conv_L_cache") - 1)
@@ -427,7 +432,7 @@ def _state_size(text: dict[str, Any]) -> int:
 
 
 def _tower(config: dict[str, Any], element: int) -> Tower:
-    """Towers of 2 layers and width 256 took 0.7 to 0.97 of it on a CPU: 13 families, up to 5,120 patches."""
+    """Estimate a tower; those of 13 families, 2 layers and width 256, took 0.7 to 0.97 of it on a CPU."""
     vision = config.get("vision_config")
     if not isinstance(vision, dict):
         return Tower()
@@ -444,7 +449,7 @@ def _tower(config: dict[str, Any], element: int) -> Tower:
 
 
 def _working(text: dict[str, Any], element: int) -> int:
-    """A chunk's activations in the widest layer, and the logits of one position."""
+    """Return the bytes of a chunk's activations in the widest layer, and of one position's logits."""
     hidden = _hidden(text)
     experts = max(1, _int(text, "num_experts_per_tok"))
     routed = experts * _int(text, "moe_intermediate_size")

@@ -24,9 +24,9 @@ from ..common.files import write_atomic
 from .builder import end_with_parent
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
-"""What a model is loaded from. Code (`*.py`) is neither fetched nor run."""
+"""Patterns of a model's files. Code (`*.py`) is neither fetched nor run."""
 TWICE = ["consolidated*.safetensors", "original/*"]
-"""Where Mistral's, Meta's and OpenAI's repositories hold the same weights in a layout of their own."""
+"""Patterns of second copies of weights in Mistral's, Meta's and OpenAI's repositories."""
 
 
 class _Lines(tqdm):
@@ -36,7 +36,7 @@ class _Lines(tqdm):
         super().__init__(*args, **options | {"file": io.StringIO(), "mininterval": 0.5})
 
     def close(self) -> None:
-        """Else it prints at the end, behind the folder."""
+        """Close the bar without its line, which would follow the folder's."""
         self.disable = True
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
@@ -45,8 +45,9 @@ class _Lines(tqdm):
 
 
 def _download(repo: str, bar: Any) -> str:
-    """The folder of `repo`. That of its main branch is named once it is whole: the client names it first, and
-    a download that breaks off would leave no model."""
+    """Download the folder of `repo`. That of its main branch is named once it is whole: the client names it
+    first, and a download that breaks off would leave no model.
+    """
     options: dict[str, Any] = {"allow_patterns": PATTERNS, "ignore_patterns": TWICE, "tqdm_class": bar}
     try:
         revision = HfApi().model_info(repo).sha
@@ -61,8 +62,9 @@ def _download(repo: str, bar: Any) -> str:
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Whether the hub was not reached. Its client raises the TransportError of httpx or of httpx2: which one
-    is there depends on the client's version, so omlxd imports neither."""
+    """Return whether the hub was not reached. Its client raises the TransportError of httpx or of httpx2:
+    which one is there depends on the client's version, so omlxd imports neither.
+    """
     if isinstance(error, ConnectionError | LocalEntryNotFoundError):
         return True
     return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)

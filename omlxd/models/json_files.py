@@ -1,4 +1,4 @@
-"""JSON of model folders, which anybody may have written: every way in which it is no JSON is one error."""
+"""Reads JSON of model folders, which anybody may have written: every fault is one error."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class BrokenJSON(ValueError):
-    """Bytes that are no UTF-8, are nested too deeply, or have other fields; its text says which."""
+    """Bytes are no UTF-8, nested too deeply, or have other fields; the text says which."""
 
 
 def decode_json(data: bytes, kind: type[T] | Any) -> T:
-    """`data` as a `kind`. Raises BrokenJSON."""
+    """Decode `data` as a `kind`. Raises BrokenJSON."""
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
@@ -27,5 +27,5 @@ def decode_json(data: bytes, kind: type[T] | Any) -> T:
 
 
 def read_json(path: Path, kind: type[T] | Any, most: int = SMALL) -> T:
-    """The file's JSON as a `kind`. Raises OSError, BrokenJSON."""
+    """Read a file's JSON as a `kind`. Raises OSError, BrokenJSON."""
     return decode_json(read_small(path, most), kind)

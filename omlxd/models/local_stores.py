@@ -29,7 +29,7 @@ from .resolve import check_folder
 Store = Literal["ollama", "lmstudio", "llama.cpp"]
 
 MOST_ENTRIES = 20_000
-"""Files and folders that one store is searched for."""
+"""Files and folders of one store that are searched."""
 MANIFEST_BYTES = 1 << 20
 CHECK_S = 60.0
 _DEPTH = 5
@@ -59,7 +59,7 @@ class LocalModel(msgspec.Struct, kw_only=True):
 
     @property
     def full_name(self) -> str:
-        """Its name behind its store's: names of two stores may be equal."""
+        """Name behind the store's: names of two stores may be equal."""
         return f"{self.store}/{self.name}"
 
 
@@ -68,14 +68,14 @@ class LocalModels(msgspec.Struct):
 
 
 class Check(msgspec.Struct):
-    """What `python -m omlxd.models.gguf.importing --check` says of one file."""
+    """Result of `python -m omlxd.models.gguf.importing --check` for one file."""
 
     type: str = ""
     trouble: str = ""
 
 
 def local_models(environ: Mapping[str, str] = os.environ) -> list[LocalModel]:
-    """Every model of every store, by store and name. Unchecked: GGUF headers are not read."""
+    """List every model of every store, by store and name. Unchecked: GGUF headers are not read."""
     home = Path(environ.get("HOME") or "~").expanduser()
     models: list[LocalModel] = []
     for root in _ollama_roots(environ, home):
@@ -95,7 +95,7 @@ def local_models(environ: Mapping[str, str] = os.environ) -> list[LocalModel]:
 
 
 def model_called(name: str, environ: Mapping[str, str] = os.environ) -> LocalModel:
-    """The model that `name` means: as listed, or behind its store's name. Raises ModelError."""
+    """Return the model that `name` means: as listed, or behind its store's name. Raises ModelError."""
     models = local_models(environ)
     matching = [
         model for model in models if name in (model.name, model.full_name, model.name.removesuffix(":latest"))
@@ -127,7 +127,7 @@ def check_models(models: Sequence[LocalModel]) -> None:
 
 
 def _check_folder(folder: Path) -> tuple[str, str]:
-    """(type, trouble) of an MLX folder."""
+    """Return (type, trouble) of an MLX folder."""
     try:
         check_folder(folder)
     except ModelError as error:
@@ -147,7 +147,7 @@ def check_gguf(file: Path) -> None:
 
 
 def _read_headers(files: Sequence[str]) -> list[Check]:
-    """What each of `files` holds; [] if nobody knows, and the import itself says what is wrong.
+    """Check each of `files`; [] if that fails: the import itself says what is wrong.
 
     A program of its own reads them: it needs NumPy, and no file may take this process along.
     """
@@ -240,7 +240,7 @@ def _llama_cpp_roots(environ: Mapping[str, str], home: Path) -> list[Path]:
 
 
 def _in_files(store: Store, root: Path) -> Iterator[LocalModel]:
-    """A model a GGUF file, the first of a split one, and a model a folder of safetensors with a config."""
+    """List a model a GGUF file, the first of a split one, and a model a safetensors folder."""
     files = sorted(_walk(root))
     for path in files:
         if path.suffix.lower() == ".gguf":
@@ -256,7 +256,7 @@ def _in_files(store: Store, root: Path) -> Iterator[LocalModel]:
 
 
 def _split(part: Path) -> tuple[Path, str, str]:
-    """Equal for all parts of a split file, and for no other file."""
+    """Return a value that all parts of a split file share, and no other file."""
     return part.parent, _PART.sub("/", part.stem), part.suffix
 
 
@@ -278,7 +278,7 @@ def _why_no_file(path: Path) -> str:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Files below `root`, links followed, no folder twice; no more than MOST_ENTRIES."""
+    """Walk files below `root`, links followed, no folder twice; no more than MOST_ENTRIES."""
     return islice(_files_below(root, _DEPTH, set()), MOST_ENTRIES)
 
 

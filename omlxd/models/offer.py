@@ -1,6 +1,4 @@
-"""The default model is fetched before it is first served, by `omlxd serve` or for `omlxd chat`, if the owner
-agrees.
-"""
+"""Fetches the default model before it is first served or used for `omlxd chat`, if the owner agrees."""
 
 from __future__ import annotations
 
@@ -23,11 +21,12 @@ AGREED = "OMLXD_FETCH_MODEL"
 WHAT = f"{DEFAULT_ID} (93 MB, by Hugging Face, Apache License 2.0)"
 COMMAND = f"omlxd models pull {DEFAULT_ID}"
 SAMPLING = {"do_sample": False, "repetition_penalty": 1.05}
-"""Greedy. The card's temperature of 0.2 gave another capital of France in three of five runs. Of 15 simple
-questions, greedy and with a penalty of 1 and 1.05: 3 and 2 answers had no end within 256 tokens. With 1.1 two
-and two were no longer four."""
+"""Sampling of the default model: greedy. The card's temperature of 0.2 gave another capital of France in
+three of five runs. Of 15 simple questions, greedy and with a penalty of 1 and 1.05: 3 and 2 answers had no
+end within 256 tokens. With 1.1 two and two were no longer four.
+"""
 EARLIER = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
-"""What earlier versions wrote into its folder."""
+"""Settings that earlier versions wrote into the folder."""
 
 
 async def offer_default_model(settings: Settings) -> None:

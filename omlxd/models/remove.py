@@ -1,4 +1,4 @@
-"""Deletes the files of a model: those that omlxd or the hub put there, and no folder of the owner's own."""
+"""Deletes a model's files: those that omlxd or the hub made, and no folder of the owner's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import ConfigError, ModelError
 
 
 class Installed(Protocol):
-    """What is known of a model: `source` as models/catalog.py has it, and `adapter`, a folder or ""."""
+    """An installed model: `source` as in models/catalog.py, and `adapter`, a folder or ""."""
 
     id: str
     source: str
@@ -19,7 +19,7 @@ class Installed(Protocol):
 
 
 def removable(model: Installed, base_path: Path) -> Path:
-    """The folder to delete for `model`. Raises ConfigError for one that is the owner's own."""
+    """Return the folder to delete for `model`. Raises ConfigError for one that is the owner's own."""
     place = Path(model.adapter if ":" in model.id and model.adapter else model.folder or "")
     ours = (base_path / "models", base_path / "adapters")
     if any(place.is_relative_to(root) and place != root for root in ours):
@@ -33,7 +33,7 @@ def removable(model: Installed, base_path: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete it: renamed first, so that no half of a model is ever found. Raises ModelError."""
+    """Delete a folder, renamed first, so that no half of a model is ever seen. Raises ModelError."""
     doomed = folder.with_name(f".{folder.name}.removed")
     try:
         shutil.rmtree(doomed, ignore_errors=True)

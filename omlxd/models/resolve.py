@@ -1,4 +1,4 @@
-"""From what `--model` says to a folder that can be loaded: a path, a name of ours, a hub id, the demo model.
+"""Resolves `--model` to a folder that can be loaded: a path, a name of ours, a hub id, the demo model.
 
 The front calls this, so nothing heavy is imported: hub.py and demo.py run as programs of their own, and a
 local folder is checked by a few kilobytes, weights by their headers.
@@ -23,11 +23,11 @@ from ..errors import ModelError
 from .json_files import BrokenJSON, decode_json, read_json
 
 DEFAULT_ID = "SmolLM2-135M-Instruct"
-"""The default model, once it was fetched (models/smollm.py)."""
+"""Id of the default model, once it was fetched (models/smollm.py)."""
 DEMO_ID = "omlxd-demo"
-"""The model of random weights; the default one where no other is."""
+"""Id of the model of random weights; the default one where no other is."""
 IMPORTED = "omlxd_import.json"
-"""Where an imported folder says what it was made of."""
+"""File that names an imported folder's source."""
 
 _NAME = re.compile(r"\w[\w.-]*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -39,7 +39,7 @@ _MAX_TOKENIZER = 256 << 20
 
 
 def model_id(spec: str) -> str:
-    """The name under which clients find the model that `--model spec` serves."""
+    """Return the name under which clients find the model that `--model spec` serves."""
     if not spec:
         return DEMO_ID
     if is_gguf(spec):
@@ -48,17 +48,17 @@ def model_id(spec: str) -> str:
 
 
 def is_local(spec: str) -> bool:
-    """Whether `spec` means a folder. What exists, or is written like a path, is never a hub id."""
+    """Return whether `spec` means a folder. An existing path, or text like one, is never a hub id."""
     return os.path.exists(local_path(spec)) or not _HUB_ID.fullmatch(spec)
 
 
 def local_path(spec: str) -> Path:
-    """The absolute path that `spec` means. `~name` of an unknown user is an ordinary name."""
+    """Return the absolute path that `spec` means. `~name` of an unknown user is an ordinary name."""
     return Path(os.path.expanduser(spec)).absolute()
 
 
 def is_gguf(spec: str) -> bool:
-    """Whether `spec` means a GGUF file, which is imported before it is served."""
+    """Return whether `spec` means a GGUF file, which is imported before it is served."""
     return spec.lower().endswith(".gguf")
 
 
@@ -76,7 +76,7 @@ async def resolve_model(spec: str, base_path: Path) -> Path:
 
 
 def own_folder(name: str, base_path: Path) -> Path | None:
-    """The folder that an import or a fetch made under `name`; None: there is none.
+    """Return the folder that an import or a fetch made under `name`; None without one.
 
     The demo model is none of them: each version builds its own.
     """
@@ -86,7 +86,7 @@ def own_folder(name: str, base_path: Path) -> Path | None:
 
 
 def local_folder(spec: str, base_path: Path) -> Path:
-    """The folder that a local `spec` means: the path if it exists, else one of ours of that name."""
+    """Return the folder that a local `spec` means: the path if it exists, else one of ours of that name."""
     folder = local_path(spec)
     return folder if os.path.exists(folder) else own_folder(spec, base_path) or folder
 
@@ -96,12 +96,12 @@ def default_folder(base_path: Path) -> Path:
 
 
 async def fetch_default_model(base_path: Path) -> Path:
-    """The folder of `DEFAULT_ID`, downloaded and converted if need be. Raises ModelError."""
+    """Return the folder of `DEFAULT_ID`, downloaded and converted if need be. Raises ModelError."""
     return await _run_builder("omlxd.models.smollm", str(default_folder(base_path)))
 
 
 async def fetch_from_hub(repo: str, note: Callable[[int, int], None] | None = None) -> Path:
-    """The folder of hub model `repo` (ORG/NAME), downloaded if need be. Raises ModelError.
+    """Return the folder of hub model `repo` (ORG/NAME), downloaded if need be. Raises ModelError.
 
     note  is told how far it is, in bytes of bytes; without it the terminal is
     """
@@ -111,12 +111,12 @@ async def fetch_from_hub(repo: str, note: Callable[[int, int], None] | None = No
 
 
 def imported_folder(file: str, base_path: Path) -> Path:
-    """The model folder that an import of GGUF file `file` makes."""
+    """Return the model folder for an import of GGUF file `file`."""
     return base_path / "models" / model_id(file)
 
 
 async def import_gguf(file: str, base_path: Path, name: str = "") -> Path:
-    """The model folder made of GGUF file `file`, by an earlier import if there was one. Raises ModelError.
+    """Return the model folder of GGUF file `file`, imported if need be. Raises ModelError.
 
     name  of the folder; "": the file's own
     """
@@ -126,7 +126,7 @@ async def import_gguf(file: str, base_path: Path, name: str = "") -> Path:
 
 
 class Progress(msgspec.Struct):
-    """A line of a builder that says how far it is. Bytes."""
+    """A builder's progress in bytes, as a line of its output."""
 
     done: int
     total: int
@@ -199,7 +199,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise OSError for what an engine would read without end, or wait for."""
+    """Raise OSError for files that an engine would read without end, or wait for."""
     for path in folder.iterdir():
         if path.is_dir() or not path.exists():
             continue
@@ -211,7 +211,7 @@ _JSON = (
     *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.json", "preprocessor_config.json", "processor_config.json"),
 )
-"""What the loaders read beside config.json, which they may do without."""
+"""Files that loaders read beside config.json, and may do without."""
 
 
 def _check_json(folder: Path) -> None:
@@ -228,7 +228,7 @@ def _check_json(folder: Path) -> None:
 
 
 def parse_config(data: bytes) -> Any:
-    """What a config.json says. Raises ValueError and RecursionError.
+    """Parse config.json. Raises ValueError and RecursionError.
 
     Some hold an Infinity, which msgspec refuses.
     """
@@ -252,7 +252,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Every weight file, those that the index names included, whether they exist or not."""
+    """List every weight file, those that the index names included, whether they exist or not."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         result = sorted(folder.glob("[!.]*.safetensors"))  # Not macOS's `._` files.
@@ -279,7 +279,7 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def _are_whole(names: list[str]) -> bool:
-    """Whether there are weight files, and none is a shard whose others are missing."""
+    """Return whether there are weight files, and no shard whose others are missing."""
     shards = [match for match in map(_SHARD.fullmatch, names) if match]
     sets = {(match[1], match[3]) for match in shards}
     return bool(names) and len(shards) == sum(int(number) for _, number in sets)
@@ -307,7 +307,7 @@ class Tensor(msgspec.Struct):
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Tensors that a safetensors file's header promises. Raises OSError; ModelError where less is there."""
+    """Return a safetensors header's tensors. Raises OSError; ModelError for a shorter file."""
     size = file.stat().st_size
     check_small(file.stat(), file, sys.maxsize)
     with file.open("rb") as opened:

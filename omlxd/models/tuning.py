@@ -1,4 +1,4 @@
-"""What `omlxd tune` trains on: examples of a data folder, as mlx-lm's tuner reads them, and a job's memory.
+"""Examples of a data folder for `omlxd tune`, as mlx-lm's tuner reads them, and a job's memory.
 
 `train.jsonl` and, if it is there, `valid.jsonl`: one JSON object a line, all of one kind.
 
@@ -23,11 +23,11 @@ from .footprint import Footprint
 from .json_files import BrokenJSON, read_json
 
 VALID_PART = 10
-"""Without `valid.jsonl`, one example in so many is for validation."""
+"""Examples of which one is for validation, without `valid.jsonl`."""
 MOST_BYTES = 1 << 30
-"""Of a data file."""
+"""Bytes of a data file at most."""
 BACKWARD = 4
-"""A pass and its gradients take so many times what a forward pass does."""
+"""Memory of a pass with gradients over that of a forward pass."""
 
 
 class Message(msgspec.Struct, omit_defaults=True):
@@ -45,7 +45,7 @@ class Example(msgspec.Struct, omit_defaults=True):
 
     @property
     def kind(self) -> str:
-        """The field that it is read by; "": none."""
+        """Field that holds the example; "": none."""
         if self.messages and self.messages[-1].role == "assistant":
             return "messages"
         return "prompt" if self.prompt is not None and self.completion else "text" if self.text else ""
@@ -80,7 +80,7 @@ class Job(msgspec.Struct, kw_only=True):
 
 
 def read_data(folder: Path) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and for validation. Raises ConfigError, which names file and line."""
+    """Read examples to train on, and for validation. Raises ConfigError, which names file and line."""
     train = _read_examples(folder / "train.jsonl")
     file = folder / "valid.jsonl"
     valid = _read_examples(file) if file.exists() else train[VALID_PART - 1 :: VALID_PART]
@@ -119,7 +119,7 @@ def _wrong(path: Path, problem: str) -> ConfigError:
 
 
 def lora_of(adapter: Path) -> tuple[int, dict[str, Any]]:
-    """Layers (0: all) and `lora_parameters` of mlx-lm's LoRA adapter in that folder. Raises ConfigError."""
+    """Return layers (0: all) and `lora_parameters` of mlx-lm's LoRA adapter there. Raises ConfigError."""
     file = adapter / "adapter_config.json"
     try:
         config = read_json(file, _AdapterConfig)
@@ -137,7 +137,7 @@ class _AdapterConfig(msgspec.Struct):
 
 
 def memory_need(prints: Footprint, job: Job) -> int:
-    """Bytes that `job` takes, by its files, thought large; it remembers one layer's or each layer's work."""
+    """Estimate generously the bytes of `job`, by its files; it remembers one layer's or each layer's work."""
     tokens = job.batch_size * job.max_seq_length
     layer = prints.working * tokens // PREFILL_CHUNK
     held = 4 * tokens * prints.hidden_size * prints.layers if job.grad_checkpoint else layer * prints.layers

@@ -249,7 +249,7 @@ class ConstraintCompiler:
         return constraint
 
     def _refuse_tags(self, format: AnswerFormat) -> None:
-        """Forbid a thinking tag at the answer's beginning, unlike JSON's, to be read as one."""
+        """Raise InvalidRequest for a choice that begins with a tag of thinking, as JSON never does."""
         tags = (self._tokenizer.think_start, self._tokenizer.think_end)
         for choice in format.choices:
             if tag := next((tag for tag in tags if tag and choice.lstrip().startswith(tag)), None):

@@ -17,7 +17,7 @@ MOST_EXPONENT = 2
 _TAIL = 24
 _RUN = re.compile(r"([eE][+-]?)?([0-9]*)\Z")
 _IN_TEXT = ('"', "x")
-"""Beginnings of texts in which digits are no number."""
+"""Letters behind which digits are part of a text."""
 
 
 class Vocabulary:

@@ -1,4 +1,4 @@
-"""What llama.cpp calls a model's parts, and what mlx-lm calls them: names, config, and a few changed rows.
+"""Maps llama.cpp's parts of a model to mlx-lm's: names, config, and a few changed rows.
 
 A new architecture is one row of ARCHITECTURES. Names and meanings: gguf-py/gguf/constants.py and
 convert_hf_to_gguf.py of https://github.com/ggml-org/llama.cpp.
@@ -35,7 +35,7 @@ class Keys:
         return self._metadata.get(f"{self._prefix}.{name}", default)
 
     def number(self, name: str, most: int = 1 << 24) -> int:
-        """A whole number from 1 to `most`."""
+        """Return an integer from 1 to `most`."""
         value = self[name]
         if not isinstance(value, int) or not 0 < value <= most:
             raise Unfit(f"its {self._prefix}.{name} is {str(value)[:40]}; no model has that.")
@@ -93,7 +93,7 @@ def _llama(keys: Keys, header: Header) -> Config:
 
 
 def _llama3_scaling(keys: Keys, header: Header, head_dim: int) -> Config:
-    """Llama 3.1's RoPE scaling, of which llama.cpp keeps the resulting factors alone."""
+    """Recover Llama 3.1's RoPE scaling, of which llama.cpp keeps the resulting factors alone."""
     stored = read_floats(header, "rope_freqs.weight")
     scaling = {
         "rope_type": "llama3",
@@ -188,7 +188,7 @@ ARCHITECTURES = {
 }
 
 NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-"""Tensors that end in the config."""
+"""Tensors that end up in the config."""
 
 
 def architecture_of(header: Header) -> tuple[Architecture, Keys]:
@@ -202,7 +202,7 @@ def architecture_of(header: Header) -> tuple[Architecture, Keys]:
 
 
 def mlx_name(name: str, architecture: Architecture) -> str | None:
-    """mlx-lm's name of tensor `name`; None: a name that the architecture does not have."""
+    """Return mlx-lm's name of tensor `name`; None for one that the architecture lacks."""
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{suffix}"
@@ -213,7 +213,7 @@ def mlx_name(name: str, architecture: Architecture) -> str | None:
 
 
 def config_of(header: Header) -> Config:
-    """The model's config.json, without its quantisation. Raises Unfit."""
+    """Return the model's config.json, without its quantisation. Raises Unfit."""
     architecture, keys = architecture_of(header)
     metadata = header.metadata
     if "token_embd.weight" not in header.tensors:
@@ -238,7 +238,7 @@ def config_of(header: Header) -> Config:
 
 
 def eos_ids(metadata: dict[str, Any]) -> list[int]:
-    """Ids that end an answer: of a text, of a turn, of a message."""
+    """Return ids that end an answer: of a text, of a turn, of a message."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     values = [metadata.get(f"tokenizer.ggml.{name}") for name in names]
     return list(dict.fromkeys(value for value in values if isinstance(value, int)))
@@ -259,7 +259,7 @@ def _scaling(keys: Keys) -> Config:
 
 
 def read_floats(header: Header, name: str) -> np.ndarray:
-    """A small F32 tensor, float32."""
+    """Read a small F32 tensor, as float32."""
     tensor = header.tensors[name]
     if tensor.type.name != "F32" or tensor.nbytes > 1 << 20:
         raise Unfit(f"its tensor {name} is {tensor.type.name} of {tensor.shape}; F32 of a head was expected.")

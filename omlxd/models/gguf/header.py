@@ -16,17 +16,17 @@ from typing import Any
 from ...errors import ModelError
 
 MAX_METADATA_BYTES = 256 << 20
-"""The vocabulary of 262,144 tokens of Gemma 3 takes 6 MB."""
+"""Bytes of metadata at most; Gemma 3's vocabulary of 262,144 tokens takes 6 MB."""
 MAX_TENSORS = 100_000
 MAX_ITEMS = 4_000_000
-"""Of all lists of a file: three of Gemma 3's vocabulary make 0.8 million, some 50 MB of Python's objects."""
+"""Items of all lists of a file: Gemma 3's vocabulary makes 0.8 million, some 50 MB of objects."""
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 
 class Unfit(ModelError):
-    """A GGUF file that can't be imported: the message is a clause about it, without its name."""
+    """A GGUF file can't be imported: the message is a clause about it, without its name."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-"""Types that are refused by name."""
+"""Names of refused types."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of `path`, and of the other files where the model is split. Raises ModelError."""
+    """Read the header of `path`, and of the other files of a split model. Raises ModelError."""
     first = _read_file(path)
     count = first.metadata.get("split.count", 0)
     if not isinstance(count, int) or count <= 1:

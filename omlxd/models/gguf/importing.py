@@ -33,7 +33,7 @@ from .tokenizer import write_tokenizer
 
 VERSION = 1
 CHUNK_BYTES = 32 << 20
-"""Of a file, converted at once: about ten times as much memory."""
+"""Bytes of a file converted at once: about ten times as much memory."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes to do."""
@@ -98,7 +98,7 @@ def _generation(metadata: dict[str, Any], sampling: Mapping[str, Any]) -> dict[s
 
 
 def check(file: Path) -> Check:
-    """What `file` holds, and why it can't be imported, as far as its header says."""
+    """Return the kind of `file`, and why it can't be imported, as far as its header says."""
     try:
         header = read_header(file)
         result = Check(_type_of(header))
@@ -123,7 +123,7 @@ def _type_of(header: Header) -> str:
 
 
 def _name_of(tensor: Tensor, architecture: Architecture) -> str:
-    """mlx-lm's name of `tensor`. Raises ModelError."""
+    """Return mlx-lm's name of `tensor`. Raises ModelError."""
     name = mlx_name(tensor.name, architecture)
     if name is None:
         raise Unfit(f"its tensor {tensor.name[:80]} is none that a {architecture.model_type} model has.")
@@ -201,7 +201,7 @@ def _write_weights(
 
 
 def _common_quantisation(header: Header) -> dict[str, Any]:
-    """The bits that most quantised tensors get; {} if none is quantised."""
+    """Return the bits that most quantised tensors get; {} if none is quantised."""
     bits = Counter(weights.BITS.get(tensor.type.name) for tensor in header.tensors.values())
     bits.pop(None, None)
     return {"group_size": weights.GROUP, "bits": bits.most_common(1)[0][0]} if bits else {}
@@ -254,7 +254,7 @@ def _outputs(
 
 
 def _row_order(tensor: Tensor, config: dict[str, Any]) -> np.ndarray | None:
-    """Rows of q and k as mlx-lm wants them: llama.cpp's pairs of a head are neighbours."""
+    """Return the rows of q and k in mlx-lm's order: llama.cpp's pairs of a head are neighbours."""
     heads = {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"}
     for part, key in heads.items():
         if part in tensor.name:
@@ -266,7 +266,7 @@ def _row_order(tensor: Tensor, config: dict[str, Any]) -> np.ndarray | None:
 
 
 def _rows(tensor: Tensor, order: np.ndarray | None) -> Iterator[np.ndarray]:
-    """Rows of `tensor` as uint8 (rows, bytes of a row), some megabytes at a time."""
+    """Yield rows of `tensor` as uint8 (rows, bytes of a row), some megabytes at a time."""
     row_bytes = tensor.shape[-1] // tensor.type.elements * tensor.type.nbytes
     rows = np.memmap(tensor.file, np.uint8, "r", tensor.start, (tensor.nbytes // row_bytes, row_bytes))
     if order is not None:
@@ -304,7 +304,7 @@ def _quantised(
 
 
 def _cast(values: np.ndarray, dtype: str, tensor: Tensor) -> np.ndarray:
-    """float16, or bfloat16 as its uint16, of float32. Raises ModelError where a value is not finite."""
+    """Cast float32 to float16, or bfloat16 as its uint16. Raises ModelError where a value is not finite."""
     with np.errstate(over="ignore"):
         half = values.astype("<f2")
     if not np.isfinite(half if dtype == "F16" else values).all():

@@ -31,17 +31,17 @@ class Affine(NamedTuple):
     bias: np.ndarray
 
     def values(self) -> np.ndarray:
-        """float32 (groups, GROUP)."""
+        """Return the values, float32 (groups, GROUP)."""
         return self.scale * self.q + self.bias
 
 
 def unpack(kind: str, raw: np.ndarray) -> Affine:
-    """The groups of `raw`: uint8 (blocks, bytes of a block) of ggml type `kind`, a key of BITS."""
+    """Unpack the groups of `raw`, uint8 (blocks, bytes of a block) of ggml type `kind`, a key of BITS."""
     return _UNPACK[kind](raw)
 
 
 def pack(q: np.ndarray, bits: int) -> np.ndarray:
-    """uint32 (rows, columns * bits / 32) of uint8 (rows, columns): a stream of bits, lowest first."""
+    """Pack uint8 (rows, columns) into uint32 (rows, columns * bits / 32), lowest bits first."""
     rows, columns = q.shape
     if bits == 8:
         return q.view("<u4")
@@ -52,7 +52,7 @@ def pack(q: np.ndarray, bits: int) -> np.ndarray:
 
 
 def quantise(values: np.ndarray, bits: int) -> Affine:
-    """The nearest affine groups of float32 (groups, GROUP)."""
+    """Return the nearest affine groups of float32 (groups, GROUP)."""
     low = values.min(axis=1, keepdims=True)
     scale = (values.max(axis=1, keepdims=True) - low) / np.float32(2**bits - 1)
     scale = scale.astype(np.float16).astype(np.float32)
@@ -66,7 +66,7 @@ def _half(raw: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(raw: np.ndarray) -> np.ndarray:
-    """Low halves, then high halves."""
+    """Return the low halves, then the high halves."""
     return np.concatenate([raw & 15, raw >> 4], axis=1)
 
 
@@ -98,7 +98,7 @@ def _q8_0(raw: np.ndarray) -> Affine:
 
 
 def _k_scales(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and bias, float32 (blocks * 8, 1), of Q4_K and Q5_K: 6 bits each, packed in 12 bytes."""
+    """Return scale and bias, float32 (blocks * 8, 1), of Q4_K and Q5_K: 6 bits each, packed in 12 bytes."""
     d, least, packed = _half(raw, 0), _half(raw, 2), raw[:, 4:16]
     low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
@@ -107,7 +107,7 @@ def _k_scales(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _k_nibbles(raw: np.ndarray) -> np.ndarray:
-    """uint8 (blocks, 8, 32) of 128 bytes: each 32 bytes hold one group low and the next one high."""
+    """Return uint8 (blocks, 8, 32) of 128 bytes: each 32 bytes hold one group low and the next one high."""
     quarters = raw.reshape(-1, 4, 1, 32)
     return np.concatenate([quarters & 15, quarters >> 4], axis=2).reshape(-1, 8, 32)
 
