@@ -10,7 +10,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 - `mx.load` of a file-like object allocates each array and has the object fill it
   (engine/mlx_adapter/runtime/arrays.py);
 - `nn.Linear` and `nn.Embedding.as_linear` multiply by their `weight` as it is, and may be replaced in their
-  classes (cuda/products.py; tests/engine/mlx_adapter/test_products.py);
+  classes (cuda/products.py; tests/engine/cuda/test_products.py);
 - a CUDA kernel may write into an array that it was given (cuda/attention_kernel.py, cuda/fused_attention.py);
 - layers of llama, qwen2 and qwen3 keep their weights under the names of cuda/fused_step.py, which checks the
   rest;

@@ -24,8 +24,8 @@ from omlxd.engine.mlx_adapter.cuda import addressed_rows, attention_packed, comp
 from omlxd.engine.mlx_adapter.cuda.addressed_rows import AddressedKVCache, Tail
 from omlxd.engine.mlx_adapter.model import load as loading
 
+from ..mlx_adapter.test_own_rows import LATENTS, PACKED, WINDOWS, load, prefilled
 from .conftest import Reference
-from .test_own_rows import LATENTS, PACKED, WINDOWS, load, prefilled
 
 HYBRIDS = ("qwen3_next", "falcon_h1")
 
