@@ -110,7 +110,7 @@ MUTANTS = (
         "sequence.generated >= sequence.sampling.max_new",
         "sequence.generated > sequence.sampling.max_new",
     ),
-    Mutant("schedule", _SCHEDULER, "        sequence.kv.stored.clear()\n", ""),
+    Mutant("schedule", "engine/schedule/counts.py", "        sequence.kv.stored.clear()\n", ""),
     Mutant(
         "schedule",
         _SCHEDULER,

@@ -198,10 +198,7 @@ class Adapters:
         self._loaded.adapters.remove(adapter)
         self._count()
         self._scheduler.bridges.pop(adapter, None)
-        scheduler = self._scheduler
-        prompts = scheduler.prefilled, scheduler.restored_hot, scheduler.restored_cold
-        for counts in (*prompts, scheduler.decoded):
-            counts.pop(adapter, None)
+        self._scheduler.counts.forget(adapter)
         if self._scheduler.speculation is not None:
             self._scheduler.speculation.counts.pop(adapter, None)
         if self._scheduler.memory is not None:

@@ -57,7 +57,7 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
     if scheduler.bridge is not None:
         values |= _bridge_metrics(scheduler.bridge)
         # Of the whole process, which counts it as what it can give back.
-        values["kv_hot_bytes"] = sum(bridge.store.pool.hot_bytes for bridge in scheduler.all_bridges)
+        values["kv_hot_bytes"] = sum(bridge.store.pool.hot_bytes for bridge in scheduler.bridges.values())
     return values
 
 
@@ -73,10 +73,10 @@ def adapter_metrics(scheduler: Scheduler, adapter: Adapter) -> dict[str, float]:
 def _computed(scheduler: Scheduler, adapter: Adapter | None) -> dict[str, float]:
     """Tokens and guesses of an adapter; None: of the model itself."""
     values: dict[str, float] = {
-        "prompt_tokens_total": scheduler.prefilled[adapter],
-        "prompt_tokens_hot_total": scheduler.restored_hot[adapter],
-        "prompt_tokens_cold_total": scheduler.restored_cold[adapter],
-        "generation_tokens_total": scheduler.decoded[adapter],
+        "prompt_tokens_total": scheduler.counts.prefilled[adapter],
+        "prompt_tokens_hot_total": scheduler.counts.restored_hot[adapter],
+        "prompt_tokens_cold_total": scheduler.counts.restored_cold[adapter],
+        "generation_tokens_total": scheduler.counts.decoded[adapter],
     }
     if scheduler.speculation is not None:
         counts = scheduler.speculation.counts.get(adapter, GuessCounts())

@@ -62,7 +62,7 @@ def test_requests_that_share_a_prefix_at_the_same_time(model: Path, uncached: Re
         running = [rig.start(p, 12) for p in prompts]
         got = [output.tokens() for output in running]
         rig.settle()
-        computed = rig.scheduler.prefilled[None]
+        computed = rig.scheduler.counts.prefilled[None]
         rig.on_engine(lambda: check_pool(rig.pool, {}))
     assert got == [uncached(p, 12)[0] for p in prompts]
     # Nobody computes the shared blocks twice, however they overlap in time.

@@ -160,14 +160,12 @@ class KVBridge:
                 sequence.prompt.length, sequence.stats.restored_hot, sequence.stats.restored_cold
             )
         if self.states is not None:
-            if sequence.kv.last_checkpoint is not None and sequence.kv.last_checkpoint[
-                0
-            ] * self._block >= len(sequence.tokens):
-                sequence.kv.last_checkpoint = (
-                    None  # As with blocks: nobody has looked at the logits after it.
-                )
-            if sequence.kv.last_checkpoint is not None:
-                self.store.stats.new_state_bytes += sequence.kv.last_checkpoint[1].nbytes
+            held = sequence.kv.last_checkpoint
+            if held is not None and held[0] * self._block >= len(sequence.tokens):
+                held = None  # As with blocks: nobody has looked at the logits after it.
+            sequence.kv.last_checkpoint = held
+            if held is not None:
+                self.store.stats.new_state_bytes += held[1].nbytes
             # Before its chain, so the most recent: without it the chain is worth nothing.
             used = [*self.states.finish(sequence), *used]
         self.store.stats.not_kept += len(sequence.kv.unkept)

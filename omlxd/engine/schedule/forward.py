@@ -16,27 +16,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ...chat import Progress
 from ...errors import OmlxdError
 from .. import mlx_adapter
-from ..mlx_adapter import LoadedModel, PromptCacheFile
+from ..mlx_adapter import CompiledStep, LoadedModel, PromptCacheFile
 from ..sampling import sample_one
-from ..sequence import Sequence, State
+from ..sequence import Drawn, Sequence, State
+from ..speculate.controller import Speculation
 from ..speculate.draft_model import clock
+from .bridges import Bridges
+from .counts import Counts
+from .decode_batch import DecodeBatch
 from .end_steps import LONGEST, EndSteps
-from .prefill import TOGETHER
+from .memory_admission import MemoryAdmission
+from .prefill import TOGETHER, PrefillBudget
 from .scoring import score, tokens_to_score
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +50,41 @@ class Interrupted(Exception):
     """The requests whose pass is being computed have been cancelled."""
 
 
+class Turn(Protocol):
+    """What a pass asks of the scheduler, in whose turn it is computed.
+
+    memory   is told of chunks; None: nobody looks after it
+    decodes  whether any sequence does
+    """
+
+    memory: MemoryAdmission | None
+
+    @property
+    def decodes(self) -> bool: ...
+
+    def match(self, sequence: Sequence) -> bool:
+        """Give a sequence its cached prefix. True: the disk is read first."""
+        ...
+
+    def take(self, sequence: Sequence, drawn: Drawn) -> bool:
+        """Take the first token of `sequence`. False: it ended with it, and is released."""
+        ...
+
+    def join(self, sequences: Seq[Sequence], add: Callable[[DecodeBatch], None]) -> None:
+        """`sequences` decode from now on, in the batch that `add` adds them to."""
+        ...
+
+    def end(self, sequence: Sequence, error: Exception | None = None, *, spoiled: bool = False) -> None:
+        """End `sequence`; tell its client of an `error`, or that its logits are `spoiled`."""
+        ...
+
+    def between_layers(self, is_over: Callable[[], bool]) -> bool:
+        """Do what can't wait for the end of a pass. False: nobody wants that any more."""
+        ...
+
+
 class PromptPasses:
-    """Computes the prompts of one scheduler's sequences. Engine thread.
+    """Computes the prompts of `running`, the sequences that have a slot. Engine thread.
 
     computing   sequences of the pass under way
     last_alone  the prompt's last token gets a pass of its own. On a GPU that costs as much as a whole last
@@ -59,16 +94,29 @@ class PromptPasses:
     layer_s     seconds of the newest layer that was looked up behind
     """
 
-    def __init__(self, scheduler: Scheduler, loaded: LoadedModel, block_size: int):
-        self._scheduler = scheduler
-        self._budget = scheduler.prefill_budget
+    def __init__(
+        self,
+        turn: Turn,
+        loaded: LoadedModel,
+        block_size: int,
+        *,
+        running: Seq[Sequence],
+        budget: PrefillBudget,
+        bridges: Bridges,
+        counts: Counts,
+        compiled: CompiledStep,
+        speculation: Speculation | None,
+    ):
+        self._turn, self._running, self._budget = turn, running, budget
+        self._bridges, self._counts = bridges, counts
+        self._compiled, self._speculation = compiled, speculation
         self._loaded = loaded
         self._block = block_size
         self.last_alone = mlx_adapter.backend() == "cpu"
         states = loaded.states
         plain = loaded.batchable and states is not None and not states.tensors
         example = mlx_adapter.new_cache(loaded.model, 1)
-        self._step_tokens = scheduler.compiled.most_tokens(example) if plain else 0
+        self._step_tokens = compiled.most_tokens(example) if plain else 0
         self._merges = plain and (self._step_tokens > 0 or mlx_adapter.backend() != "cuda")  # See `TOGETHER`.
         self.computing: Seq[Sequence] = ()
         self.layer_s = self._looked_at = 0.0
@@ -80,7 +128,7 @@ class PromptPasses:
             return False
         if len(sequences) > 1:
             for sequence in sequences:
-                if (bridge := self._scheduler.bridge_of(sequence)) is not None:
+                if (bridge := self._bridges.of(sequence)) is not None:
                     with self._over_if_broken([sequence]):
                         bridge.look_again(sequence)
             if not (sequences := self._prefilling()):
@@ -108,7 +156,7 @@ class PromptPasses:
         return self._budget.ends_together(first, sequences) if other is None else [other]
 
     def _prefilling(self) -> list[Sequence]:
-        return [sequence for sequence in self._scheduler.running if sequence.state is State.PREFILLING]
+        return [sequence for sequence in self._running if sequence.state is State.PREFILLING]
 
     @contextmanager
     def _over_if_broken(self, sequences: Seq[Sequence]) -> Iterator[None]:
@@ -118,18 +166,18 @@ class PromptPasses:
         except Interrupted:
             for sequence in sequences:
                 sequence.kv.cache = None  # Half written. What earlier passes computed has been offered.
-                self._scheduler.release(sequence)
+                self._turn.end(sequence)
         except Exception as error:
             if not isinstance(error, OmlxdError):
                 log.exception("prefill failed")
             for sequence in sequences:
-                self._scheduler.fail(sequence, error)
+                self._turn.end(sequence, error)
 
     def _is_matched(self, sequence: Sequence) -> bool:
         """Match it again. False: the disk is read first, or that failed, which ends it and no other."""
         waits = True
         with self._over_if_broken([sequence]):
-            waits = self._scheduler.match(sequence)
+            waits = self._turn.match(sequence)
         return not waits
 
     def _prepare(self, sequence: Sequence) -> None:
@@ -157,11 +205,11 @@ class PromptPasses:
 
     def compute(self, sequence: Sequence) -> None:
         """The next pass of `sequence`."""
-        memory = self._scheduler.memory
+        memory = self._turn.memory
         if sequence.prompt.kv_from is not None:
             self._take_file(sequence, sequence.prompt.kv_from)
             return
-        if self._scheduler.match(sequence):
+        if self._turn.match(sequence):
             return  # Somebody has computed it meanwhile, and it lies on disk.
         self._prepare(sequence)
         length, start = sequence.prompt.length, sequence.kv.length
@@ -174,34 +222,34 @@ class PromptPasses:
             with self._looking_up([sequence], mlx_adapter.backend() == "cpu"):
                 saw = sequence.prompt.images.see_next(start, stop)
             if saw:
-                self._scheduler.steps += 1
+                self._counts.steps += 1
                 return  # A turn for each image: what else waits has its own in between.
         if sequence.prompt.labels and stop == length:
             self._score(sequence)
             return
         if memory is not None:
             memory.begin_chunk()
-        began, decoded = time.perf_counter(), self._scheduler.decode_s
+        began, decoded = time.perf_counter(), self._counts.decode_s
         compared = clock()
         with self._looking_up([sequence], self._is_long(stop - start)):
             logits = compute_chunk(self._loaded.model, sequence, stop, last_alone=self.last_alone)
-        if self._scheduler.speculation is not None and decoded == self._scheduler.decode_s:
+        if self._speculation is not None and decoded == self._counts.decode_s:
             mx.eval(logits if stop == length else [])
-            self._scheduler.speculation.times.record_prompt(stop - start, clock() - compared)
+            self._speculation.times.record_prompt(stop - start, clock() - compared)
         if stop < length:
-            seconds = time.perf_counter() - began - (self._scheduler.decode_s - decoded)
+            seconds = time.perf_counter() - began - (self._counts.decode_s - decoded)
             self._budget.record_pass(stop - start, seconds)
-            if (bridge := self._scheduler.bridge_of(sequence)) is not None:
+            if (bridge := self._bridges.of(sequence)) is not None:
                 bridge.reads.rates.prefill = self._budget.rate
-            if memory is not None and decoded == self._scheduler.decode_s:
+            if memory is not None and decoded == self._counts.decode_s:
                 memory.end_chunk(start, stop)
-        self._scheduler.steps += 1
-        self._scheduler.count_prompt(sequence, stop - start)
+        self._counts.steps += 1
+        self._counts.count_prompt(sequence, stop - start)
         sequence.kv.length = stop
         sequence.stats.peak_bytes = max(sequence.stats.peak_bytes, mx.get_peak_memory())
         if stop < length:
             del logits
-            self._scheduler.offer(sequence)
+            self._bridges.offer(sequence)
             sequence.sink.progress(Progress(stop, length))
             return
         last, others = logits[:, -1, :], self._same_prompt(sequence)
@@ -217,12 +265,12 @@ class PromptPasses:
 
     def _take_copy(self, other: Sequence, cache: mlx_adapter.Cache) -> None:
         """Go on behind a copy of what another sequence with the same prompt has computed."""
-        if (bridge := self._scheduler.bridge_of(other)) is None:
+        if (bridge := self._bridges.of(other)) is None:
             other.kv.cache, other.kv.length = cache, other.prompt.length
         else:
             bridge.take_copy(other, cache)
         cached = other.stats.restored_hot + other.stats.restored_cold
-        self._scheduler.count_prompt(other, other.prompt.length - cached)
+        self._counts.count_prompt(other, other.prompt.length - cached)
         self._tell_begin(other, cached)
 
     def _same_prompt(self, sequence: Sequence) -> list[Sequence]:
@@ -254,11 +302,11 @@ class PromptPasses:
 
     def _take_file(self, sequence: Sequence, file: PromptCacheFile) -> None:
         """Verify some of the KV in `file`; once all is done, go on behind it as behind a cached prefix."""
-        bridge = self._scheduler.bridge_of(sequence)
+        bridge = self._bridges.of(sequence)
         assert bridge is not None
         if sequence.kv.checked is None:
             sequence.kv.checked = mlx_adapter.checked_kv(self._loaded, file, sequence.tokens, self._block)
-        self._scheduler.steps += 1
+        self._counts.steps += 1
         sequence.stats.begin_pass()
         with mlx_adapter.row_adapters([sequence.adapter]):
             cache = next(sequence.kv.checked)
@@ -287,15 +335,8 @@ class PromptPasses:
         if sequence.prompt.write_kv is not None:
             sequence.prompt.write_kv(sequence.kv.cache)
         drawn = sample_one(sequence.sampling, logits)
-        if self._scheduler.accept(sequence, [drawn]):
-            # The token is out; now there is time to store the last blocks.
-            self._scheduler.offer(sequence)
-            sequence.state = State.DECODING
-            batch = self._scheduler.batch_for(sequence)
-            with self._scheduler.dropped_if_joined(batch, sequence):
-                batch.add_row(sequence)
-        else:
-            self._scheduler.release(sequence)
+        if self._turn.take(sequence, drawn):
+            self._turn.join([sequence], lambda batch: batch.add_row(sequence))
 
     # ----------------------------------------------------------------- several together
 
@@ -338,12 +379,12 @@ class PromptPasses:
         others = self._same_prompt(first) if len(sequences) == 1 else []
         tokens = [sequence.remaining_prefill for sequence in sequences]
         if self._step_tokens:
-            steps = EndSteps(self._scheduler.compiled, self._step_tokens, self._loaded.hook)
+            steps = EndSteps(self._compiled, self._step_tokens, self._loaded.hook)
         with self._looking_up(sequences, self._is_long(sum(tokens))):
             cache = compute_ends(self._loaded.model, sequences, steps)
-        self._scheduler.steps += 1
+        self._counts.steps += 1
         for sequence, computed in zip(sequences, tokens, strict=True):
-            self._scheduler.count_prompt(sequence, computed)
+            self._counts.count_prompt(sequence, computed)
         copies = [mlx_adapter.copied(cache) for _ in others]
         self._add_prompts(sequences, cache if len(sequences) > 1 else mlx_adapter.merge([cache]))
         first.stats.end_pass()
@@ -357,17 +398,12 @@ class PromptPasses:
         """Let them decode, from the last tokens of their prompts on."""
         for sequence in sequences:
             sequence.kv.length = sequence.prompt.length - 1
-        batch = self._scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv.length))
-        with self._scheduler.dropped_if_joined(batch, sequences[0]):
-            batch.add_prompts(sequences, cache)
-        for sequence in sequences:
-            sequence.state = State.DECODING
-        self._scheduler.leave(batch, [sequence for sequence in sequences if sequence.cancelled])
+        self._turn.join(sequences, lambda batch: batch.add_prompts(sequences, cache))
 
     def _score(self, first: Sequence) -> None:
         """Score the labels of `first`, which stands at its prompt's end, and of others that do."""
         together, tokens = [first], tokens_to_score(first)
-        for other in sorted(self._scheduler.running, key=lambda sequence: sequence.arrival):
+        for other in sorted(self._running, key=lambda sequence: sequence.arrival):
             alone = first.prompt.images or other.prompt.images or not self._loaded.batchable
             if other is first or alone or not other.prompt.labels or other.state is not State.PREFILLING:
                 continue
@@ -381,16 +417,14 @@ class PromptPasses:
         with self._over_if_broken(together):
             with self._looking_up(together, self._is_long(tokens)):
                 scores = [*score(self._loaded, together)]
-            self._scheduler.steps += 1
+            self._counts.steps += 1
             for sequence, its_scores in scores:
-                self._scheduler.count_prompt(sequence, sequence.remaining_prefill)
-                if its_scores is None:
-                    self._scheduler.spoiled(sequence)
-                elif not sequence.cancelled:
-                    self._scheduler.note_good(sequence)
+                self._counts.count_prompt(sequence, sequence.remaining_prefill)
+                if its_scores is not None and not sequence.cancelled:
+                    self._counts.note_good(sequence)
                     sequence.sink.scored(its_scores)
                     sequence.sink.finished(sequence, "stop")
-                self._scheduler.release(sequence)
+                self._turn.end(sequence, spoiled=its_scores is None)
 
     # ----------------------------------------------------------------- between layers
 
@@ -404,7 +438,7 @@ class PromptPasses:
         Raises Interrupted, the caches half written, once all of them are cancelled.
         """
         hook = self._loaded.hook
-        if self._scheduler.decodes or long:
+        if self._turn.decodes or long:
             hook.call = self.between_layers
         self.computing = sequences
         self._looked_at = time.perf_counter()
@@ -414,18 +448,9 @@ class PromptPasses:
             hook.call, self.computing = None, ()
 
     def between_layers(self) -> None:
-        hook = self._loaded.hook
         self.layer_s = time.perf_counter() - self._looked_at
-        self._scheduler.steps += 1
-        self._scheduler.look_up()
-        if all(sequence.cancelled for sequence in self.computing):
+        if not self._turn.between_layers(lambda: all(sequence.cancelled for sequence in self.computing)):
             raise Interrupted
-        if self._scheduler.step_due():
-            hook.call = None
-            # Not those of the pass under way.
-            with mlx_adapter.row_adapters(()), mlx_adapter.fixed_shapes(False):
-                self._scheduler.decode(beside_prefill=True)
-            hook.call = self.between_layers
         self._looked_at = time.perf_counter()
 
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
-
-import mlx.core as mx
 
 from ...common.heap import trim_heap
 from ...errors import OmlxdError, Unavailable
@@ -26,6 +23,8 @@ from ..sampling import NO_TOKEN
 from ..sequence import Drawn, Sequence, State
 from ..speculate.controller import Speculation
 from ..vision.images import Images
+from .bridges import Bridges
+from .counts import Counts
 from .decode_batch import DecodeBatch, best_batch
 from .forward import PromptPasses
 from .memory_admission import MemoryAdmission
@@ -43,7 +42,7 @@ IDLE_S = 5.0
 class Scheduler:
     """Runs the sequences of one model.
 
-    bridge       None: no reuse; `bridges`: those of adapters, whose KV is their own
+    bridge       of the model's KV; None: no reuse
     slots        sequences that hold a cache at once
     speculation  passes may check guesses; None: they don't
     """
@@ -58,8 +57,9 @@ class Scheduler:
         speculation: Speculation | None = None,
     ):
         self._loaded = loaded
+        self.bridges = Bridges()
         self.bridge = bridge
-        self.bridges: dict[Adapter, KVBridge] = {}
+        self.counts = Counts()
         self._changes = Inbox()
         self._slots = slots
         self._block = block_size
@@ -69,21 +69,35 @@ class Scheduler:
         self.running: list[Sequence] = []  # They hold a slot each.
         self._batches: list[DecodeBatch] = []
         self.prefill_budget = PrefillBudget(block_size)
-        self.passes = PromptPasses(self, loaded, block_size)
+        self.speculation = speculation
+        self.passes = PromptPasses(
+            self,
+            loaded,
+            block_size,
+            running=self.running,
+            budget=self.prefill_budget,
+            bridges=self.bridges,
+            counts=self.counts,
+            compiled=self.compiled,
+            speculation=speculation,
+        )
         self.watchdog = Watchdog(self._cancel)
         self._stopping = False
         self.memory: MemoryAdmission | None = None
         self.images: Images | None = None
         self._short = False  # Who is next waits for memory.
-        self.decode_s = self._step_s = 0.0  # All steps; one beside a prefill.
+        self._step_s = 0.0  # One beside a prefill.
         self._stepped_at = 0.0  # When the last step ended.
-        self.speculation = speculation
-        self.prefilled: Counter[Adapter | None] = Counter()  # Tokens of prompts, by whose they are.
-        # Likewise, once the first token is there, or it ends.
-        self.restored_hot: Counter[Adapter | None] = Counter()
-        self.restored_cold: Counter[Adapter | None] = Counter()
-        self.decoded: Counter[Adapter | None] = Counter()  # Likewise, as far as answers have them.
-        self.steps = 0
+
+    @property
+    def bridge(self) -> KVBridge | None:
+        return self.bridges.get(None)
+
+    @bridge.setter
+    def bridge(self, bridge: KVBridge | None) -> None:
+        self.bridges.pop(None, None)
+        if bridge is not None:
+            self.bridges[None] = bridge
 
     # ----------------------------------------------------------------- from other threads
 
@@ -144,7 +158,7 @@ class Scheduler:
 
     def give_memory_back(self, everything: bool = False) -> None:
         """Give back what others may need more. `everything`: blocks in RAM that no sequence uses, too."""
-        for bridge in self.all_bridges:
+        for bridge in self.bridges.values():
             if everything:
                 evict_unused(bridge.store)
             bridge.store.trim_hot()
@@ -165,13 +179,6 @@ class Scheduler:
         for sequence in (*self.waiting, *self.running):
             self._cancel(sequence)
 
-    @property
-    def all_bridges(self) -> list[KVBridge]:
-        return [*([self.bridge] if self.bridge is not None else []), *self.bridges.values()]
-
-    def bridge_of(self, sequence: Sequence) -> KVBridge | None:
-        return self.bridge if sequence.adapter is None else self.bridges.get(sequence.adapter)
-
     def uses(self, adapter: Adapter) -> bool:
         """Whether a sequence that waits or runs has `adapter`."""
         return any(sequence.adapter is adapter for sequence in (*self.waiting, *self.running))
@@ -184,7 +191,7 @@ class Scheduler:
     @property
     def progress(self) -> int:
         """Grows while work gets done: steps, and blocks that are read from disk. Any thread."""
-        return self.steps + sum(bridge.store.stats.restored for bridge in self.all_bridges)
+        return self.counts.steps + sum(bridge.store.stats.restored for bridge in list(self.bridges.values()))
 
     def load_metrics(self) -> dict[str, float]:
         """Gauges; a prompt with a slot waits for its first pass. Any thread: a torn read costs nothing."""
@@ -239,7 +246,7 @@ class Scheduler:
 
     def match(self, sequence: Sequence) -> bool:
         """Give a sequence its cached prefix. True: the disk is read first, and `_restored` follows."""
-        if (bridge := self.bridge_of(sequence)) is None or sequence.prompt.kv_from is not None:
+        if (bridge := self.bridges.of(sequence)) is None or sequence.prompt.kv_from is not None:
             return False
         began = time.monotonic()
 
@@ -254,7 +261,7 @@ class Scheduler:
         return True
 
     def _restored(self, sequence: Sequence) -> None:
-        self.steps += 1
+        self.counts.steps += 1
         if sequence.cancelled or sequence.state is State.DONE:
             self.release(sequence)
         else:
@@ -262,7 +269,16 @@ class Scheduler:
 
     # ----------------------------------------------------------------- decode
 
-    def batch_for(self, sequence: Sequence) -> DecodeBatch:
+    def join(self, sequences: Seq[Sequence], add: Callable[[DecodeBatch], None]) -> None:
+        """`sequences` decode from now on, in the batch that `add` adds them to. If that fails, it raises."""
+        batch = self._batch_for(max(sequences, key=lambda sequence: sequence.kv.length))
+        with self._dropped_if_joined(batch, sequences[0]):
+            add(batch)
+        for sequence in sequences:
+            sequence.state = State.DECODING
+        self.leave(batch, [sequence for sequence in sequences if sequence.cancelled])
+
+    def _batch_for(self, sequence: Sequence) -> DecodeBatch:
         """One that gains by taking the sequence in; else a new one."""
         best = best_batch(self._batches, sequence, self._loaded)
         if best is None:
@@ -286,6 +302,24 @@ class Scheduler:
         least = slice_seconds(self._step_s, self.passes.layer_s, prompts, rows)
         return time.perf_counter() - self._stepped_at >= least
 
+    def between_layers(self, is_over: Callable[[], bool]) -> bool:
+        """Look up while a pass over prompts is under way, and run a decode step if one is due.
+
+        False: the pass `is_over` by then, and there was no step.
+        """
+        self.counts.steps += 1
+        self.look_up()
+        if is_over():
+            return False
+        if self.step_due():
+            hook = self._loaded.hook
+            call, hook.call = hook.call, None
+            # Not those of the pass under way.
+            with mlx_adapter.row_adapters(()), mlx_adapter.fixed_shapes(False):
+                self.decode(beside_prefill=True)
+            hook.call = call
+        return True
+
     def decode(self, *, beside_prefill: bool) -> None:
         """Run a step of every batch; wait for its end beside a prefill, so that each is timed by itself."""
         began = time.perf_counter()
@@ -302,7 +336,7 @@ class Scheduler:
             sequence.stats.end_pass()
         self._stepped_at = time.perf_counter()
         took = self._stepped_at - began
-        self.decode_s += took
+        self.counts.decode_s += took
         for sequence in self.passes.computing:
             sequence.stats.pass_since += took
         if beside_prefill:  # One slow step is no reason to keep decoders waiting as long again.
@@ -311,7 +345,7 @@ class Scheduler:
 
     def _step(self, batch: DecodeBatch) -> None:
         with self._dropped_if_broken(batch):
-            self.steps += 1
+            self.counts.steps += 1
             drawn: dict[Sequence, list[Drawn]] = {}
             for sequence, token, likelihood in batch.step():
                 drawn.setdefault(sequence, []).append((token, likelihood))
@@ -324,7 +358,7 @@ class Scheduler:
             self.leave(batch, ended)
             mlx_adapter.give_outgrown_back()
             for sequence in batch.rows:
-                self.offer(sequence, batch)
+                self.bridges.offer(sequence, batch)
 
     @contextmanager
     def _dropped_if_broken(self, batch: DecodeBatch) -> Iterator[None]:
@@ -337,7 +371,7 @@ class Scheduler:
             self.drop_batch(batch, rows, error)
 
     @contextmanager
-    def dropped_if_joined(self, batch: DecodeBatch, sequence: Sequence) -> Iterator[None]:
+    def _dropped_if_joined(self, batch: DecodeBatch, sequence: Sequence) -> Iterator[None]:
         """`sequence` joins in here. After an error `batch` goes on only without it."""
         try:
             yield
@@ -356,7 +390,7 @@ class Scheduler:
         if not rows:
             return
         for sequence in rows:
-            self._finish(sequence, batch)
+            self.bridges.finish(sequence, batch)
         try:
             batch.remove_rows(rows)
         except Exception as error:  # No memory to copy the others, most likely: layers differ now.
@@ -368,21 +402,18 @@ class Scheduler:
         for sequence in rows:
             self._over(sequence)
 
-    def offer(self, sequence: Sequence, batch: DecodeBatch | None = None) -> None:
-        if (bridge := self.bridge_of(sequence)) is not None:
-            bridge.offer(sequence, batch)
-            if self.bridges:  # They divide one RAM tier, and another one's share may have shrunk.
-                for other in self.all_bridges:
-                    other.store.trim_hot()
-
-    def _finish(self, sequence: Sequence, batch: DecodeBatch | None = None, *, spoiled: bool = False) -> None:
-        if (bridge := self.bridge_of(sequence)) is not None:
-            bridge.finish(sequence, batch, spoiled=spoiled)
+    def take(self, sequence: Sequence, drawn: Drawn) -> bool:
+        """Take the first token of `sequence`. False: it ended with it, and is released."""
+        if not self.accept(sequence, [drawn]):
+            self.release(sequence)
+            return False
+        self.bridges.offer(sequence)  # The token is out; now there is time to store the last blocks.
+        return True
 
     def accept(self, sequence: Sequence, drawn: Seq[Drawn]) -> bool:
         """Take the tokens that a pass drew. False: the sequence ends with one of them."""
         if drawn[0][0] != NO_TOKEN:
-            self.note_good(sequence)
+            self.counts.note_good(sequence)
         kept, end = list[Drawn](), ""
         for token, likelihood in drawn:
             if token == NO_TOKEN:
@@ -403,44 +434,22 @@ class Scheduler:
             ):
                 end = "length"
                 break
-        count = partial(self._count_token, sequence.adapter)
+        count = partial(self.counts.count_token, sequence.adapter)
         if kept:
             sequence.sink.take(kept, count)
         if end == "spoiled":
-            self.spoiled(sequence)
+            self._spoiled(sequence)
         elif end:
             if end == "stop" and not sequence.sink.shows_stop:
                 sequence.sink.count(count)
             sequence.sink.finished(sequence, end)
         return not end
 
-    def _count_token(self, adapter: Adapter | None) -> None:
-        self.decoded[adapter] += 1
-
-    def count_prompt(self, sequence: Sequence, computed: int) -> None:
-        """Count tokens of a prompt that were `computed`."""
-        if not (sequence.again or sequence.carried):
-            self.prefilled[sequence.adapter] += computed
-
-    def _count_restored(self, sequence: Sequence) -> None:
-        """Count the tokens that it restored: before its first token is noted, or as it ends without one."""
-        if not (sequence.stats.first_token_s or sequence.again or sequence.carried):
-            self.restored_hot[sequence.adapter] += sequence.stats.restored_hot
-            self.restored_cold[sequence.adapter] += sequence.stats.restored_cold
-
-    def note_good(self, sequence: Sequence) -> None:
-        """Its KV so far gave finite logits."""
-        sequence.stats.end_pass()
-        self._count_restored(sequence)
-        sequence.stats.first_token_s = sequence.stats.first_token_s or time.monotonic() - sequence.stats.asked
-        sequence.kv.stored.clear()
-        sequence.stats.peak_bytes = max(sequence.stats.peak_bytes, mx.get_peak_memory())
-
-    def spoiled(self, sequence: Sequence) -> None:
+    def _spoiled(self, sequence: Sequence) -> None:
         """Logits are not finite: fail the request and withdraw the KV that it stored."""
         if not sequence.cancelled:
             sequence.sink.failed(sequence, OmlxdError("the model's logits are not numbers", code="internal"))
-        self._finish(sequence, spoiled=True)
+        self.bridges.finish(sequence, spoiled=True)
         sequence.cancelled = True
 
     # ----------------------------------------------------------------- ends
@@ -459,9 +468,18 @@ class Scheduler:
         # RESTORING: `_restored` releases it once the I/O threads have let go of its arrays. Whose pass
         # is being computed is released when that is interrupted.
 
+    def end(self, sequence: Sequence, error: Exception | None = None, *, spoiled: bool = False) -> None:
+        """End `sequence`, whose pass is over. `spoiled`: the logits are not finite."""
+        if spoiled:
+            self._spoiled(sequence)
+        if error is None:
+            self.release(sequence)
+        else:
+            self.fail(sequence, error)
+
     def release(self, sequence: Sequence) -> None:
         """Slot, cache and references back."""
-        self._finish(sequence)
+        self.bridges.finish(sequence)
         self._over(sequence)
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
@@ -477,7 +495,7 @@ class Scheduler:
         if sequence.state is State.RESTORING or sequence in self.passes.computing:
             return  # As in `_cancel`.
         sequence.kv.cache = None
-        self._finish(sequence)
+        self.bridges.finish(sequence)
         self.waiting.remove_request(sequence)
         self._over(sequence)
 
@@ -486,7 +504,7 @@ class Scheduler:
         if self.memory and not sequence.stats.admitted:
             self.memory.note_end_of_wait(sequence, "ended before it got memory")
         if sequence.begun and sequence.state is not State.DONE:
-            self._count_restored(sequence)
+            self.counts.count_restored(sequence)
         sequence.kv.cache = sequence.kv.last_checkpoint = sequence.kv.checked = sequence.sink = None
         sequence.state = State.DONE
         if sequence in self.running:

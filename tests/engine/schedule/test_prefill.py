@@ -329,12 +329,12 @@ def test_one_prompt_asked_for_several_times_is_computed_once(tmp_path: Path, kno
         if known:
             rig.run(tokens, 2)
         rig.loaded.model = passes = Passes(rig.loaded.model)
-        rig.scheduler.prefilled.clear()
+        rig.scheduler.counts.prefilled.clear()
         running = start(rig)
         assert [output.tokens() for output in running] == alone
         computed = 21 if known and reuse else len(tokens)
         ends = sum(len(tokens) - output.hot for output in running[1:])
-        assert rig.scheduler.prefilled.total() == computed + ends
+        assert rig.scheduler.counts.prefilled.total() == computed + ends
         assert all(output.sequence.stats.prefill_s > 0 for output in running)
         assert sum(shape[1] for shape in passes.shapes if shape[0] == 1 and shape[1] > 1) <= computed
         hit = 3 * BLOCK if reuse else 0

@@ -137,9 +137,9 @@ def test_a_layer_is_progress(model: Path):
     with Rig(model) as rig:
         slow_layers(rig, 0.0, 0.1)
         output = in_a_pass(rig)
-        before = rig.scheduler.steps
+        before = rig.scheduler.counts.steps
         time.sleep(1.5)
-        assert rig.scheduler.steps > before and output.progressed == [(0, 1745)]
+        assert rig.scheduler.counts.steps > before and output.progressed == [(0, 1745)]
         rig.scheduler.cancel(output.sequence)
 
 
@@ -183,7 +183,7 @@ def test_what_a_pass_that_was_cut_off_left_is_not_served(tmp_path: Path, family:
 def test_a_prompt_that_is_cut_off_counts_with_what_it_restored(model: Path):
     with Rig(model) as rig:
         rig.run(prompt(4 * BLOCK), 1)
-        cached = rig.scheduler.restored_hot.total()
+        cached = rig.scheduler.counts.restored_hot.total()
         output, between = Output(), rig.scheduler.passes.between_layers
 
         def cut() -> None:
@@ -196,7 +196,7 @@ def test_a_prompt_that_is_cut_off_counts_with_what_it_restored(model: Path):
         rig.settle()
         assert output.sequence.cancelled and not output.sequence.stats.first_token_s
         restored = output.sequence.stats.restored_hot
-        assert restored and rig.scheduler.restored_hot.total() == cached + restored
+        assert restored and rig.scheduler.counts.restored_hot.total() == cached + restored
         assert output.progressed == [(restored, 9 * BLOCK)]
 
 

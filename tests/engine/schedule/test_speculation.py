@@ -93,7 +93,7 @@ def test_the_answer_and_its_kv_are_those_of_plain_decoding(
             shared.counts[None].accepted,
         )
         assert output.sequence.kv.length <= len(output.sequence.tokens)
-        assert rig.scheduler.decoded[None] == len(plain)
+        assert rig.scheduler.counts.decoded[None] == len(plain)
         rig.recorder.logits.clear()
         turn = rig.run(then, 5)
         assert (turn.hot, turn.got) == (plain_turn.hot, plain_turn.got)

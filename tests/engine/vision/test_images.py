@@ -262,12 +262,14 @@ def test_guesses_behind_an_image_are_checked_at_their_places(
 
     guess_by(monkeypatch, lambda tokens: [*right[len(tokens) : len(tokens) + 5], 7])
     with VisionRig("qwen3_vl", model, reuse=False, speculate=True) as guessing:
-        passes = guessing.scheduler.steps
+        passes = guessing.scheduler.counts.steps
         output = guessing.begin(talk, 40)
         output.tokens()
         guessing.settle()
         assert output.sequence.tokens == right
-        assert guessing.scheduler.steps - passes < 30  # Most guesses were right, so each was at its place.
+        assert (
+            guessing.scheduler.counts.steps - passes < 30
+        )  # Most guesses were right, so each was at its place.
 
 
 @pytest.mark.slow
