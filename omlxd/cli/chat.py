@@ -56,6 +56,40 @@ def talk(
     before: Callable[[argparse.Namespace], None] = lambda _: None,
 ) -> int:
     """Run `main` with a parser that has `question` and `model`. `before`: runs before the model is sought."""
+    _add_flags(parser)
+    args = parser.parse_intermixed_args(argv)  # Words of the question may stand behind flags.
+    # Words and files may be in another encoding, which JSON can't hold.
+    question, system = (
+        os.fsencode(t).decode(errors="replace") for t in (" ".join(args.question), args.system)
+    )
+    images = [image_part(name) for name in args.image]
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    if not sys.stdin or not sys.stdin.isatty():  # It may be closed, and None.
+        question = f"{question}\n\n{sys.stdin.read() if sys.stdin else ''}".strip()
+        if not question:
+            print("omlxd: there is no question: standard input is empty.", file=sys.stderr)
+            return 1
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # The terminal is put right.
+    before(args)
+    try:
+        with daemon(args.url, args.model) as target:
+            conversation = Conversation(target, system, args.max_tokens)
+            conversation.images += images
+            fields = {
+                "temperature": args.temperature,
+                "enable_thinking": args.think,
+                "response_format": args.format,
+                "keep_alive": args.keepalive,
+            }
+            conversation.options |= {name: value for name, value in fields.items() if value is not None}
+            _talk(conversation, question, args)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image", metavar="FILE", action="append", default=[], help="a picture or a PDF; again for more"
     )
@@ -88,36 +122,6 @@ def talk(
     parser.add_argument(
         "--no-history", action="store_true", help="keep nothing of what is typed (~/.omlxd/chat_history)"
     )
-    args = parser.parse_intermixed_args(argv)  # Words of the question may stand behind flags.
-    # Words and files may be in another encoding, which JSON can't hold.
-    question, system = (
-        os.fsencode(t).decode(errors="replace") for t in (" ".join(args.question), args.system)
-    )
-    images = [image_part(name) for name in args.image]
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    if not sys.stdin or not sys.stdin.isatty():  # It may be closed, and None.
-        question = f"{question}\n\n{sys.stdin.read() if sys.stdin else ''}".strip()
-        if not question:
-            print("omlxd: there is no question: standard input is empty.", file=sys.stderr)
-            return 1
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # The terminal is put right.
-    before(args)
-    try:
-        with daemon(args.url, args.model) as target:
-            conversation = Conversation(target, system, args.max_tokens)
-            conversation.images += images
-            fields = {
-                "temperature": args.temperature,
-                "enable_thinking": args.think,
-                "response_format": args.format,
-                "keep_alive": args.keepalive,
-            }
-            conversation.options |= {name: value for name, value in fields.items() if value is not None}
-            _talk(conversation, question, args)
-    except KeyboardInterrupt:
-        return 130
-    return 0
 
 
 def _talk(conversation: Conversation, question: str, args: argparse.Namespace) -> None:

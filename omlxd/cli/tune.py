@@ -42,6 +42,35 @@ _DECAY = 0.01
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the training; returns its exit status. Raises ConfigError and DaemonError."""
+    _add_flags(parser)
+    args = parser.parse_args(argv)
+    settings = settings_of(args, "base_path", "model_dir", model=args.model)
+    if args.model_dir is None:
+        name, folder = as_listed(args.model, settings)
+        settings = msgspec.structs.replace(settings, model=name, model_dir=folder)
+    model = _installed(settings, settings.model)
+    assert model.folder is not None
+    train, valid = read_data(args.data)
+    name = args.data.absolute().name if args.name is None else args.name
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ConfigError(f"--name: {name!r} is no name of letters, digits, - and _.")
+    target = own_adapters(model.id, settings.base_path) / name
+    if args.resume and not target.is_dir():
+        raise ConfigError(f"{model.id}:{name} is not there to be resumed.")
+    with _claimed(target, settings.base_path) as lock:
+        there = (target / ADAPTER_FILES[1]).exists()
+        if there != args.resume:
+            problem = "is there; --resume goes on with it" if there else "is not there to be resumed"
+            raise ConfigError(f"{model.id}:{name} {problem}.")
+        job = _job(args, model.folder, target, train, valid)
+        fit_memory(job, model.folder, settings, args.grad_checkpoint)
+        status = _train(job, lock)
+    if not status:
+        print(f"{model.id}:{name} is in {target}; `omlxd models list` has it, loss.svg its losses")
+    return status
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="an installed model: a name of `omlxd models list` or a folder")
     parser.add_argument(
         "--data", required=True, type=Path, metavar="FOLDER", help="with train.jsonl, valid.jsonl"
@@ -82,31 +111,6 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     )
     parser.add_argument("--resume", action="store_true", help="go on with the adapter of that name")
     add_flags(parser, "base_path", "model_dir")
-    args = parser.parse_args(argv)
-    settings = settings_of(args, "base_path", "model_dir", model=args.model)
-    if args.model_dir is None:
-        name, folder = as_listed(args.model, settings)
-        settings = msgspec.structs.replace(settings, model=name, model_dir=folder)
-    model = _installed(settings, settings.model)
-    assert model.folder is not None
-    train, valid = read_data(args.data)
-    name = args.data.absolute().name if args.name is None else args.name
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ConfigError(f"--name: {name!r} is no name of letters, digits, - and _.")
-    target = own_adapters(model.id, settings.base_path) / name
-    if args.resume and not target.is_dir():
-        raise ConfigError(f"{model.id}:{name} is not there to be resumed.")
-    with _claimed(target, settings.base_path) as lock:
-        there = (target / ADAPTER_FILES[1]).exists()
-        if there != args.resume:
-            problem = "is there; --resume goes on with it" if there else "is not there to be resumed"
-            raise ConfigError(f"{model.id}:{name} {problem}.")
-        job = _job(args, model.folder, target, train, valid)
-        fit_memory(job, model.folder, settings, args.grad_checkpoint)
-        status = _train(job, lock)
-    if not status:
-        print(f"{model.id}:{name} is in {target}; `omlxd models list` has it, loss.svg its losses")
-    return status
 
 
 def _train(job: Job, lock: int) -> int:

@@ -130,24 +130,7 @@ def create_app(
             events.route(),  # Before models by their names.
             *Discovery(engines).routes(),
             *Embeddings(engines).routes(),
-            get("/health", admin.health, "Whether the daemon answers, and the state of its engines"),
-            Operation("GET", "/openapi.json", _openapi, "This document"),
-            admin.ready_route(),
-            Operation("GET", "/metrics", metrics.page, "Figures for Prometheus", media="text/plain"),
-            get("/omlxd/status", admin.daemon_status, "Models, memory, tiers and counters"),
-            post("/omlxd/memory", admin.tidy_memory, "Give memory back, count peaks anew"),
-            Operation("GET", "/omlxd/events", live.events, "The status every few seconds", media=SSE),
-            get("/omlxd/requests", explaining.recent, "The last requests, without their prompts"),
-            post("/omlxd/cache/forget", admin.forget_files, "Files of the SSD cache that shall go"),
-            get("/omlxd/cache/tree", tree.tree, "The prefixes of the SSD cache, a piece", answer=TreePiece),
-            post("/omlxd/cache/clear", tree.clear, "Remove some of them"),
-            post("/omlxd/cache/pin", pinning.pin, "What is evicted last, or no more"),
-            get("/omlxd/cache/pins", pinning.pins, "What is pinned"),
-            post("/omlxd/cache/files", pinning.files, "Files that a prompt is restored from"),
-            post("/omlxd/cache/import", carrying.take_archive, "Take in an archive of KV, the body"),
-            post("/omlxd/cache/prompt-cache/import", carrying.take_prompt, "Take in mlx-lm's file"),
-            carrying.export_route(),
-            post("/omlxd/why-miss", explaining.why, "Why a prompt's cached prefix ends"),
+            *_owner_routes(admin, metrics, live, explaining, tree, pinning, carrying),
             Operation("GET", "/", page.root, "Name and version; for a browser, the page", media="text/plain"),
             Operation("GET", "/web/{name}", page.file, "A file of the page", media="text/javascript"),
             *more_routes,
@@ -159,6 +142,37 @@ def create_app(
     app.state.cache_index = tree.index
     app.send_pause_s = settings.send_pause_s
     return app
+
+
+def _owner_routes(
+    admin: Admin,
+    metrics: Metrics,
+    live: Live,
+    explaining: Explaining,
+    tree: CacheTree,
+    pinning: Pinning,
+    carrying: Carrying,
+) -> list[Route]:
+    return [
+        get("/health", admin.health, "Whether the daemon answers, and the state of its engines"),
+        Operation("GET", "/openapi.json", _openapi, "This document"),
+        admin.ready_route(),
+        Operation("GET", "/metrics", metrics.page, "Figures for Prometheus", media="text/plain"),
+        get("/omlxd/status", admin.daemon_status, "Models, memory, tiers and counters"),
+        post("/omlxd/memory", admin.tidy_memory, "Give memory back, count peaks anew"),
+        Operation("GET", "/omlxd/events", live.events, "The status every few seconds", media=SSE),
+        get("/omlxd/requests", explaining.recent, "The last requests, without their prompts"),
+        post("/omlxd/cache/forget", admin.forget_files, "Files of the SSD cache that shall go"),
+        get("/omlxd/cache/tree", tree.tree, "The prefixes of the SSD cache, a piece", answer=TreePiece),
+        post("/omlxd/cache/clear", tree.clear, "Remove some of them"),
+        post("/omlxd/cache/pin", pinning.pin, "What is evicted last, or no more"),
+        get("/omlxd/cache/pins", pinning.pins, "What is pinned"),
+        post("/omlxd/cache/files", pinning.files, "Files that a prompt is restored from"),
+        post("/omlxd/cache/import", carrying.take_archive, "Take in an archive of KV, the body"),
+        post("/omlxd/cache/prompt-cache/import", carrying.take_prompt, "Take in mlx-lm's file"),
+        carrying.export_route(),
+        post("/omlxd/why-miss", explaining.why, "Why a prompt's cached prefix ends"),
+    ]
 
 
 def _gemini_routes(prompted: _Prompted) -> list[Operation]:

@@ -29,6 +29,7 @@ from .pinned import names_by_file, read_pins
 
 Verb = Callable[[argparse.Namespace, Settings, Path], int]
 """A verb: (arguments, settings, the cache dir) → exit status. Raises OmlxdError, OSError."""
+AddVerb = Callable[[str, Verb, str], argparse.ArgumentParser]
 _FOLDER_OPTIONS = ("base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size")
 _AGE = re.compile(r"(\d{1,6}(?:\.\d+)?)([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -71,6 +72,17 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         made.set_defaults(run=run)
         return made
 
+    _add_files_verbs(verb)
+    warm.add_arguments(verb("warm", warm.run, "have the daemon compute prompts while it is idle"))
+    pin.add_arguments(verb("pin", pin.run, "have the daemon evict a prompt's KV last"))
+    _add_carrying_verbs(verb)
+    why_miss.add_arguments(verb("why-miss", why_miss.run, "why a prompt's cached prefix ends"))
+    for made in verbs.choices.values():
+        add_flags(made, *_FOLDER_OPTIONS)
+        made.add_argument("--url", help="address of the daemon that holds the folder, if one does")
+
+
+def _add_files_verbs(verb: AddVerb) -> None:
     shown = verb("stats", _stats, "what each model takes")
     shown.add_argument("--json", action="store_true", help="one JSON object")
     checked = verb("check", _check, "verify files; exit 1 if any is bad")
@@ -89,8 +101,9 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     cleared.add_argument("--older-than", metavar="AGE", type=_age, help="not used for that long, as 30d, 12h")
     cleared.add_argument("--pinned", action="store_true", help="also what is pinned, which stays otherwise")
     cleared.add_argument("--yes", action="store_true", help="don't ask")
-    warm.add_arguments(verb("warm", warm.run, "have the daemon compute prompts while it is idle"))
-    pin.add_arguments(verb("pin", pin.run, "have the daemon evict a prompt's KV last"))
+
+
+def _add_carrying_verbs(verb: AddVerb) -> None:
     exported = verb(
         "export",
         carry.export_files,
@@ -124,10 +137,6 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         "ids or a request that begins with it",
     )
     imported.add_argument("--model", metavar="NAME", help="whose KV mlx-lm's file holds")
-    why_miss.add_arguments(verb("why-miss", why_miss.run, "why a prompt's cached prefix ends"))
-    for made in verbs.choices.values():
-        add_flags(made, *_FOLDER_OPTIONS)
-        made.add_argument("--url", help="address of the daemon that holds the folder, if one does")
 
 
 def _fraction(text: str) -> tuple[int, int]:

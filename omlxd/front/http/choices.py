@@ -95,6 +95,20 @@ class _Line:
         return self._may.popleft()
 
 
+_Events = asyncio.Queue[tuple[int, Event | Exception | None]]
+"""Events by their choices; None: it is over. An exception is its last."""
+
+
+async def _read(engine: ModelEngine, request: GenerateRequest, index: int, events: _Events) -> None:
+    try:
+        async with contextlib.aclosing(engine.generate(request)) as stream:
+            async for event in stream:
+                events.put_nowait((index, event))
+        events.put_nowait((index, None))
+    except Exception as error:
+        events.put_nowait((index, error))
+
+
 async def _choices(
     engine: ModelEngine,
     requests: list[GenerateRequest],
@@ -103,25 +117,15 @@ async def _choices(
     fields: Sequence[Mapping[str, str]] = (),
 ) -> AsyncGenerator[Event, None]:
     """Yield the events of requests in the order of their choices, `n` of each prompt."""
-    events: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
+    events: _Events = asyncio.Queue()
     finished: dict[int, Finished] = {}
     failed: dict[int, Failed] = {}
     tasks: list[asyncio.Task[None]] = []
     line = _Line(len(requests), n, at_once)
-
-    async def read(index: int) -> None:
-        try:
-            async with contextlib.aclosing(engine.generate(requests[index])) as stream:
-                async for event in stream:
-                    events.put_nowait((index, event))
-            events.put_nowait((index, None))
-        except Exception as error:
-            events.put_nowait((index, error))
-
     try:
         while len(finished) + len(failed) < len(requests):
             while (start := line.next()) is not None:
-                tasks.append(asyncio.create_task(read(start)))
+                tasks.append(asyncio.create_task(_read(engine, requests[start], start, events)))
             index, event = await events.get()
             if event is None:
                 if index not in finished and index not in failed:

@@ -105,6 +105,22 @@ def _found() -> list[LocalModel]:
     return models
 
 
+def _keep_alive(asked: LoadModel) -> float | None:
+    try:
+        return None if asked.keep_alive is None else duration(asked.keep_alive)
+    except ValueError:
+        raise InvalidRequest('keep_alive: write "5m", seconds or -1', param="keep_alive") from None
+
+
+async def _remove(pool: EnginePool, engine: ModelEngine) -> Removed:
+    try:
+        folder = removable(model_status(pool, engine), pool.catalog.settings.base_path)
+    except ConfigError as error:
+        raise InvalidRequest(str(error), param="model") from None
+    await pool.remove(engine, folder)
+    return Removed(engine.model_id, str(folder), engine.disk_bytes or 0)
+
+
 def admin_routes(pool: EnginePool) -> list[Operation]:
     """Return routes over `pool`."""
 
@@ -121,11 +137,7 @@ def admin_routes(pool: EnginePool) -> list[Operation]:
         return model_status(pool, await pool.find_engine(request.path_params["id"]))
 
     async def load(asked: LoadModel) -> InstalledStatus:
-        try:
-            keep_alive = None if asked.keep_alive is None else duration(asked.keep_alive)
-        except ValueError:
-            raise InvalidRequest('keep_alive: write "5m", seconds or -1', param="keep_alive") from None
-        return model_status(pool, await pool.load(asked.model, keep_alive))
+        return model_status(pool, await pool.load(asked.model, _keep_alive(asked)))
 
     async def unload(asked: UnloadModel) -> Unloaded:
         engine = await pool.find_engine(asked.model)
@@ -142,13 +154,7 @@ def admin_routes(pool: EnginePool) -> list[Operation]:
         return listed()
 
     async def remove(asked: RemoveModel) -> Removed:
-        engine = await pool.find_engine(asked.model)
-        try:
-            folder = removable(model_status(pool, engine), pool.catalog.settings.base_path)
-        except ConfigError as error:
-            raise InvalidRequest(str(error), param="model") from None
-        await pool.remove(engine, folder)
-        return Removed(engine.model_id, str(folder), engine.disk_bytes or 0)
+        return await _remove(pool, await pool.find_engine(asked.model))
 
     async def found() -> FoundModels:
         models = await asyncio.to_thread(_found)

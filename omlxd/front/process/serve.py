@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ...common.heap import keep_heap_small
 from ...config import Settings
@@ -41,6 +42,11 @@ from .logs import Logs
 from .notify import Notifier
 from .own_process import allow_many_files, leave, make_base, pool_and_stop, what_to_do
 from .sockets import AT_ONCE, CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, urls_of
+
+if TYPE_CHECKING:  # Imported once the socket listens.
+    from starlette.applications import Starlette
+
+    from ..engines.pool import EnginePool
 
 log = logging.getLogger(__name__)
 
@@ -131,12 +137,8 @@ async def _serve(
     read: Callable[[], Settings] | None,
 ) -> int:
     # Imported here, after the socket listens: this is most of the start.
-    from ...kv.ledger.ledger import LedgerBusy
-    from .heap import keep_heap_trimmed
     from .reload import Reloader
-    from .start_page import print_address, print_start_page
 
-    urls, place = urls_of(sockets), sockets[0].getsockname()[:2]
     pool, stop = pool_and_stop(settings)
     of_command = bool(os.environ.pop(WITH_STDIN, ""))
     if of_command:
@@ -146,6 +148,30 @@ async def _serve(
     if read is not None:
         reload = Reloader(settings, read, logs=logs, keys=keys, notify=notify, pool=pool, loopback=loopback)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    status = await _claim_cache(pool, settings, stop)
+    if status is not None:
+        return status
+    pool.start()
+    # On a thread, so that the engine is started meanwhile: its imports take five times as long.
+    await asyncio.to_thread(_import_http)
+    if stop.is_set():
+        notify.stopping()
+        await pool.close()
+        return 0
+    app = _make_app(pool, settings, sockets, keys, stop)
+    urls, place = urls_of(sockets), sockets[0].getsockname()[:2]
+    server = _start_server(app, sockets, stop)  # It takes the sockets.
+    if not of_command:
+        record_address(settings.base_path, *place)
+    page = _start_page(pool, settings, urls, keys, logs)
+    asyncio.get_running_loop().call_later(CACHE_INDEX_AFTER_S, app.state.cache_index.begin)
+    return await _serve_until(stop, pool, server, page, notify, urls)
+
+
+async def _claim_cache(pool: EnginePool, settings: Settings, stop: asyncio.Event) -> int | None:
+    """Claim the SSD cache. Returns the exit status if the daemon is not to go on."""
+    from ...kv.ledger.ledger import LedgerBusy
+
     busy = await pool.cold.claim()
     if stop.is_set():
         await pool.cold.close()
@@ -154,15 +180,12 @@ async def _serve(
         print(f"omlxd: {what_to_do(busy)}", file=sys.stderr)
         await pool.cold.close()
         return 1
-    pool.start()
-    # On a thread, so that the engine is started meanwhile: its imports take five times as long.
-    await asyncio.to_thread(_import_http)
-    if stop.is_set():
-        notify.stopping()
-        await pool.close()
-        return 0
-    from hypercorn.asyncio import serve as run_hypercorn
+    return None
 
+
+def _make_app(
+    pool: EnginePool, settings: Settings, sockets: list[socket.socket], keys: KeyRing, stop: asyncio.Event
+) -> Starlette:
     from ..app import create_app
     from ..http.settings import HttpSettings
     from ..owner.miss_log import FILE_NAME as MISS_LOG
@@ -170,7 +193,7 @@ async def _serve(
 
     # The Host check goes by what we listen on, which a service manager may have chosen.
     http = HttpSettings(
-        host="127.0.0.1" if loopback else "0.0.0.0",
+        host="127.0.0.1" if all_loopback(sockets) else "0.0.0.0",
         keys=keys,
         cors_origins=settings.cors_origin,
         allowed_hosts=(*settings.allowed_host, settings.host, *addresses_of(sockets)),
@@ -178,22 +201,43 @@ async def _serve(
         miss_log=settings.base_path / MISS_LOG if settings.log_cache_misses else None,
         stopping=stop,
     )
-    app = create_app(pool, http, admin_routes(pool))
-    server = asyncio.create_task(
-        run_hypercorn(app, _hypercorn_config(sockets), shutdown_trigger=stop.wait),  # type: ignore[arg-type]
-        name="hypercorn",
-    )
+    return create_app(pool, http, admin_routes(pool))
+
+
+def _start_server(app: Starlette, sockets: list[socket.socket], stop: asyncio.Event) -> asyncio.Task[None]:
+    from hypercorn.asyncio import serve as run_hypercorn
+
+    serving = run_hypercorn(app, _hypercorn_config(sockets), shutdown_trigger=stop.wait)  # type: ignore[arg-type]
+    return asyncio.create_task(serving, name="hypercorn")
+
+
+def _start_page(
+    pool: EnginePool, settings: Settings, urls: str, keys: KeyRing, logs: Logs
+) -> asyncio.Task[str]:
+    """Print where we listen; the rest of the page follows. It gives what keeps the daemon from serving."""
+    from .start_page import print_address, print_start_page
+
     default = pool.default()
-    models = default.model_id if default else "none"
-    if not of_command:
-        record_address(settings.base_path, *place)
-    print_address(urls, models)
+    print_address(urls, default.model_id if default else "none")
     page = asyncio.create_task(
         print_start_page(pool, settings, urls.partition(" ")[0], key_required=keys.required),
         name="start page",
     )
     page.add_done_callback(lambda _: logs.page_is_printed())
-    asyncio.get_running_loop().call_later(CACHE_INDEX_AFTER_S, app.state.cache_index.begin)
+    return page
+
+
+async def _serve_until(
+    stop: asyncio.Event,
+    pool: EnginePool,
+    server: asyncio.Task[None],
+    page: asyncio.Task[str],
+    notify: Notifier,
+    urls: str,
+) -> int:
+    """Serve until `stop`, or until the server or the start page fails; end all. Returns the exit status."""
+    from .heap import keep_heap_trimmed
+
     notify.ready(f"listening on {urls}")
     notify.watch()
     heap = asyncio.create_task(keep_heap_trimmed(), name="heap")
