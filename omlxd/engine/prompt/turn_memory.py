@@ -22,17 +22,14 @@ import json
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from ...chat import Event, ReasoningDelta, TextDelta, ToolCall
 from ...common.bounded_map import BoundedMap
 from .canonical import Digest, answer_digest, thought_digest
 from .tool_defaults import ToolDefaults
-
-if TYPE_CHECKING:
-    from .turn_store import TurnFiles
 
 
 class PrefixDigest:
@@ -148,6 +145,20 @@ class _Entry:
         return _PLACE_BYTES + sum(map(_cost, self.turns.values()))
 
 
+class Files(Protocol):
+    """Where turns outlive the process (turn_store.py)."""
+
+    def path_of(self, place: Place) -> str: ...
+
+    def load(self, place: Place) -> dict[Said, Turn] | None: ...
+
+    def save(self, place: Place, turns: Mapping[Said, Turn], done: Callable[[bool], None]) -> bool: ...
+
+    def remove(self, place: Place) -> None: ...
+
+    def used(self, places: Sequence[Place]) -> None: ...
+
+
 class TurnMemory:
     """Turns by place and answer, the least recently used place dropped first. Thread-safe.
 
@@ -155,7 +166,7 @@ class TurnMemory:
     unknown  turns at whose place nothing is known to have been generated
     """
 
-    def __init__(self, max_bytes: int = MOST_BYTES, files: TurnFiles | None = None):
+    def __init__(self, max_bytes: int = MOST_BYTES, files: Files | None = None):
         self._files = files
         self._lock = threading.Lock()
         self._places = BoundedMap[tuple[tuple[str, str], Digest], _Entry](

@@ -10,14 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ... import wire
-
-if TYPE_CHECKING:
-    from .supervisor import Supervisor
+from .link import EngineLink
 
 SHARED = "the engine that it shares with its base ended"
+
+
+class Host(Protocol):
+    """The base's supervisor. `guests`: links of adapters in its engine, by channel."""
+
+    guests: dict[int, GuestLink]
+
+    @property
+    def link(self) -> EngineLink | GuestLink | None: ...
 
 
 class GuestLink:
@@ -25,7 +32,7 @@ class GuestLink:
 
     last_words = ""
 
-    def __init__(self, host: Supervisor, channel: int):
+    def __init__(self, host: Host, channel: int):
         assert host.link is not None
         self._host, self._link, self._channel = host, host.link, channel
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()

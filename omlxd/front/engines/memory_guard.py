@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -26,9 +26,6 @@ from ...models.footprint import FLOAT32_FRACTION, PROCESS_BYTES, Footprint, expe
 from ...wire import Budget, Device, Wants
 from .model import ModelEngine
 from .model_book import ModelBook
-
-if TYPE_CHECKING:
-    from .pool import EnginePool
 
 SLACK = 64 << 20
 """Bytes that a hot tier may grow by beyond what it uses."""
@@ -107,6 +104,30 @@ class Room:
     at_most: int
 
 
+class Engines(Protocol):
+    """What the guard asks of the engine pool."""
+
+    def models(self) -> list[ModelEngine]:
+        """Every installed model, loaded or not."""
+        ...
+
+    def others(self, engine: ModelEngine | None) -> list[ModelEngine]:
+        """Every model that is loaded or may load, but for `engine`."""
+        ...
+
+    def victim(self, engine: ModelEngine) -> ModelEngine | None:
+        """The least recently used model that may go."""
+        ...
+
+    async def make_go(self, victim: ModelEngine, why: str) -> None:
+        """Unload `victim`; its memory is back on return, unless a request came in between."""
+        ...
+
+    async def change_before(self, deadline: float) -> bool:
+        """Wait until something changes; False: the deadline came first."""
+        ...
+
+
 class MemoryGuard:
     """Settings of the owner, which may be replaced at any time:
 
@@ -116,7 +137,7 @@ class MemoryGuard:
 
     def __init__(
         self,
-        pool: EnginePool,
+        pool: Engines,
         book: ModelBook,
         memory_limit_bytes: int | None,
         hot_cache_bytes: int | None,

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from msgspec.structs import replace
 
@@ -40,9 +40,6 @@ from . import watch
 from .cold_ledger import Account, ColdLedger
 from .guest import SHARED, GuestLink, to_guests
 from .link import EngineLink, in_background, lower_priority, restore_priority
-
-if TYPE_CHECKING:
-    from .client import EngineProcess
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +79,23 @@ class _Life:
     stalled: bool = False
 
 
+class Owner(Protocol):
+    """Who has the requests of an engine."""
+
+    on_change: Callable[[], None]
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anybody waits for the engine: a request, or a load."""
+        ...
+
+    def on_ready(self) -> None: ...
+
+    def on_message(self, message: Any) -> None: ...
+
+    def on_lost(self, failed: Failed, was_ready: bool) -> None: ...
+
+
 class Supervisor:
     """Owns one engine's process and state, without a notion of requests.
 
@@ -96,7 +110,7 @@ class Supervisor:
         self,
         model_id: str,
         spawn: Spawn,
-        owner: EngineProcess,
+        owner: Owner,
         *,
         cold: ColdLedger | None = None,
         backoff_s: Sequence[float] = BACKOFF_S,
