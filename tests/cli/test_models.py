@@ -32,6 +32,7 @@ def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_every_verb_against_a_daemon(start, tmp_path: Path):  # noqa: F811
     for name in ("org/big", "small"):
         make(tmp_path / "models" / name)

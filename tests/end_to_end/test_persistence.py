@@ -212,6 +212,7 @@ def test_cold_tier_never_passes_its_cap(home: Path):
         assert daemon.messages(prose(300, seed=7))["content"]
 
 
+@pytest.mark.slow
 def test_no_cache(home: Path):
     with Daemon(home, "--no-cache") as daemon:
         answers = [daemon.messages(LONG) for _ in range(2)]

@@ -89,7 +89,7 @@ class Asking:
 @pytest.mark.slow
 def test_the_front_is_killed_again_and_again_under_load(tmp_path: Path):
     chance, shared = random.Random(2), set()
-    for round in range(4):
+    for round in range(2):
         with Daemon(tmp_path, *SMALL, wait=round % 2 == 0) as daemon:  # Every other one while it loads.
             asking = Asking(daemon)
             time.sleep(chance.uniform(0.1, 1.5))
@@ -123,7 +123,7 @@ def test_an_engine_is_killed_again_and_again_under_load_and_comes_back_warm(tmp_
         descriptors, sockets = front.num_fds(), sockets_of(front)
         assert sockets["unix"] and sockets["LISTEN"] in (1, 2)  # On ::1 as well where there is IPv6.
         asking = Asking(daemon)
-        for round, number in enumerate(numbers + chance.choices(numbers, k=3)):
+        for round, number in enumerate(numbers):
             if round % 2 == 0:  # Three that die as they load, in a row, are given up for a minute.
                 before = asking.answered
                 wait_until(lambda before=before: asking.answered > before, 300, daemon.logged)
@@ -138,8 +138,11 @@ def test_an_engine_is_killed_again_and_again_under_load_and_comes_back_warm(tmp_
         asking.stop()
         assert asking.improper == []
         wait_until(lambda: _served_warm(daemon), 300, daemon.logged)
+        for child in front.children():  # The cache's reader would stay for two minutes.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "omlxd.cli.cache.tree" in child.cmdline():
+                    child.terminate()
         # One engine and no zombie, no file of a dead engine.
-        # The cache's reader stays for two minutes.
         wait_until(lambda: len(daemon.engines()) == len(front.children()) == 1, 240, lambda: children(front))
         assert len(family(daemon)) <= 2 + KEEP  # Its template children.
         # At most the sockets of the beginning, when the cache's reader or a connection may have had one more.

@@ -258,7 +258,12 @@ def tiers(row: Row, scenario: Scenario) -> tuple[str, ...]:
     """Where `row` finds `scenario`'s prefix: in "hot", in "cold", or once in each."""
     if row in WHOLE:
         return ("hot", "cold")
-    return ("hot" if (ROWS.index(row) + SCENARIOS.index(scenario)) % 2 else "cold",)
+    return (in_turn(row, scenario),)
+
+
+def in_turn(row: Row, scenario: Scenario) -> str:
+    """The tier of `row` and `scenario` where one of both is enough."""
+    return "hot" if (ROWS.index(row) + SCENARIOS.index(scenario)) % 2 else "cold"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -267,7 +272,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ("row", "scenario"),
         [
             pytest.param(
-                row, scenario, id=f"{row}-{scenario.__name__}", marks=() if row in FAST else pytest.mark.slow
+                *(row, scenario),
+                id=f"{row}-{scenario.__name__}",
+                marks=() if row in FAST and tier == in_turn(row, scenario) else pytest.mark.slow,
             )
             for row in ROWS
             for scenario in SCENARIOS

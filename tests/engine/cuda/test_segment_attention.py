@@ -235,7 +235,7 @@ def test_rows_keep_their_own_tails(folder: Path, want, reference, monkeypatch):
     assert len(waits) == layers
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("at_once", rest_slow([True, False], True))
 def test_ends_of_prompts_are_computed_as_answers_are(at_once: bool, folder: Path, reference, monkeypatch):
     """Several in one pass, of one prompt once; also where all before the end is in segments."""
     monkeypatch.setattr(compiled_step, "fused_step", partial(fuse_passes, most=32))

@@ -71,7 +71,7 @@ def cache_limit():
     mx.clear_cache()
 
 
-@pytest.mark.parametrize("limit", [0, 1 << 40])
+@pytest.mark.parametrize("limit", [0, pytest.param(1 << 40, marks=pytest.mark.slow)])
 def test_views_are_what_the_file_holds_and_live_as_long_as_an_array_of_them(
     tmp_path: Path, monkeypatch, cache_limit, limit: int
 ):

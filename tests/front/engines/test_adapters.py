@@ -130,6 +130,7 @@ def test_the_base_goes_with_its_adapters_and_comes_for_them(daemon: Daemon, alon
     assert states(daemon) == ["ready", "ready", "unloaded"]
 
 
+@pytest.mark.slow
 def test_an_engine_stays_for_as_long_as_an_adapter_in_it(daemon: Daemon):
     def load(name: str, keep_alive: float) -> None:
         daemon.http.post("/omlxd/models/load", json={"model": name, "keep_alive": keep_alive})

@@ -63,7 +63,7 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
     ("moment", "signal"),
     rest_slow(
         [("loading", "SIGABRT"), ("prefill", "SIGSEGV"), ("decode", "SIGTERM"), ("writing", "SIGKILL")],
-        *[("prefill", "SIGSEGV"), ("writing", "SIGKILL")],
+        ("writing", "SIGKILL"),
     ),
 )
 def test_a_death(dying: Dying, moment: str, signal: str):
