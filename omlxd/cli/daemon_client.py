@@ -286,12 +286,12 @@ class _Health(msgspec.Struct):
     status: str
 
 
-class _Told(msgspec.Struct):
+class _ErrorText(msgspec.Struct):
     message: str = ""
 
 
 class _Problem(msgspec.Struct):
-    error: _Told
+    error: _ErrorText
 
 
 def _message(body: bytes) -> str:

@@ -245,9 +245,9 @@ class _Prompted:
         return Operation("POST", path, answer, summary, **described)
 
     def counted(
-        self, path: str, dialect: AnyDialect, summary: str, answer: Callable[[int], Any], told: Any = None
+        self, path: str, dialect: AnyDialect, summary: str, answer: Callable[[int], Any], struct: Any = None
     ) -> Operation:
-        """Make an operation that counts a prompt's tokens. `told`: the struct, where `answer` is none."""
+        """Make an operation that counts a prompt's tokens. `struct`: the struct, where `answer` is none."""
 
         async def count(request: Request) -> Response:
             _, parsed = await self._parsed(request, dialect.parse)
@@ -258,7 +258,7 @@ class _Prompted:
             tokens = await engine.count_tokens(asked.prompt, asked.session, asked.client)
             return as_json(answer(tokens))
 
-        return Operation("POST", path, count, summary, body=dialect.body, answer=told or answer)
+        return Operation("POST", path, count, summary, body=dialect.body, answer=struct or answer)
 
     async def _generate(self, request: Request, dialect: AnyDialect) -> GenerationResponse | Response:
         trace = trace_of(request.scope)

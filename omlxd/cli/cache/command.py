@@ -49,14 +49,16 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             root = holder.folder_of(args.url)
         return args.run(args, settings, root)
     except FileNotFoundError as error:
-        raise OmlxdError(told(error) if root.is_dir() else f"there is no SSD cache at {root}") from error
+        raise OmlxdError(
+            text_of_error(error) if root.is_dir() else f"there is no SSD cache at {root}"
+        ) from error
     except OSError as error:
         if error.errno in UNWRITTEN and not error.filename:
             raise
-        raise OmlxdError(told(error)) from error
+        raise OmlxdError(text_of_error(error)) from error
 
 
-def told(error: OSError) -> str:
+def text_of_error(error: OSError) -> str:
     """Format an error without Python's number of it."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
 

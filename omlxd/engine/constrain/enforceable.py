@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .json_schema import NO_SCHEMA, TYPES, is_any, resolved
-from .schema_faults import place_of, told, without_circles
+from .schema_faults import explained, place_of, without_circles
 
 Check = Callable[[dict[str, Any]], str]
 """Tells why llguidance can't enforce a JSON schema; "" if it can."""
@@ -53,7 +53,7 @@ def enforce(
         return schema, [], f"`$ref` {place_of(circles[0].removesuffix('/$ref'))} leads only to itself"
     problem = check(schema)
     if strict or not problem:
-        return schema, circles, problem and told(schema, check, problem)
+        return schema, circles, problem and explained(schema, check, problem)
     try:
         relaxing = _Relaxing(schema, check, mend)
         relaxed = relaxing.relaxed(schema, "")
@@ -66,8 +66,8 @@ def enforce(
                     relaxing.left_out.append(f"/properties/{_escaped(name)}")
             problem = check(relaxed)
     except NO_SCHEMA:
-        return schema, circles, told(schema, check, problem)
-    return relaxed, [*circles, *relaxing.left_out], problem and told(relaxed, check, problem)
+        return schema, circles, explained(schema, check, problem)
+    return relaxed, [*circles, *relaxing.left_out], problem and explained(relaxed, check, problem)
 
 
 # --------------------------------------------------------------------------- in other words

@@ -127,7 +127,7 @@ def _circle(root: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
 # --------------------------------------------------------------------------- faults
 
 
-def told(schema: dict[str, Any], check: Callable[[dict[str, Any]], str], problem: str) -> str:
+def explained(schema: dict[str, Any], check: Callable[[dict[str, Any]], str], problem: str) -> str:
     """Put the `problem` that `check` finds in `schema` into a sentence that names the place."""
     if problem.startswith("circular references"):
         return "a `$ref` leads back to a schema that has other keywords beside it"

@@ -24,11 +24,11 @@ class UnopenedThoughts:
     def __init__(self, model: str):
         self.expected = False
         self._model = model
-        self._told = False
+        self._is_logged = False
 
     def note(self, seen: bool) -> None:
-        if seen and not self._told:
-            self._told = True
+        if seen and not self._is_logged:
+            self._is_logged = True
             log.warning(
                 "%s: an answer began inside a thought that the template does not open, and the next ones are "
                 "taken to begin so, too; `starts-in-thinking = true` for this model says so from the start",

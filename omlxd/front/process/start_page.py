@@ -50,7 +50,7 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
     trouble = engine.trouble if engine is not None else ""
     if engine is not None and engine.state == "loading":
         try:
-            with _told_on_a_terminal(f"  loading {engine.model_id} …"):
+            with _shown_on_terminal(f"  loading {engine.model_id} …"):
                 await engine.process.load()
         except OmlxdError as error:
             trouble = error.message
@@ -71,7 +71,7 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
 
 
 @contextlib.contextmanager
-def _told_on_a_terminal(text: str) -> Generator[None]:
+def _shown_on_terminal(text: str) -> Generator[None]:
     """Show `text` on a terminal until the block ends."""
     if not sys.stdout.isatty():
         yield

@@ -120,7 +120,7 @@ class Ledger:
         self._reserved = 0
         self._disk_room = 0
         self._is_full = False
-        self._told_full_at = float("-inf")
+        self._full_logged_at = float("-inf")
         self._evicted_files = 0
         self.evicted_log = EvictedLog()
         self._evicted_bytes = 0
@@ -306,7 +306,7 @@ class Ledger:
         lacking = self._reserved + nbytes - self._disk_room
         least = min(lacking, nbytes)  # Bytes that must go, or the disk would have less free than before.
         if least > self._files.nbytes:
-            self._tell_full()
+            self._log_full()
             return 0
         if not self._writes.spend(nbytes):  # Before anything is evicted for it.
             return 0
@@ -321,11 +321,11 @@ class Ledger:
         self._reserved += nbytes
         return nbytes
 
-    def _tell_full(self) -> None:
+    def _log_full(self) -> None:
         """Log that the disk is nearly full, and again after `TELL_S` if it had room in between."""
         now = time.monotonic()
-        if not self._is_full and now - self._told_full_at > TELL_S:
-            self._is_full, self._told_full_at = True, now
+        if not self._is_full and now - self._full_logged_at > TELL_S:
+            self._is_full, self._full_logged_at = True, now
             log.warning("SSD cache: the disk of %s is nearly full: nothing new is stored", self.root)
 
     def capacity(self) -> int:
