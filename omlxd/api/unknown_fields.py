@@ -16,7 +16,7 @@ MOST_BYTES = 1 << 20
 """Bytes of a body whose inner objects are read too; of a longer one, only the outermost."""
 MOST_MEMBERS = 100_000
 """Members of a longer body that is read: all may be outermost fields, each a piece of its own."""
-MOST_FIELDS, MOST_FOUND = 20, 1000
+MOST_FIELDS, MOST_NAMES = 20, 1000
 _NAME_CHARS = 80
 
 
@@ -148,7 +148,7 @@ def _look(place: _Place, value: msgspec.Raw, path: str, found: dict[str, None], 
         if name == place.tag_field:
             continue
         if (known := fields.get(name)) is None:
-            if len(found) < MOST_FOUND:
+            if len(found) < MOST_NAMES:
                 found[f"{path}{name}"[:_NAME_CHARS]] = None
         elif deep and known.is_looked_at:
             _look(known, inner, f"{path}{name}.", found, deep)

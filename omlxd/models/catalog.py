@@ -64,7 +64,7 @@ class Catalog:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self._found: dict[str, InstalledModel] = {}
+        self._installed: dict[str, InstalledModel] = {}
         self._looked_at = float("-inf")
 
     @property
@@ -76,7 +76,7 @@ class Catalog:
         """Return models by id. Reads no file, once there was a look."""
         if self._looked_at == float("-inf"):
             self.look()
-        return self._found
+        return self._installed
 
     def spec_of(self, name: str) -> str:
         """Return the spec (`resolve_model`) of the model with that id or last part of one; else `name`."""
@@ -131,7 +131,7 @@ class Catalog:
             for tuned in adapters_of(model, settings.base_path):
                 result.setdefault(tuned.id, tuned)
         if settings is self.settings:  # They may have been replaced meanwhile.
-            self._found, self._looked_at = result, time.monotonic()
+            self._installed, self._looked_at = result, time.monotonic()
 
 
 def default_model(settings: Settings) -> InstalledModel | None:

@@ -17,7 +17,7 @@ from omlxd.api.openai.chat_request import ChatBody
 from omlxd.api.openai.completions import CompletionsBody
 from omlxd.api.openai.scores import ClassifyBody
 from omlxd.api.responses.request import ResponsesBody
-from omlxd.api.unknown_fields import MOST_BYTES, MOST_FOUND, MOST_MEMBERS, noting, unknown_fields
+from omlxd.api.unknown_fields import MOST_BYTES, MOST_MEMBERS, MOST_NAMES, noting, unknown_fields
 
 TEXT = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"anything": {"of": "mine"}}, "my_own": 1}
@@ -104,8 +104,8 @@ def test_of_a_long_body_the_outermost_fields_are_told():
 
 
 def test_very_many_fields_are_neither_told_nor_looked_at():
-    many = json.dumps({f"field {number}": 1 for number in range(MOST_FOUND + 5)}).encode()
-    assert len(unknown_fields(ChatBody, many)) == MOST_FOUND
+    many = json.dumps({f"field {number}": 1 for number in range(MOST_NAMES + 5)}).encode()
+    assert len(unknown_fields(ChatBody, many)) == MOST_NAMES
     more = json.dumps(
         {"temprature": 1, "metadata": {f"{n:010}": 1 for n in range(MOST_MEMBERS + 1)}}
     ).encode()

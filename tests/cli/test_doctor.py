@@ -105,7 +105,7 @@ def test_space(tmp_path: Path, monkeypatch):
     def told(free: int, left: int, used: int) -> Finding:
         monkeypatch.setattr(disk, "_free", lambda folder: free)
         monkeypatch.setattr(disk, "disk_room", lambda folder: free - left)
-        found = disk.inventory.Found("block", "x", used, 0.0)
+        found = disk.inventory.CacheFile("block", "x", used, 0.0)
         monkeypatch.setattr(disk.inventory, "walk", lambda *_: [found])
         return disk.check_space(few)
 
@@ -212,7 +212,7 @@ def test_the_cache_of_the_daemon_that_answers_is_looked_at(tmp_path: Path, quick
         assert str(tmp_path / "other") in texts["base folder"]
         assert texts["base folder"].endswith(f"({network.SHELLS} has its cache in {dir})")
         assert network.SHELLS not in texts["space"] + texts["cache folder"]
-        assert texts["address"].endswith(f"({command.FOUND})")
+        assert texts["address"].endswith(f"({command.ADDRESS_NOTE})")
         own = settings(tmp_path, port=daemon.url.rpartition(":")[2])
         assert own.paged_ssd_cache_dir == Path(dir)
         assert network.with_daemons_cache(own)[1] == {}
@@ -227,7 +227,7 @@ def test_a_note_stands_only_where_the_daemon_may_differ(tmp_path: Path, quick, c
         main.main(["doctor", "--base-path", str(base), "--no-disk-test"])
         out = capsys.readouterr().out
         assert f"{base}, private" in out and f"{cache}, private" in out
-        assert network.SHELLS not in out and command.FOUND not in out
+        assert network.SHELLS not in out and command.ADDRESS_NOTE not in out
         cache.rename(tmp_path / "aside")
         main.main(["doctor", "--base-path", str(base), "--no-disk-test"])
         told = [line for line in capsys.readouterr().out.splitlines() if "cache folder" in line]
@@ -402,7 +402,7 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     assert main.main([*argv[:3], "--no-disk-test"]) == 0
     out = capsys.readouterr().out
     assert f"port          {other} on 127.0.0.1 is free" in out
-    assert f"only this machine reaches the daemon ({command.FOUND})" in out
+    assert f"only this machine reaches the daemon ({command.ADDRESS_NOTE})" in out
     assert main.main(argv) == 0
     assert f"port          {port} on 127.0.0.1 is free" in capsys.readouterr().out
     main.main([*argv, "--port", "0"])

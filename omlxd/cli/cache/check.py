@@ -17,7 +17,7 @@ from pathlib import Path
 from ...common.units import counted, human
 from ...kv.files.paths import is_stored_path
 from . import inventory
-from .inventory import Found
+from .inventory import CacheFile
 from .verify import Verifier
 
 _TTY_S, _PLAIN_S = 0.1, 10.0
@@ -52,7 +52,7 @@ def check(root: Path, *, sample: tuple[int, int] = (1, 1), delete_bad: bool = Fa
 
     Raises FileNotFoundError without a cache dir.
     """
-    outcome, chosen = Outcome(), list[Found]()
+    outcome, chosen = Outcome(), list[CacheFile]()
     for file in inventory.walk(root, list(inventory.namespaces(root))):
         if file.kind in ("block", "record"):
             chosen.append(file)
@@ -70,11 +70,11 @@ def check(root: Path, *, sample: tuple[int, int] = (1, 1), delete_bad: bool = Fa
     return outcome
 
 
-def _verify(root: Path, chosen: list[Found], outcome: Outcome, delete_bad: bool) -> None:
+def _verify(root: Path, chosen: list[CacheFile], outcome: Outcome, delete_bad: bool) -> None:
     verifier, progress = Verifier(), _Progress(len(chosen), sum(file.size for file in chosen))
-    alike: dict[tuple[str, str], dict[int, list[tuple[Found, os.stat_result]]]] = {}
+    alike: dict[tuple[str, str], dict[int, list[tuple[CacheFile, os.stat_result]]]] = {}
 
-    def condemn(file: Found, reason: str, seen: os.stat_result | None) -> None:
+    def condemn(file: CacheFile, reason: str, seen: os.stat_result | None) -> None:
         bad = Bad(file.path, reason)
         if delete_bad and seen is not None:
             bad.removed = _remove_same(f"{root}/{file.path}", seen)
@@ -123,7 +123,7 @@ def _remove_same(path: str, seen: os.stat_result) -> bool:
     return True
 
 
-def _misplaced(root: Path, file: Found, delete_bad: bool) -> Bad:
+def _misplaced(root: Path, file: CacheFile, delete_bad: bool) -> Bad:
     """List misplaced entries; a folder goes only if it is empty."""
     path = root / file.path
     is_folder = file.is_folder

@@ -22,7 +22,7 @@ from ...kv.files.paths import disk_bytes, temp_owner
 from . import inventory
 from .check import check, summary
 from .holder import DaemonRuns, Holder, exclusive
-from .inventory import Found
+from .inventory import CacheFile
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Plan:
     """Files to remove. `pinned`: files that stay, and by which pins."""
 
     folders: Mapping[str, NamespaceInfo | None]
-    files: list[Found]
+    files: list[CacheFile]
     pinned: int = 0
     pins: Sequence[str] = ()
 

@@ -33,7 +33,7 @@ stranger       anything else; never removed
 
 
 @dataclass(slots=True, frozen=True)
-class Found:
+class CacheFile:
     """`path` is relative to the cache dir. `size`: bytes in it; `used`: seconds since 1970."""
 
     kind: Kind
@@ -64,7 +64,7 @@ def namespaces(root: Path) -> dict[str, NamespaceInfo | None]:
     return {folder: read_namespace(root, folder) for folder in sorted(folders)}
 
 
-def walk(root: Path, folders: list[str]) -> Iterator[Found]:
+def walk(root: Path, folders: list[str]) -> Iterator[CacheFile]:
     """Yield everything in the namespaces `folders`, but for their descriptions. What vanishes is left out."""
     for folder in folders:
         for entry in entries_of(f"{root}/{folder}"):
@@ -77,7 +77,7 @@ def walk(root: Path, folders: list[str]) -> Iterator[Found]:
                 yield from _files(entry, f"{folder}/{entry.name}", "")
 
 
-def _files(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[Found]:
+def _files(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[CacheFile]:
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -90,4 +90,4 @@ def _files(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[Found]:
         kind = "misplaced"
         if is_file and name[:2] == fan and (named := file_kind(name)) in ("block", "record"):
             kind = "block" if named == "block" else "record"
-    yield Found(kind, path, status.st_size, status.st_mtime, stat.S_ISDIR(status.st_mode))
+    yield CacheFile(kind, path, status.st_size, status.st_mtime, stat.S_ISDIR(status.st_mode))

@@ -18,7 +18,7 @@ from ..owner_api import DaemonStatus
 from ..status import table
 from . import inventory
 from .holder import holder
-from .inventory import Found
+from .inventory import CacheFile
 from .tree import read_head
 
 _CHECKPOINT = f'"kind":"{KIND}"'.encode()
@@ -84,7 +84,7 @@ def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
     with contextlib.suppress(FileNotFoundError):
         infos = inventory.namespaces(root)
     rows = {name: _described(name, info) for name, info in infos.items()}
-    others: dict[str, list[Found]] = {"temporary": [], "misplaced": [], "stranger": []}
+    others: dict[str, list[CacheFile]] = {"temporary": [], "misplaced": [], "stranger": []}
     is_checkpoint: dict[tuple[str, int], bool] = {}
     for file in inventory.walk(root, list(infos)):
         if file.kind not in ("block", "record"):
@@ -117,7 +117,7 @@ def _described(namespace: str, info: NamespaceInfo | None) -> NamespaceStats:
     return NamespaceStats(namespace=namespace, **{name: getattr(info, name) for name in names})
 
 
-def _count(row: NamespaceStats, file: Found, is_checkpoint: bool) -> None:
+def _count(row: NamespaceStats, file: CacheFile, is_checkpoint: bool) -> None:
     row.files += 1
     row.bytes += file.disk
     if file.kind == "record":

@@ -101,7 +101,7 @@ class Heads:
         """Forget files that were not used since the last call."""
         self._known, self._asked = self._asked, {}
 
-    def of(self, found: inventory.Found) -> tuple[str, bytes]:
+    def of(self, found: inventory.CacheFile) -> tuple[str, bytes]:
         """Return a file's parent, "" where its head is unreadable, and its tokens; a checkpoint has none."""
         key = f"{found.namespace}{found.name}"
         known = self._known.get(key)
@@ -120,11 +120,11 @@ class Heads:
         return known
 
 
-def read_blocks(heads: Heads, namespace: str) -> tuple[dict[str, _Block], list[inventory.Found]]:
+def read_blocks(heads: Heads, namespace: str) -> tuple[dict[str, _Block], list[inventory.CacheFile]]:
     """Return blocks by name, each with its children; and records, with unreadable files."""
     blocks: dict[str, _Block] = {}
-    checkpoints: list[tuple[str, inventory.Found]] = []
-    others: list[inventory.Found] = []
+    checkpoints: list[tuple[str, inventory.CacheFile]] = []
+    others: list[inventory.CacheFile] = []
     for found in inventory.walk(heads.root, [namespace]):
         if found.kind not in ("block", "record"):
             continue

@@ -20,7 +20,7 @@ from . import disk, machine, models, network
 from .finding import Finding, bad, warn
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
-FOUND = "as it was found; it may listen on other addresses too"
+ADDRESS_NOTE = "as it was found; it may listen on other addresses too"
 _OPTIONS = ("model_dir", "base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size", "host", "port")
 
 
@@ -69,7 +69,7 @@ def _at_daemon(settings: Settings, url: str | None, notes: dict[str, str]) -> Se
         _, host, port, _ = recorded
         if found == daemon_of(known := replace(settings, host=host, port=port)).url:
             return known
-    notes["address"] = FOUND
+    notes["address"] = ADDRESS_NOTE
     parts = urlsplit(found)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     return replace(settings, host=parts.hostname or "", port=port, api_key=daemon.key)

@@ -99,7 +99,7 @@ class FoundModels(msgspec.Struct):
     room_bytes: int
 
 
-def _found() -> list[LocalModel]:
+def _models_elsewhere() -> list[LocalModel]:
     models = local_models()
     check_models(models)
     return models
@@ -157,7 +157,7 @@ def admin_routes(pool: EnginePool) -> list[Operation]:
         return await _remove(pool, await pool.find_engine(asked.model))
 
     async def found() -> FoundModels:
-        models = await asyncio.to_thread(_found)
+        models = await asyncio.to_thread(_models_elsewhere)
         total = await asyncio.to_thread(lambda: psutil.virtual_memory().total)
         return FoundModels(models, pool.room() or total)
 
