@@ -115,7 +115,7 @@ def read(kind: type, value: Any) -> bytes:
 def test_the_structs_are_found():
     names = {kind.cls.__qualname__ for kind in STRUCTS}
     assert {"ChatBody", "EmbeddingsBody", "RerankBody", "Options", "ClassifyBody", "MessagesBody"} <= names
-    assert {"ResponsesBody", "_Choice", "_Given", "Content", "Load", "LMStudioLoadBody"} <= names
+    assert {"ResponsesBody", "_Choice", "_RawTool", "Content", "Load", "LMStudioLoadBody"} <= names
 
 
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: f"{kind.cls.__module__}.{kind.cls.__name__}")

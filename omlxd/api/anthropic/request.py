@@ -43,13 +43,13 @@ from .tools import ToolChoice, Tools, as_tool_choice, engine_id
 class _Message(msgspec.Struct):
     """A message. `content` may be absent from a system message that only sets something."""
 
-    given_role: Literal["user", "assistant", "system", "developer"] = msgspec.field(name="role")
+    raw_role: Literal["user", "assistant", "system", "developer"] = msgspec.field(name="role")
     content: Union[str, list[blocks.AnyBlock], None] = None
     clear_at: str | None = None
 
     @property
     def role(self) -> Literal["user", "assistant", "system"]:
-        return "system" if self.given_role == "developer" else self.given_role  # OpenAI's word.
+        return "system" if self.raw_role == "developer" else self.raw_role  # OpenAI's word.
 
 
 class _OutputConfig(msgspec.Struct):

@@ -104,7 +104,7 @@ def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
 def parse_score(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     """Read a body of /v1/score. Raises InvalidRequest naming the field."""
     asked = decode(_score, body)
-    (name, given), (other, others) = _given(asked)
+    (name, given), (other, others) = _sides(asked)
     first, second, names = _list(given), _list(others), _names(name, given)
     if len(first) == 1:
         # A pair each, so that a bad text is an error of its own.
@@ -119,7 +119,7 @@ def parse_score(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     )
 
 
-def _given(asked: ScoreBody) -> list[tuple[str, str | list[str]]]:
+def _sides(asked: ScoreBody) -> list[tuple[str, str | list[str]]]:
     """Return name and texts of both sides. Raises InvalidRequest where one is missing or a third is given."""
     given = {name: getattr(asked, name) for name in dict.fromkeys(chain(*_PAIRS))}
     given = {name: texts for name, texts in given.items() if texts is not UNSET}

@@ -23,7 +23,7 @@ class _Named(msgspec.Struct):
     name: str
 
 
-class ToolGiven(msgspec.Struct):
+class NamedTool(msgspec.Struct):
     """A tool as a choice names it: nested in chat completions, not in Responses."""
 
     type: str
@@ -40,16 +40,16 @@ class ToolGiven(msgspec.Struct):
 
 class _Allowed(msgspec.Struct):
     mode: Literal["auto", "required"]
-    tools: list[ToolGiven]
+    tools: list[NamedTool]
 
 
-class _Choice(ToolGiven):
+class _Choice(NamedTool):
     mode: Literal["auto", "required", None] = None
-    tools: list[ToolGiven] | None = None
+    tools: list[NamedTool] | None = None
     allowed_tools: _Allowed | None = None
 
 
-Names = Callable[[ToolGiven], "list[str] | None"]
+Names = Callable[[NamedTool], "list[str] | None"]
 """Returns the model's names of the tools that a choice means, listed or not. None: no such tool."""
 
 
@@ -86,7 +86,7 @@ def tool_choice(value: Any, listed: set[str], names: Names) -> tuple[str, tuple[
 
 
 def _allowed(
-    mode: str, tools: list[ToolGiven], listed: set[str], names: Names
+    mode: str, tools: list[NamedTool], listed: set[str], names: Names
 ) -> tuple[str, tuple[str, ...]]:
     if not tools:
         raise _refused("allowed_tools names no tool; use none")
@@ -103,7 +103,7 @@ def _allowed(
     return "none", ()
 
 
-def _called(tool: ToolGiven, names: Names) -> list[str]:
+def _called(tool: NamedTool, names: Names) -> list[str]:
     result = names(tool)
     if not result:
         raise _refused(f"there is no tool {tool.called[:100]!r}")

@@ -183,7 +183,7 @@ def parse(
         names=tools.names,
         response=_response(request, tools, body),
         messages=messages,
-        input=b"" if request.store is False else bytes(msgspec.json.decode(body, type=_GivenInput).input),
+        input=b"" if request.store is False else bytes(msgspec.json.decode(body, type=_InputField).input),
         sealed=SEALED in (request.include or ()),
         compacts=compacts,
     )
@@ -244,17 +244,17 @@ def _session(request: ResponsesBody, headers: Mapping[str, str]) -> str:
     return f"{named}/{thread}" if named and thread and thread != named else named or thread
 
 
-class _GivenInput(msgspec.Struct):
+class _InputField(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"[]")
 
 
-class _GivenText(msgspec.Struct):
+class _TextField(msgspec.Struct):
     text: dict[str, Any] | None = None
 
 
 def _text_echo(body: bytes) -> dict[str, Any]:
     """Return `text` as the client sent it, with its format in any case."""
-    fields = msgspec.json.decode(body, type=_GivenText).text or {}
+    fields = msgspec.json.decode(body, type=_TextField).text or {}
     return {"format": {"type": "text"}} | {name: value for name, value in fields.items() if value is not None}
 
 

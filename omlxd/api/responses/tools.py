@@ -20,7 +20,7 @@ import msgspec
 from ...chat import Struct, Tool
 from ...errors import bad_field
 from ..body import checked_name, convert, free_json, image_url, not_contacted
-from ..openai.tool_choice import ToolGiven, custom_tool
+from ..openai.tool_choice import NamedTool, custom_tool
 
 
 class ToolName(Struct, frozen=True):
@@ -31,7 +31,7 @@ class ToolName(Struct, frozen=True):
     custom: bool = False
 
 
-class _Given(msgspec.Struct):
+class _RawTool(msgspec.Struct):
     type: str
     name: str | None = None
     description: str | None = None
@@ -68,7 +68,7 @@ class ResponseTools:
         """Return the model's name of a tool, also of one that this request doesn't offer."""
         return self._flat.get((namespace, name)) or _joined(namespace, name)
 
-    def called_by(self, choice: ToolGiven) -> list[str] | None:
+    def called_by(self, choice: NamedTool) -> list[str] | None:
         """Return the model's names of the tools that a choice means; None: no such tool."""
         if choice.type == "namespace":
             return [flat for flat, tool in self.names.items() if tool.namespace == choice.called] or None
@@ -84,7 +84,7 @@ class ResponseTools:
             _refuse_addresses(fields, param)
             return
         try:
-            tool = convert(fields, _Given)
+            tool = convert(fields, _RawTool)
         except msgspec.ValidationError as error:
             raise bad_field(param, f"{str(error).replace('`', '')}") from None
         if not tool.name:
