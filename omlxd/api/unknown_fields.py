@@ -102,14 +102,14 @@ class _Place:
         return bool(self.structs) or self.items is not None
 
 
-_known: dict[Any, _Place] = {}
+_places: dict[Any, _Place] = {}
 _fields_of: dict[type, dict[str, _Place]] = {}
 
 
 def _place(kind: Any) -> _Place:
-    place = _known.get(kind)
+    place = _places.get(kind)
     if place is None:
-        place = _known[kind] = _Place()
+        place = _places[kind] = _Place()
         place.add(inspect.type_info(kind))
     return place
 

@@ -34,7 +34,7 @@ from .items import TRIGGER, Item, messages_of
 from .objects import ReasoningEcho, Response
 from .tools import ResponseTools, ToolName
 
-KnownItem = Callable[[str], "bytes | None"]
+ItemLookup = Callable[[str], "bytes | None"]
 """Looks up item id → the item as JSON; None: unknown."""
 MAX_BYTES = 32 * 1024 * 1024
 """Bytes of all items that one request refers to: as much as a body may hold."""
@@ -42,7 +42,7 @@ MAX_BYTES = 32 * 1024 * 1024
 _reference_decoder = msgspec.json.Decoder(Item)
 
 
-def resolved(items: list[Item], item_of: KnownItem) -> list[Item]:
+def resolved(items: list[Item], item_of: ItemLookup) -> list[Item]:
     """Return `items` with each reference replaced by its item. Raises InvalidRequest."""
     out: list[Item] = []
     left = MAX_BYTES
@@ -137,7 +137,7 @@ def parse(
     body: bytes,
     headers: Mapping[str, str] | None = None,
     history: History = lambda _: None,
-    item_of: KnownItem = lambda _: None,
+    item_of: ItemLookup = lambda _: None,
 ) -> ResponsesRequest:
     """Read a body of /v1/responses. Raises InvalidRequest, and NotFound for `previous_response_id`."""
     request = decode(_decoder, body)
@@ -193,7 +193,7 @@ def parse_compact(
     body: bytes,
     headers: Mapping[str, str] | None = None,
     history: History = lambda _: None,
-    item_of: KnownItem = lambda _: None,
+    item_of: ItemLookup = lambda _: None,
 ) -> ResponsesRequest:
     """Read a body of /v1/responses/compact, as if its input ended with the item that asks for a summary."""
     fields = decode(_any_object, body)

@@ -94,17 +94,17 @@ class Heads:
     def __init__(self, root: Path):
         self.root = root
         self.read = 0
-        self._known: dict[str, tuple[str, bytes]] = {}
+        self._heads: dict[str, tuple[str, bytes]] = {}
         self._asked: dict[str, tuple[str, bytes]] = {}
 
     def forget_others(self) -> None:
         """Forget files that were not used since the last call."""
-        self._known, self._asked = self._asked, {}
+        self._heads, self._asked = self._asked, {}
 
     def of(self, found: inventory.CacheFile) -> tuple[str, bytes]:
         """Return a file's parent, "" where its head is unreadable, and its tokens; a checkpoint has none."""
         key = f"{found.namespace}{found.name}"
-        known = self._known.get(key)
+        known = self._heads.get(key)
         if known is None:
             self.read += 1
             head = b""

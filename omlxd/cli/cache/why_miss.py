@@ -112,7 +112,7 @@ def offline(asked: WhyMissBody, root: Path, model: str | None) -> WhyMiss:
     parse = importlib.import_module(f"omlxd.api.{_PARSERS[path]}").parse
     headers = {name.lower(): value for name, value in asked.headers.items()}
     parsed = parse(msgspec.json.encode(asked.body), headers)
-    name = model or _known_name(root, parsed.model)
+    name = model or _name_with_kv(root, parsed.model)
     question = msgspec.json.encode(_Offline(str(root), parsed.generate, name))
     done = subprocess.run(_OFFLINE, input=question, capture_output=True, check=False)
     if done.returncode != 0:
@@ -121,7 +121,7 @@ def offline(asked: WhyMissBody, root: Path, model: str | None) -> WhyMiss:
     return WhyMiss(name or "(newest)", msgspec.json.decode(done.stdout, type=Explanation))
 
 
-def _known_name(root: Path, name: str) -> str:
+def _name_with_kv(root: Path, name: str) -> str:
     """Return `name` if some KV is of a model so called, else "": clients may call any model `claude-…`."""
     infos = [info for info in inventory.namespaces(root).values() if info is not None]
     ids = {info.model_id for info in infos}

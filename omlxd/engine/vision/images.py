@@ -79,7 +79,7 @@ class Images:
         self.processor = processor
         self.files = files
         self._media = media
-        self._known: BoundedMap[bytes, Image] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
+        self._by_digest: BoundedMap[bytes, Image] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
         self._places: BoundedMap[str, np.ndarray] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
         self._features: BoundedMap[str, Features] = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
         self._pixels: BoundedMap[str, Pixels] = BoundedMap(PIXEL_BYTES, bytes_of)
@@ -159,17 +159,17 @@ class Images:
         if found is None:
             return None
         identity, image = found
-        self._known.put(identity.digest, image)
+        self._by_digest.put(identity.digest, image)
         return identity
 
     def _image(self, each: Keyed, identity: Identity) -> Image:
         part, key = each
-        image = self._known.get(identity.digest)
+        image = self._by_digest.get(identity.digest)
         if image is None:
             image, pixels = self._process(part)
             if self.files is not None:
                 self.files.save_picture(key, identity, image)
-            self._known.put(identity.digest, image)
+            self._by_digest.put(identity.digest, image)
             if self._pixels.cost + bytes_of(pixels) <= PIXEL_BYTES:
                 self._pixels.put(image.digest, pixels)
         return image

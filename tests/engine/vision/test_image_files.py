@@ -118,7 +118,7 @@ def test_what_the_cap_or_the_write_policy_refuses_is_done_without(family, model,
         rig.files._writer = full  # type: ignore[assignment]
         same(rig, uncached, ENDS_IN_LAST_BLOCK)
         tokens = len(rig.place(ENDS_IN_LAST_BLOCK)[0])
-        [known] = rig.images._known.values()
+        [known] = rig.images._by_digest.values()
         assert rig.files.wants(known.digest, tokens)  # The next prompt tries again.
     assert not records(tmp_path / "full")
     with VisionRig(family, model, tmp_path / "held") as rig:

@@ -175,5 +175,5 @@ def test_what_is_remembered_of_an_image_is_small(images):
 
     images.processor.process_image = with_mask
     images.place([PAD], parts(1))
-    [known] = images._known.values()
-    assert images._known.cost == known.nbytes < 1000 and known.grid.size == 3
+    [known] = images._by_digest.values()
+    assert images._by_digest.cost == known.nbytes < 1000 and known.grid.size == 3
