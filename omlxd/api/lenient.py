@@ -25,7 +25,7 @@ def lenient(value: Any, kind: Any) -> Any:
     return _lenient(value, _type_info(kind))
 
 
-def whole(value: Any) -> Any:
+def as_integer(value: Any) -> Any:
     """Return a float without a fraction as an integer, and all else as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
@@ -33,7 +33,7 @@ def whole(value: Any) -> Any:
 def _lenient(value: Any, kind: inspect.Type) -> Any:
     match _meant(value, kind):
         case inspect.IntType():
-            return whole(value)
+            return as_integer(value)
         case inspect.StructType() as struct if isinstance(value, dict):
             return _of_struct(value, struct)
         case inspect.DictType(value_type=inner) if isinstance(value, dict):

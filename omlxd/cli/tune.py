@@ -77,7 +77,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", help="of the adapter; default: the data folder's")
     for name, (default, least, most, text) in _NUMBERS.items():
-        kind = _whole_number(least, most)
+        kind = _integer(least, most)
         usual = {"rank": _RANK, "layers": _LAYERS}.get(name, default)
         parser.add_argument(
             f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {usual})"
@@ -275,7 +275,7 @@ def _free(settings: Settings, trim: bool) -> int:
     return min(free, settings.memory_limit_bytes - held) if settings.memory_limit_bytes else free
 
 
-def _whole_number(least: int, most: int):
+def _integer(least: int, most: int):
     def whole_number(text: str) -> int:
         if not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most}")

@@ -41,13 +41,13 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_CHARS = 64
 """Characters of a size or duration: looking for units takes the square of its length."""
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-_WHOLE = re.compile(r"-?(?:\d+(?:\.\d+)?|(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+)")
+_DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?|(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+)")
 
 
 def duration(value: str | float) -> float:
     """Return the seconds in `value`, infinity for anything negative, as Ollama does. Raises ValueError."""
     text = str(value).strip().lower()
-    if len(text) > MOST_CHARS or not _WHOLE.fullmatch(text):
+    if len(text) > MOST_CHARS or not _DURATION.fullmatch(text):
         raise ValueError(text)
     if text.startswith("-"):
         return math.inf

@@ -32,7 +32,7 @@ IMPORTED = "omlxd_import.json"
 _NAME = re.compile(r"\w[\w.-]*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("*.tiktoken",))
-_READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+_READ_AT_ONCE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _LARGE = ("added_tokens", "merges", "tekken", "tokenizer", "vocab")
 _MAX_TOKENIZER = 256 << 20
 """Bytes; the largest tokenizer.json of today has 35 MB."""
@@ -204,7 +204,7 @@ def _check_files(folder: Path) -> None:
         if path.is_dir() or not path.exists():
             continue
         most = _MAX_TOKENIZER if path.name.startswith(_LARGE) else SMALL
-        check_small(path.stat(), path, sys.maxsize if path.suffix not in _READ_WHOLE else most)
+        check_small(path.stat(), path, sys.maxsize if path.suffix not in _READ_AT_ONCE else most)
 
 
 _JSON = (
@@ -265,7 +265,7 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{index} is no index of weights ({error}).") from error
     missing = [name for name in names if not os.path.isfile(folder / name)]
     there = sorted(folder.glob("model*.safetensors"))  # mlx-lm loads these, whatever the index says.
-    if missing and _are_whole([path.name for path in there if path.name not in names]):
+    if missing and _are_complete([path.name for path in there if path.name not in names]):
         return there
     if missing:
         raise ModelError(
@@ -278,7 +278,7 @@ def _weight_files(folder: Path) -> list[Path]:
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
-def _are_whole(names: list[str]) -> bool:
+def _are_complete(names: list[str]) -> bool:
     """Return whether there are weight files, and no shard whose others are missing."""
     shards = [match for match in map(_SHARD.fullmatch, names) if match]
     sets = {(match[1], match[3]) for match in shards}

@@ -72,7 +72,7 @@ class _Answer:
         self.output.append(kind(event.text))
         return self.output[-1], last
 
-    def whole(self, usage: chat.Usage, stored: bool) -> ChatAnswer:
+    def chat_answer(self, usage: chat.Usage, stored: bool) -> ChatAnswer:
         if stored:
             parts = tuple(
                 chat.TextPart(item.content) if isinstance(item, Message) else chat.ThinkingPart(item.content)
@@ -142,7 +142,7 @@ class LMStudioStream:
     def _end(self, usage: chat.Usage, stored: bool) -> bytes:
         output = self._answer.output
         out = _sent(f"{_kind(output[-1])}.end") if output else b""
-        return out + _sent("chat.end", result=self._answer.whole(usage, stored))
+        return out + _sent("chat.end", result=self._answer.chat_answer(usage, stored))
 
 
 def _kind(item: Item) -> Literal["message", "reasoning"]:
@@ -170,4 +170,4 @@ class LMStudioCollector:
 
     def response(self) -> bytes:
         assert self._usage is not None, "response before Finished"
-        return msgspec.json.encode(self._answer.whole(self._usage, self._parsed.store))
+        return msgspec.json.encode(self._answer.chat_answer(self._usage, self._parsed.store))

@@ -127,10 +127,10 @@ class OllamaCollector(ChoicesCollector):
     """`sse.Collector` of one answer."""
 
     def __init__(self, parsed: OllamaRequest):
-        super().__init__(lambda choices, finished: _whole(parsed, choices[0], finished))
+        super().__init__(lambda choices, finished: _answer_of(parsed, choices[0], finished))
 
 
-def _whole(parsed: OllamaRequest, events: list[Event], finished: Finished) -> Answer:
+def _answer_of(parsed: OllamaRequest, events: list[Event], finished: Finished) -> Answer:
     return _answer(
         parsed,
         text_of(events),

@@ -16,7 +16,7 @@ from ...errors import OmlxdError, bad_field
 from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import OpenAIDetail, openai_detail
 from ..field_types import TopLogprobs
-from ..lenient import whole
+from ..lenient import as_integer
 from .choices import ChoicesCollector, ChoicesStream, ids_of, logprobs_of, text_of
 from .fields import (
     FINISH_REASON,
@@ -96,7 +96,7 @@ def _prompts(value: Any, echo: bool, n: int) -> list[chat.RawPrompt]:
 def _prompt(value: Any, echo: bool) -> chat.RawPrompt:
     if isinstance(value, str):
         return chat.RawPrompt(text=value, echo=echo)
-    if isinstance(value, list) and all(map(_is_token, value := [whole(one) for one in value])):
+    if isinstance(value, list) and all(map(_is_token, value := [as_integer(one) for one in value])):
         return chat.RawPrompt(tokens=tuple(value), echo=echo)
     raise bad_field("prompt", "a text or a list of token ids is needed, or a list of several of either")
 

@@ -25,9 +25,9 @@ from .manager import (
     check_free,
     check_installed,
     read_ours,
+    replace_file,
     run,
     tail,
-    write_whole,
 )
 from .plan import EXIT_TIMEOUT_S, FILES, LAUNCHD_NAME, THROTTLE_S, Plan
 
@@ -68,7 +68,7 @@ class Launchd:
             if same_port:
                 check_free(plan.host, plan.port)
             self._make_logs()
-            write_whole(self.file, content)
+            replace_file(self.file, content)
         except ServiceError:
             if was_loaded:
                 self._bootstrap()

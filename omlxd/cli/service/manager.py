@@ -61,7 +61,7 @@ def run(*command: str, timeout: float = 90.0) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Replace `path`, so that nobody reads half of it. Raises ServiceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from .manager import ServiceError, Status, addresses, check_free, check_installed, read_ours, run, write_whole
+from .manager import (
+    ServiceError,
+    Status,
+    addresses,
+    check_free,
+    check_installed,
+    read_ours,
+    replace_file,
+    run,
+)
 from .plan import EXIT_TIMEOUT_S, FILES, THROTTLE_S, Plan
 
 SERVICE, SOCKET = "omlxd.service", "omlxd.socket"
@@ -57,7 +66,7 @@ class Systemd:
                     run("systemctl", "--user", "enable", *now, SOCKET, *([SERVICE] if other else []))
                 raise
         for name, content in wanted.items():
-            write_whole(self._folder / name, content)
+            replace_file(self._folder / name, content)
         self._systemctl("daemon-reload")
         self._forget_failures()
         self._systemctl("enable", "--now", SOCKET)

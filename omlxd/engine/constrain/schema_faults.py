@@ -141,30 +141,30 @@ class _Search:
     """Searches the smallest schema that has the problem by itself."""
 
     def __init__(self, schema: dict[str, Any], check: Callable[[dict[str, Any]], str], problem: str):
-        self._whole = copy.deepcopy(schema)
+        self._schema = copy.deepcopy(schema)
         self._check = check
         self._problem = problem
         self._checks = 0
 
     def sentence(self) -> str:
-        node, path = self._whole, ""
+        node, path = self._schema, ""
         if self._problem.startswith("Resource"):  # It is looked for wherever it stands.
-            for node, path in _Nodes(self._whole).paths.values():
-                if isinstance(ref := node.get("$ref"), str) and pointed(ref, self._whole) is None:
+            for node, path in _Nodes(self._schema).paths.values():
+                if isinstance(ref := node.get("$ref"), str) and pointed(ref, self._schema) is None:
                     return _said(node, path, self._problem, "$ref")
         for _ in range(_MOST_JUMPS):
             node, path = self._deepest(node, path)
-            target = pointed(ref, self._whole) if isinstance(ref := node.get("$ref"), str) else None
+            target = pointed(ref, self._schema) if isinstance(ref := node.get("$ref"), str) else None
             if not isinstance(ref, str) or not isinstance(target, dict) or len(node) > 1:
                 break
             node, path = target, ref.partition("#")[2]
-        defs = {word: self._whole[word] for word in ("$defs", "definitions") if word in self._whole}
+        defs = {word: self._schema[word] for word in ("$defs", "definitions") if word in self._schema}
         problem = self._check({**node, **defs}) or self._problem  # Its own is plainer than its parents'.
         return _said(node, path, problem, self._word(node))
 
     def _fails(self) -> str:
         self._checks += 1
-        return self._check(self._whole) if self._checks <= _MOST_CHECKS else ""
+        return self._check(self._schema) if self._checks <= _MOST_CHECKS else ""
 
     def _deepest(self, node: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
         while (found := self._failing(node)) is not None:

@@ -147,7 +147,7 @@ _HEAD = re.compile(
 _KEY = re.compile(rf"\s*({_STRING})\s*:\s*(?=\S)", re.DOTALL)
 _LETTERS = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
 _LONE = re.compile(r'\\(?:[^"\\/bfnrtu]|u[0-9a-fA-F]{0,3}[^0-9a-fA-F])')
-"""Matches a backslash that begins no escape: see `whole_escapes`."""
+"""Matches a backslash that begins no escape: see `double_escapes`."""
 _HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 _NEXT = re.compile(r"\s*([,}])")
 

@@ -224,7 +224,7 @@ class _EventSink(Sink):
             self._id = _new_id()
         self._events.append(chat.ToolCallDelta(self._id, self._writer.name, text))
 
-    def _end_whole(self) -> None:
+    def _end_complete(self) -> None:
         self._called = True
         self._events.append(chat.ToolCall(self._id, self._writer.name, self._writer.arguments))
 
@@ -254,7 +254,7 @@ class _EventSink(Sink):
             return False
         self._writer = trial
         self._send_news()
-        self._end_whole()
+        self._end_complete()
         return True
 
     def call_broken(self) -> None:
@@ -267,7 +267,7 @@ class _EventSink(Sink):
         if not self._id:
             return not ended and self._cut_unsent(tag, text)
         if ended and self._writer.close():
-            self._end_whole()
+            self._end_complete()
         else:
             self._end_live(truncated=not ended)
         return True
@@ -290,7 +290,7 @@ class _EventSink(Sink):
         if begun and self._writer.in_string:
             return False
         if begun and self._writer.close():
-            self._end_whole()
+            self._end_complete()
             return True
         calls = [] if self.ended else self._reader.read(text)
         if begun and not (calls and self._is_begun(calls[0])):

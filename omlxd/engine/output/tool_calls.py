@@ -94,7 +94,7 @@ class ToolCallReader:
 
     def _json(self, text: str) -> list[_Call] | None:
         calls: list[_Call] = []
-        at, text = 0, whole_escapes(text)
+        at, text = 0, double_escapes(text)
         while at < len(text):  # one value, or several behind one another
             value, end = _decoder.raw_decode(text, at)
             at = end + len(text[end:]) - len(text[end:].lstrip(" \t\r\n,;"))
@@ -132,7 +132,7 @@ class ToolCallReader:
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
 
 
-def whole_escapes(text: str) -> str:
+def double_escapes(text: str) -> str:
     """Double each backslash that begins no escape of JSON, so that it stands for itself, as in Python.
 
     Models write `"\\d+"` for a regular expression. vLLM shows such a call as text, SGLang drops it.
@@ -144,7 +144,7 @@ def whole_escapes(text: str) -> str:
 
 def loads(text: str) -> Any:
     """Read JSON as models write it: raw newlines and `\d` in strings, huge numbers. Raises ValueError."""
-    return _decoder.decode(whole_escapes(text))
+    return _decoder.decode(double_escapes(text))
 
 
 def valid_object(text: str) -> str:
