@@ -35,7 +35,7 @@ from .resolve import (
 
 Source = Literal["folder", "model-dir", "hub", "demo"]
 
-REST_S = 2.0
+LOOK_HOLDS_S = 2.0
 """Seconds for which a look at the folders holds."""
 
 
@@ -69,8 +69,8 @@ class Catalog:
 
     @property
     def is_old(self) -> bool:
-        """Whether the last look is `REST_S` old."""
-        return time.monotonic() - self._looked_at >= REST_S
+        """Whether the last look is `LOOK_HOLDS_S` old."""
+        return time.monotonic() - self._looked_at >= LOOK_HOLDS_S
 
     def models(self) -> dict[str, InstalledModel]:
         """Return models by id. Reads no file, once there was a look."""

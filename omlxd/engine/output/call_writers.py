@@ -33,7 +33,7 @@ class Writer:
 
     name       of the tool; "" until it is known
     arguments  JSON text that is certain
-    dead       what came is malformed, from `rest` on
+    dead       what came is malformed, from `pending` on
     """
 
     def __init__(self, parameters: Parameters):
@@ -51,7 +51,7 @@ class Writer:
         return False
 
     @property
-    def rest(self) -> str:
+    def pending(self) -> str:
         """Text that `arguments` does not have yet, in any form."""
         return self._text
 

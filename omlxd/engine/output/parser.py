@@ -197,7 +197,7 @@ class _EventSink(Sink):
         self.logprobs.answer(len(text), self.splitter.position)
         self._say(self.stops.feed(text))
         if self.stops.matched is not None:
-            self._say_rest()
+            self._flush_spaces()
 
     def reasoning(self, text: str) -> None:
         self.logprobs.other(self.splitter.position)
@@ -210,8 +210,8 @@ class _EventSink(Sink):
     def call_text(self, text: str) -> None:
         if self.ended:
             return
-        if type(self._writer) is Writer and len(self._writer.rest) <= MAX_HEAD:
-            text = self._writer.rest + text
+        if type(self._writer) is Writer and len(self._writer.pending) <= MAX_HEAD:
+            text = self._writer.pending + text
             self._writer = writer_for(text, self._reader.parameters)
         self._writer.feed(text)
         self._send_news()
@@ -234,7 +234,7 @@ class _EventSink(Sink):
         self._called = True
         arguments = writer.cut() if truncated and not writer.dead else writer.arguments
         self._events.append(chat.ToolCallCut(self._id, writer.name, arguments, writer.members))
-        if (writer.dead or not truncated) and (rest := writer.rest.strip()) and not self.ended:
+        if (writer.dead or not truncated) and (rest := writer.pending.strip()) and not self.ended:
             rest += "\n"
             self.logprobs.answer(len(rest), self.splitter.position)
             self._say(rest)
@@ -324,7 +324,7 @@ class _EventSink(Sink):
     def finish(self) -> None:
         if not self.ended:
             self._say(self.stops.flush())
-            self._say_rest()
+            self._flush_spaces()
 
     def take(self) -> list[chat.Event]:
         events, self._events = self._events, []
@@ -335,7 +335,7 @@ class _EventSink(Sink):
         if text := self._spaces.feed(text):
             self._show(text)
 
-    def _say_rest(self) -> None:
+    def _flush_spaces(self) -> None:
         if text := self._spaces.flush():
             self._show(text)
 

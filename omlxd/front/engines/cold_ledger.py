@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LedgerMessage = Reserve | Stored | Released | Dropped | Touched
-WALK_S, REST_S = 0.01, 0.03
+WALK_S, PAUSE_S = 0.01, 0.03
 """Seconds of a walk that nobody waits for, and of the rest after each. With 100,000 files and 2 busy virtual
 CPUs, one without rests made the first hit 0.2 to 1.0 s later.
 """
@@ -257,7 +257,7 @@ class ColdLedger:
     def _take_stock_here(self, ledger: Ledger) -> None:
         began = time.perf_counter()
         try:
-            ledger.take_stock(self._rest_now_and_then())
+            ledger.take_stock(self._pause_now_and_then())
         except _Closing:
             return
         except Exception as error:
@@ -283,7 +283,7 @@ class ColdLedger:
                 human(most),
             )
 
-    def _rest_now_and_then(self) -> Callable[[], None]:
+    def _pause_now_and_then(self) -> Callable[[], None]:
         """Pause the walk now and then; raises _Closing once nobody needs its result."""
         began = time.perf_counter()
 
@@ -292,7 +292,7 @@ class ColdLedger:
             if self._closing:
                 raise _Closing
             if time.perf_counter() - began > WALK_S and not self._awaited.is_set():
-                self._awaited.wait(REST_S)
+                self._awaited.wait(PAUSE_S)
                 began = time.perf_counter()
 
         return rest

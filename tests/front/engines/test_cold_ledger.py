@@ -109,7 +109,7 @@ async def test_a_folder_that_cannot_be_counted_is_only_read_until_it_can(
 
 async def test_a_walk_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cold_ledger, "WALK_S", 0.0)
-    monkeypatch.setattr(cold_ledger, "REST_S", 600.0)
+    monkeypatch.setattr(cold_ledger, "PAUSE_S", 600.0)
     for number in range(50):
         (tmp_path / NS / f"{number:02x}").mkdir(parents=True)
         (tmp_path / NS / f"{number:02x}" / OLD).write_bytes(bytes(4096))

@@ -31,7 +31,7 @@ from omlxd.front.owner.engine_metrics import MetricsOf
 from omlxd.front.owner.models import admin_routes
 from omlxd.front.owner.status import Admin
 from omlxd.models.adapters import adapter_state
-from omlxd.models.catalog import REST_S
+from omlxd.models.catalog import LOOK_HOLDS_S
 from omlxd.models.footprint import footprint
 from omlxd.models.resolve import DEFAULT_ID, DEMO_ID
 from tests.models.test_resolve import make
@@ -663,7 +663,7 @@ async def test_over_http(tmp_path: Path):
             assert shown["aliases"] == ["bee"] and shown["disk_bytes"] > 0 and not shown["pinned"]
             assert (await post("/omlxd/models/unload", model="bee")).json()["gone"]
             make(tmp_path / "models" / "new")
-            made.catalog._looked_at -= REST_S
+            made.catalog._looked_at -= LOOK_HOLDS_S
             async with asyncio.timeout(60):
                 while "new" not in (await http.get("/health")).text:
                     await asyncio.sleep(0.02)
