@@ -162,7 +162,7 @@ def tree_of(heads: Heads, namespace: str, info: Any) -> Tree:
     _note_newest(blocks, roots)
     nodes: list[Node] = []
     reader = Reader(info.model_path if info else "")
-    waiting = [(0, name, skip, Said()) for name, skip in _beside(blocks, roots)]
+    waiting = [(0, name, skip, Said()) for name, skip in _siblings(blocks, roots)]
     while waiting:
         depth, name, skip, said = waiting.pop()
         first = last = blocks[name]
@@ -184,7 +184,7 @@ def tree_of(heads: Heads, namespace: str, info: Any) -> Tree:
                 *(said.client, said.words, said.turns),
             )
         )
-        waiting += [(depth + 1, child, skip, said) for child, skip in _beside(blocks, last.children)]
+        waiting += [(depth + 1, child, skip, said) for child, skip in _siblings(blocks, last.children)]
     return Tree(
         namespace,
         info.model_id if info else "",
@@ -212,7 +212,7 @@ def _upwards(blocks: dict[str, _Block], roots: list[str]) -> Iterator[str]:
     return reversed(order)
 
 
-def _beside(blocks: dict[str, _Block], names: list[str]) -> Iterator[tuple[str, int]]:
+def _siblings(blocks: dict[str, _Block], names: list[str]) -> Iterator[tuple[str, int]]:
     """Yield siblings, the last used one last, each with the tokens that it shares with the others."""
     ordered = sorted(names, key=lambda name: blocks[name].newest)
     texts = sorted((blocks[name].tokens.split(b","), name) for name in ordered)

@@ -236,21 +236,21 @@ class _Closing:
         if not own and len(parts) == 1 and (parts[0] != "allOf" or len(node["allOf"]) == 1):
             inner = self._inner(node)
             return inner if parts == ["$ref"] else {**inner, parts[0]: [*map(self.alone, node[parts[0]])]}
-        combined = self._beside(node)
+        combined = self._open_to_siblings(node)
         names = self._names(node)
         if names is None or "additionalProperties" in node or not (names or own):
             return combined
         properties = {**dict.fromkeys(names, True), **combined.get("properties", {})}
         return {**combined, "properties": properties, "additionalProperties": False}
 
-    def _beside(self, node: Any) -> Any:
+    def _open_to_siblings(self, node: Any) -> Any:
         """Keep open a schema beside which others may name properties too."""
         if not isinstance(node, dict):
             return node
         inner = {key: value for key, value in self._inner(node).items() if key != "$ref"}
-        parts = {word: [*map(self._beside, node[word])] for word in _IN_PLACE if word in node}
+        parts = {word: [*map(self._open_to_siblings, node[word])] for word in _IN_PLACE if word in node}
         if "$ref" in node:
-            parts["allOf"] = [*parts.get("allOf", ()), self._beside(self._target(node))]
+            parts["allOf"] = [*parts.get("allOf", ()), self._open_to_siblings(self._target(node))]
         return {**inner, **parts}
 
     def _inner(self, node: dict[str, Any]) -> dict[str, Any]:
