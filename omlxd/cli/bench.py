@@ -74,7 +74,7 @@ class KVResult(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """`cache_bytes`: of the SSD cache after all lengths."""
+    """The results. `cache_bytes`: of the SSD cache after all lengths."""
 
     model: str
     backend: str

@@ -43,7 +43,7 @@ class DaemonError(OmlxdError):
 
 
 class NoDaemon(DaemonError):
-    """Nothing answers at the address."""
+    """No daemon answers at the address."""
 
 
 class Cached(msgspec.Struct):

@@ -86,7 +86,7 @@ LARGE_BODY = 2 << 20
 def create_app(
     engines: EnginePool, settings: HttpSettings | None = None, more_routes: Sequence[Route] = ()
 ) -> Starlette:
-    """The ASGI app over `engines`. `more_routes`: what is for the owner and no client's protocol."""
+    """Make the ASGI app over `engines`. `more_routes`: the owner's, of no client's protocol."""
     settings = settings or HttpSettings()
     stopping = settings.stopping or asyncio.Event()
     store, threads, recent = ResponseStore(), ThreadStore(), RecentRequests()

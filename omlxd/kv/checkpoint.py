@@ -30,7 +30,7 @@ KIND = "checkpoint"
 
 
 def checkpoint_name(block_hash: BlockHash) -> BlockHash:
-    """The name of the checkpoint that stands at the end of a block."""
+    """Return the name of the checkpoint at the end of a block."""
     return sha256(block_hash + KIND.encode()).digest()
 
 

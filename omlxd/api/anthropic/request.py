@@ -105,8 +105,8 @@ _NOTHING_BEGUN = chat.Message("assistant", ())
 def parse(
     body: bytes, headers: Mapping[str, str] | None = None, held: threads.HeldThread = lambda *_: None
 ) -> ParsedRequest:
-    """A body of /v1/messages or /v1/messages/count_tokens. Raises InvalidRequest naming the field, and
-    ThreadError for a thread.
+    """Read a body of /v1/messages or /v1/messages/count_tokens. Raises InvalidRequest naming the
+    field, and ThreadError for a thread.
 
     held  the threads that are kept
     """

@@ -20,8 +20,9 @@ from .fields import Limit, Timings, timings_of
 
 
 class LlamaBody(CompletionsBody, kw_only=True):
-    """`n_predict`, `repeat_penalty` and `repeat_last_n` are other names of fields of /v1/completions; a
-    negative `seed` is none. Options about slots and caching are ignored."""
+    """A body. `n_predict`, `repeat_penalty` and `repeat_last_n` rename fields of /v1/completions; a negative
+    `seed` is none. Options about slots and caching are ignored.
+    """
 
     n_predict: Limit | None = None
     repeat_penalty: RepetitionPenalty | None = None

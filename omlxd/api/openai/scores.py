@@ -1,4 +1,4 @@
-"""How likely texts are as the answer of a model: `POST /v1/classify` and `POST /v1/score`, in vLLM's shapes.
+"""Scores of texts as a model's answer: `POST /v1/classify` and `POST /v1/score`, in vLLM's shapes.
 
 A generative model has no classes of its own, so a classification names them: `labels`. Without them the next
 token is drawn. With them nothing is generated: the prompt's last logits say how likely a label of one token

@@ -25,7 +25,7 @@ _OPTIONS = ("model_dir", "base_path", "paged_ssd_cache_dir", "paged_ssd_cache_ma
 
 
 class Report(msgspec.Struct):
-    """`healthy`: nothing is bad."""
+    """The findings. `healthy`: nothing is bad."""
 
     healthy: bool
     findings: list[Finding]

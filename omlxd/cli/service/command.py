@@ -70,7 +70,7 @@ def _parse(argv: list[str], parser: argparse.ArgumentParser) -> argparse.Namespa
 
 
 def _serve_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Option name → text, as `omlxd serve` reads `words`."""
+    """Map option name → text, as `omlxd serve` reads `words`."""
     add_flags(parser)
     return {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
 

@@ -1,1 +1,1 @@
-"""From token ids to events. Rule: output/ reads sequences; it imports neither schedule/ nor kvio/."""
+"""Turns token ids into events. Rule: output/ reads sequences; it imports neither schedule/ nor kvio/."""

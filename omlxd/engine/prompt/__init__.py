@@ -1,1 +1,1 @@
-"""From a conversation to token ids, always the same. Rule: no MLX, and nothing of the scheduler."""
+"""Turns a conversation into token ids, always the same. Rule: no MLX, and nothing of the scheduler."""

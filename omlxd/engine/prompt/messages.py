@@ -1,4 +1,4 @@
-"""From a conversation to the messages that a chat template takes. No template and no tokenizer here.
+"""Turns a conversation into the messages that a chat template takes. No template and no tokenizer here.
 
 What a template can't take is written in a way that it can, in place, so that nothing of the
 conversation is hidden from the model and a longer conversation still begins like a shorter one:

@@ -1,4 +1,4 @@
-"""From a conversation to the model's tokens, on any thread but the engine's.
+"""Turns a conversation into the model's tokens, on any thread but the engine's.
 
 Three steps, kept apart: engine/prompt/template.py applies the template, engine/prompt/splice.py puts turns
 back as they were generated, token_cache.py tokenises.

@@ -146,7 +146,7 @@ class _Entry:
 
 
 class Files(Protocol):
-    """Where turns outlive the process (turn_store.py)."""
+    """A store of turns that outlives the process (turn_store.py)."""
 
     def path_of(self, place: Place) -> str: ...
 

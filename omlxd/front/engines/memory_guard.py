@@ -105,7 +105,7 @@ class Room:
 
 
 class Engines(Protocol):
-    """What the guard asks of the engine pool."""
+    """The guard's view of the engine pool."""
 
     def models(self) -> list[ModelEngine]:
         """Every installed model, loaded or not."""

@@ -80,7 +80,7 @@ class _Life:
 
 
 class Owner(Protocol):
-    """Who has the requests of an engine."""
+    """The holder of an engine's requests."""
 
     on_change: Callable[[], None]
 

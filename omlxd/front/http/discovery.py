@@ -53,7 +53,7 @@ class LMStudioInstanceBody(msgspec.Struct):
 
 
 class OllamaModelBody(msgspec.Struct):
-    """`name`: what older clients call it."""
+    """A body. `name`: older clients' word for `model`."""
 
     model: str = ""
     name: str = ""

@@ -1,4 +1,4 @@
-"""`GET /omlxd/cache/tree` and `POST /omlxd/cache/clear`: the SSD cache's prefixes, and an end of some.
+"""`GET /omlxd/cache/tree` and `POST /omlxd/cache/clear`: list the SSD cache's prefixes, and remove some.
 
 /omlxd/cache/tree            the first piece, at once: of the last read, while a new one is under way
 /omlxd/cache/tree?piece=3    the fourth; they belong together while their `look` is the same

@@ -81,7 +81,7 @@ class SecondUse:
 
 
 def write_policy(text: str) -> WritePolicy:
-    """`always`, `second-use` or `min-length:N`, N in tokens. Raises ValueError."""
+    """Make the policy `always`, `second-use` or `min-length:N`, N in tokens. Raises ValueError."""
     if text == "second-use":
         return SecondUse()
     match = re.fullmatch(r"always|min-length:(\d{1,9})", text)

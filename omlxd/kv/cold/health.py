@@ -30,7 +30,7 @@ DISK_ERRORS = frozenset({errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, err
 
 
 class ColdHealth:
-    """`clock`: seconds, monotonic."""
+    """The state of the breaker. `clock`: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -1,4 +1,4 @@
-"""How many bytes lie on disk, whose turn it is to go, and what may be written today.
+"""The account of bytes on disk, their eviction order, and the day's write budget.
 
 Rule: the ledger counts and chooses; it imports kv/files/ alone and reads no block's contents.
 """

@@ -390,7 +390,7 @@ class Ledger:
         return files, nbytes, troubles
 
     def pin(self, paths: Set[str]) -> None:
-        """From now on these files and no others are evicted last, in this order; some may come later."""
+        """Have these files and no others evicted last, in this order; some may come later."""
         self._files.pin(paths)
 
     def bytes_of(self, paths: Iterable[str]) -> int:

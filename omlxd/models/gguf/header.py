@@ -31,7 +31,7 @@ class Unfit(ModelError):
 
 @dataclass(frozen=True)
 class GGMLType:
-    """How ggml stores a tensor: `nbytes` hold `elements` values."""
+    """A ggml type: `nbytes` hold `elements` values."""
 
     name: str
     elements: int
