@@ -1,7 +1,7 @@
 """Every family × every way to come back to a prefix, hot or cold, against a run without reuse.
 
 One family of each kind of cache comes back from both tiers in every way, any other from one tier in
-each way: `tiers`.
+each way, a variant of it that others have in every second way: `tiers`.
 
 A scenario is what was served before, and what is asked afterwards. The hot rows do both in one
 engine. The cold rows serve the first part in a process of its own, which is then killed with SIGKILL,
@@ -255,15 +255,27 @@ def allowed(ask: Ask, row: Row) -> int:
 
 
 def tiers(row: Row, scenario: Scenario) -> tuple[str, ...]:
-    """Where `row` finds `scenario`'s prefix: in "hot", in "cold", or once in each."""
+    """Where `row` finds `scenario`'s prefix: in "hot", in "cold", once in each, or nowhere.
+
+    A double has every second scenario.
+    """
     if row in WHOLE:
         return ("hot", "cold")
+    if is_double(row) and (ROWS.index(row) + SCENARIOS.index(scenario)) % 2:
+        return ()
     return (in_turn(row, scenario),)
+
+
+def is_double(row: Row) -> bool:
+    """Whether `row` is a variant (bf16, 8 bits, a shared prefix) that a row of `WHOLE` is, too."""
+    variant = row.dtype, row.kv_bits, row.segment
+    return row != Row(row.family) and variant in {(one.dtype, one.kv_bits, one.segment) for one in WHOLE}
 
 
 def in_turn(row: Row, scenario: Scenario) -> str:
     """The tier of `row` and `scenario` where one of both is enough."""
-    return "hot" if (ROWS.index(row) + SCENARIOS.index(scenario)) % 2 else "cold"
+    number = ROWS.index(row) + SCENARIOS.index(scenario)
+    return "hot" if (number // 2 if is_double(row) else number) % 2 else "cold"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
