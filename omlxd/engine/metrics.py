@@ -47,7 +47,9 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         "mlx_load_peak_bytes": load_peak,
         "mlx_cache_bytes": mx.get_cache_memory(),
         **mlx_adapter.limits,
-        "attention_reads_own_rows": float(mlx_adapter.reads_own_rows() or mlx_adapter.rows_attend_alone()),
+        "attention_reads_own_rows": float(
+            mlx_adapter.attention_backend().reads_own_rows() or mlx_adapter.rows_attend_alone()
+        ),
     }
     if (ratio := mlx_adapter.rows_alone_ratio()) is not None:
         values["attention_rows_alone_ratio"] = ratio

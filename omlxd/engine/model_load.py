@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 def load_model(load: wire.Load) -> LoadedModel:
     """Raises ModelError."""
-    backend, cache = mlx_adapter.backend(), load.cache
-    mlx_adapter.use_kernel_folder(Path(cache.cold_dir or tempfile.gettempdir()) / "kernels")
+    backend, attention, cache = mlx_adapter.backend(), mlx_adapter.attention_backend(), load.cache
+    attention.use_kernel_folder(Path(cache.cold_dir or tempfile.gettempdir()) / "kernels")
     if load.speculate and load.draft_path:
         check_tokenizer(Path(load.draft_path), Path(load.model_path), load.model_id)
-    shares = load.share_prefix == "on" or (load.share_prefix == "auto" and backend in ("cpu", "cuda"))
+    shares = load.share_prefix == "on" or (load.share_prefix == "auto" and attention.shares_prefixes)
     loaded = mlx_adapter.load(
         Path(load.model_path),
         Quantisation(cache.kv_bits, cache.kv_group_size) if cache.kv_bits else None,

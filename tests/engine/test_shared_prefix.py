@@ -449,4 +449,4 @@ def test_attention_that_misses_segments_is_an_error(model: Path):
         leaf.update_and_fetch(new, new)
     keys, values = leaf.unread
     with pytest.raises(RuntimeError, match="--share-prefix off"):
-        segments.attend(new, [*keys] if how else keys + 1, values, leaf, 1.0, None)
+        leaf.attend(new, [*keys] if how else keys + 1, values, 1.0, None, None)

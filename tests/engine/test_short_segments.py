@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backends import use_backend
 from cold_run import Reference, assert_same, prompt
 from families import build_family
 from rig import BLOCK, Output, Rig
@@ -14,7 +15,6 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.transport import StagedTransport
 from omlxd.engine.mlx_adapter import LiveSegments
-from omlxd.engine.mlx_adapter.attention import hooks as attention
 from omlxd.engine.mlx_adapter.cache import segments
 from omlxd.engine.mlx_adapter.model import load as loading
 
@@ -81,7 +81,7 @@ def test_a_block_longer_than_a_short_segment_is_not_cut():
 
 def test_where_kernels_read_segments_all_are_full(model: Path, monkeypatch: pytest.MonkeyPatch):
     assert mlx_adapter.load(model, segment=SEGMENT).segments.short == segments.SHORT_SEGMENT
-    monkeypatch.setattr(attention, "installed", lambda: True)
+    use_backend(monkeypatch, "cuda")
     monkeypatch.setattr(loading, "steps_share", lambda model: True)
     monkeypatch.setattr(loading, "use_own_rows", lambda model: True)
     shared = mlx_adapter.share_prefixes(mlx_adapter.load(model).model, SEGMENT)

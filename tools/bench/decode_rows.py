@@ -26,7 +26,6 @@ blas.put_first()  # As an engine does, before anything imports MLX.
 import mlx.core as mx  # noqa: E402
 
 from omlxd.engine import mlx_adapter  # noqa: E402
-from omlxd.engine.mlx_adapter.attention import by_rows as row_attention  # noqa: E402
 from omlxd.engine.mlx_adapter.attention import hooks as attention  # noqa: E402
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch  # noqa: E402
 from tools.bench.gpu_rig import Bench  # noqa: E402
@@ -62,7 +61,6 @@ def held(model: Any, length: int, seed: int) -> mlx_adapter.Cache:
 
 def ours(bench: Bench, lengths: list[int]) -> Callable[[], object]:
     attention.install()
-    row_attention.install()
     mlx_adapter.use_own_rows(bench.model)
     batches: list[DecodeBatch] = []
     for seed, length in enumerate(lengths):

@@ -64,8 +64,8 @@ omlxd.engine.mlx_adapter.model.load:compiles
 omlxd.engine.mlx_adapter.model.load:_attend_unequal
 omlxd.engine.mlx_adapter.cuda.kernel_store:remembered
 omlxd.engine.mlx_adapter.cuda.kernel_store:code
-omlxd.engine.mlx_adapter.attention.hooks.prompt_shapes:check_ahead
-omlxd.engine.mlx_adapter.attention.hooks.prompt_shapes:check_products
+omlxd.engine.mlx_adapter.cuda.prompt_shapes:check_ahead
+omlxd.engine.mlx_adapter.cuda.prompt_shapes:check_products
 omlxd.engine.host:rehearse
 omlxd.engine.host:ModelStore
 omlxd.engine.host:PromptPipeline

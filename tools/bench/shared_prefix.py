@@ -28,7 +28,6 @@ import mlx.core as mx  # noqa: E402
 from omlxd.common.units import PREFILL_CHUNK  # noqa: E402
 from omlxd.engine import mlx_adapter  # noqa: E402
 from omlxd.engine.mlx_adapter import Cache, CompiledStep, LoadedModel, Quantisation, Segment  # noqa: E402
-from omlxd.engine.mlx_adapter.attention import by_rows as row_attention  # noqa: E402
 from omlxd.engine.mlx_adapter.attention import hooks as attention  # noqa: E402
 from omlxd.engine.mlx_adapter.cache.packed import PARTS  # noqa: E402
 from omlxd.engine.mlx_adapter.cuda import products  # noqa: E402
@@ -142,7 +141,6 @@ def main() -> int:
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     attention.install()
-    row_attention.install()
     how = Quantisation(options.kv_bits) if options.kv_bits else None
     row("rows", "private ms", "shared ms", "private MB", "shared MB", "difference")
     row(*["---"] * 6)

@@ -18,7 +18,6 @@ from ...common.units import available_ram, total_ram
 from ...kv.block_pool import BlockPool
 from ...kv.store import KVStore
 from .. import mlx_adapter
-from ..mlx_adapter.cuda import driver as cuda_driver
 
 REFRESH_S = 0.5
 RESERVE_FRACTION = 0.1
@@ -119,7 +118,7 @@ def memory() -> tuple[int, int]:
     total = int(info.get("max_recommended_working_set_size") or info.get("total_memory") or 0)
     total = total or int(info.get("memory_size") or total_ram())
     available = total - mx.get_active_memory()
-    with contextlib.suppress(cuda_driver.DriverError):
+    if (free := mlx_adapter.attention_backend().free_memory()) is not None:
         # What other processes hold is not ours to count on; what MLX has freed but keeps is.
-        available = min(available, cuda_driver.free_memory() + mx.get_cache_memory())
+        available = min(available, free + mx.get_cache_memory())
     return total, max(0, available)

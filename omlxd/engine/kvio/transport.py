@@ -30,8 +30,7 @@ import numpy as np
 
 from ...kv.files.block_file import READ_BYTES
 from ...kv.layout import KVLayout
-from ..mlx_adapter import backend, blank_arrays, storage_dtype
-from ..mlx_adapter.cuda import driver as cuda_driver
+from ..mlx_adapter import attention_backend, blank_arrays, storage_dtype
 
 log = logging.getLogger(__name__)
 
@@ -161,10 +160,8 @@ def _place_warning(reason: str) -> None:
 
 def _place(view: memoryview) -> None:
     """Without it staging is right, but slow."""
-    try:
-        cuda_driver.keep_on_host(view)
-    except cuda_driver.DriverError as error:
-        _place_warning(str(error))
+    if reason := attention_backend().keep_on_host(view):
+        _place_warning(reason)
 
 
 Transport = DirectTransport | StagedTransport
@@ -175,5 +172,5 @@ def transport() -> Transport:
     """The one for MLX's default device."""
     global _chosen
     if _chosen is None:
-        _chosen = StagedTransport() if backend() == "cuda" else DirectTransport()
+        _chosen = DirectTransport() if attention_backend().views_in_place else StagedTransport()
     return _chosen

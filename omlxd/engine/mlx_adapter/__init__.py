@@ -26,10 +26,10 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 from .runtime import lean_imports  # Before whatever imports transformers.
 
 # isort: split
+from .attention.backend import AttentionBackend, register
+from .attention.backend import current as attention_backend
 from .attention.by_rows import pays as rows_attend_alone
 from .attention.by_rows import ratio as rows_alone_ratio
-from .attention.hooks import reads_own_rows
-from .attention.prompt_shapes import fixed_shapes
 from .cache.batch import EvenBatchKVCache, round_up
 from .cache.kinds import (
     Cache,
@@ -64,9 +64,7 @@ from .cache.packed import Quantisation
 from .cache.segments import SEGMENT, Segment, add_segment, segmented_layers
 from .cuda.addressed_rows import Tail, let_go
 from .cuda.compiled_step import CompiledStep
-from .cuda.driver import give_spare_back
 from .cuda.fused_attention import MOST_NEW
-from .cuda.kernel_store import use_folder as use_kernel_folder
 from .model.inspection import attention_from, write_keys
 from .model.load import (
     LayerHook,
@@ -95,3 +93,13 @@ from .model.prompt_cache_file import (
 from .model.vision import VLM_VERSION, blindness
 from .runtime.arrays import blank_arrays, give_memory_back, give_outgrown_back, limits, rows_at, set_limits
 from .runtime.device import backend, compute_dtype, storage_dtype, versions
+
+
+def _cuda() -> AttentionBackend:
+    """Imported on CUDA alone."""
+    from .cuda.backend import CudaBackend
+
+    return CudaBackend()
+
+
+register("cuda", _cuda)

@@ -562,15 +562,6 @@ def _advance(sequence: Sequence, token: int) -> None:
         sequence.cancelled = True
 
 
-MASKED_COST = 6.0
-"""Times the KV bytes of rows of unequal length, where attention with a mask leaves its fused kernel.
-
-CUDA, H100, 8B shape in bfloat16, ms a layer with and without a mask: 8 rows padded to 4,096 tokens 0.40 and
-0.13, 8 to 32,000 2.2 and 0.42, 32 to 16,000 4.4 and 0.76, 2 to 100,000 1.7 and 0.31. So 32,768 and 4,096
-tokens decode at 79 tok/s in two passes and at 62 in one (tools/bench/gpu.py --only uneven).
-"""
-
-
 def best_batch(batches: Seq[DecodeBatch], sequence: Sequence, loaded: LoadedModel) -> DecodeBatch | None:
     """The batch whose step grows least in bytes read by taking the sequence in; None: a new one grows less.
 
@@ -582,7 +573,7 @@ def best_batch(batches: Seq[DecodeBatch], sequence: Sequence, loaded: LoadedMode
         return None
     per_token = loaded.layout.nbytes(1) if loaded.layout else 0
     own_rows = mlx_adapter.has_own_rows(loaded.model)
-    masked = MASKED_COST if mlx_adapter.backend() == "cuda" and not mlx_adapter.reads_own_rows() else 1.0
+    masked = mlx_adapter.attention_backend().masked_cost
 
     def kv_cost(lengths: list[int]) -> float:
         if own_rows:

@@ -117,7 +117,8 @@ class PromptPasses:
         plain = loaded.batchable and states is not None and not states.tensors
         example = mlx_adapter.new_cache(loaded.model, 1)
         self._step_tokens = compiled.most_tokens(example) if plain else 0
-        self._merges = plain and (self._step_tokens > 0 or mlx_adapter.backend() != "cuda")  # See `TOGETHER`.
+        pads = mlx_adapter.attention_backend().pads_last_chunks
+        self._merges = plain and (self._step_tokens > 0 or pads)  # See `TOGETHER`.
         self.computing: Seq[Sequence] = ()
         self.layer_s = self._looked_at = 0.0
 
@@ -475,8 +476,8 @@ def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool
 
 def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
     inputs = sequence.prompt.images.inputs(start, stop) if sequence.prompt.images is not None else {}
-    early = stop < sequence.prompt.length
-    with mlx_adapter.row_adapters([sequence.adapter]), mlx_adapter.fixed_shapes(early):
+    chunk = mlx_adapter.attention_backend().chunk(final=stop >= sequence.prompt.length)
+    with mlx_adapter.row_adapters([sequence.adapter]), chunk:
         return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.kv.cache, **inputs)
 
 

@@ -45,8 +45,8 @@ LOOK_S = 0.2
 ANSWERS_SHARE, ANSWER_SHARE = 1 / 4, 1 / 8
 """Of free memory, what answers may have room in before they are that long, beside `KV_RESERVE` tokens each;
 of what is left of that, what one gets. The first one's 32nd of 16 GB is 4,000 tokens of an 8B shape."""
-RESERVE_FRACTION, CUDA_RESERVE_FRACTION = 0.02, 0.08
-"""Of the memory, left free; on CUDA also for copies of a layer, and room, as rows join a batch."""
+RESERVE_FRACTION = 0.02
+"""Of the memory, left free in any case; `AttentionBackend.memory_reserve` may be more."""
 
 
 class MemoryAdmission:
@@ -227,7 +227,7 @@ class MemoryAdmission:
         """(all memory, bytes that a prompt may take now, the hot tier giving way)."""
         total, available = self._measure()
         hot = self._hot.nbytes
-        reserve = CUDA_RESERVE_FRACTION if mlx_adapter.backend() == "cuda" else RESERVE_FRACTION
+        reserve = mlx_adapter.attention_backend().memory_reserve
         room = available + hot - int(total * reserve)
         if self.live is not None:
             room = min(room, self.live - (mx.get_active_memory() - hot))
@@ -272,7 +272,7 @@ class MemoryAdmission:
         excess = need - (self._room(running)[1] - self._hot.nbytes)
         if excess > 0:
             self._hot.free(excess, running, waiting)
-            mlx_adapter.give_spare_back()
+            mlx_adapter.attention_backend().trim_memory()
 
     def _note_wait(
         self, sequence: Sequence, need: int, room: int, held: Held, running: list[Sequence]

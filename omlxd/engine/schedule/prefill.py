@@ -123,11 +123,10 @@ class PrefillBudget:
         return together if ends[0] else [first]
 
     def _fit(self, ends: Seq[int]) -> bool:
-        """Whether one pass may compute them: rows as long as the longest, but for steps on CUDA."""
+        """Whether one pass may compute them: rows as long as the longest, but where steps do."""
         padded = max(ends) * len(ends)
-        return padded <= TOGETHER and (
-            self._backend == "cuda" or padded <= max(self._block, sum(ends) * MOST_PADDED)
-        )
+        pads = mlx_adapter.attention_backend().pads_last_chunks
+        return padded <= TOGETHER and (not pads or padded <= max(self._block, sum(ends) * MOST_PADDED))
 
     def _end(self, sequence: Sequence) -> int:
         """Tokens of its last pass, if that is next, behind KV that it has or will find in RAM; else 0.

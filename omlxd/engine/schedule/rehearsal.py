@@ -53,8 +53,11 @@ class _Rehearsed:
 
 
 def rehearse(loaded: LoadedModel, block_size: int, *, anywhere: bool = False) -> None:
-    """Compute `PROMPTS` and their answers; whatever fails goes to the log. `anywhere`: not on CUDA alone."""
-    if mlx_adapter.backend() != "cuda" and not anywhere:
+    """Compute `PROMPTS` and their answers; whatever fails goes to the log.
+
+    anywhere  also where nothing is compiled late
+    """
+    if not (anywhere or mlx_adapter.attention_backend().compiles_late):
         return
     began = time.monotonic()
     scheduler = Scheduler(loaded, None, slots=len(PROMPTS), block_size=block_size)

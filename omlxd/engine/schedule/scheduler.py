@@ -315,7 +315,7 @@ class Scheduler:
             hook = self._loaded.hook
             call, hook.call = hook.call, None
             # Not those of the pass under way.
-            with mlx_adapter.row_adapters(()), mlx_adapter.fixed_shapes(False):
+            with mlx_adapter.row_adapters(()), mlx_adapter.attention_backend().chunk(final=True):
                 self.decode(beside_prefill=True)
             hook.call = call
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from itertools import count, islice
 from typing import Any, ClassVar, cast
@@ -11,15 +10,15 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import base
+from backends import use_backend
 from mlx_lm.models.cache import RotatingKVCache
 
 from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.attention import hooks as attention
-from omlxd.engine.mlx_adapter.cache import segments
 from omlxd.engine.mlx_adapter.cuda import (
     addressed_rows,
+    attend,
     attention_kernel,
     attention_packed,
     compiled_step,
@@ -451,18 +450,12 @@ FEW_CHECKS = {
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test, in modules that the test imports too."""
-    row_attention.install()  # As the first load of a process does, which else would be undone.
-    before = base.scaled_dot_product_attention
-    known = set(sys.modules)
-    monkeypatch.setattr(attention, "_installed", False)
-    monkeypatch.setattr(segments, "_next", segments._next)
-    for cache in attention.NOTED:
+    use_backend(monkeypatch, "mlx", forward=lambda call: None)  # All of MLX's own.
+    monkeypatch.setattr(row_attention, "pays", lambda: False)
+    for cache in attend.NOTED:
         for name in ("update_and_fetch", "keys_and_values"):
             monkeypatch.setattr(cache, name, getattr(cache, name))
     monkeypatch.setattr(RotatingKVCache, "make_mask", RotatingKVCache.make_mask)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
-            monkeypatch.setattr(module, "scaled_dot_product_attention", attention.mlx_own)
     kernel = Reference()
     Reference.calls = Reference.several = Reference.steps = Reference.by_address = 0
     over_segments = SegmentReference()
@@ -470,19 +463,15 @@ def reference(monkeypatch: pytest.MonkeyPatch):
     known_addresses(monkeypatch)
 
     def install(few_checks: bool = True) -> None:
-        for module in (attention, row_attention):
-            monkeypatch.setattr(module, "backend", lambda: "cuda")
+        use_backend(monkeypatch, "cuda")
         for name, few in FEW_CHECKS.items() if few_checks else ():
             monkeypatch.setattr(fused_step, name, few)
-        monkeypatch.setattr(attention, "kernel_for", lambda *_: kernel)
-        monkeypatch.setattr(segments, "kernel_for", lambda *_: over_segments)
+        monkeypatch.setattr(attend, "kernel_for", lambda *_: kernel)
+        monkeypatch.setattr(attend, "segment_kernel_for", lambda *_: over_segments)
         monkeypatch.setattr(segment_attention, "in_use", lambda: True)
         monkeypatch.setattr(attention_packed, "kernel_for", lambda *parts: PackedReference(parts[-1]))
         monkeypatch.setattr(latent_kernel, "kernel_for", lambda *_: LatentReference())
         monkeypatch.setattr(index_kernel, "kernel_for", lambda *_: IndexReference())
         attention.install()
 
-    yield install
-    for name in set(sys.modules) - known:
-        if name.startswith("mlx_lm.models.") and hasattr(sys.modules[name], "scaled_dot_product_attention"):
-            cast(Any, sys.modules[name]).scaled_dot_product_attention = before
+    return install

@@ -11,10 +11,11 @@ from families import FAMILIES, build_family
 from family_configs import CONFIGS, WINDOW, WINDOWED
 from fast_or_slow import SOME_FAMILIES, diagonal, rest_slow
 from mlx_lm.models import base
+from mlx_lm.models.cache import KVCache
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.attention import hooks as attention
-from omlxd.engine.mlx_adapter.cuda import attention_source
+from omlxd.engine.mlx_adapter.cuda import attend, attention_source
 from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
 
 from .conftest import Reference, known_addresses
@@ -221,10 +222,10 @@ def test_padding_windows_and_other_arrays_go_on_to_mlx(reference):
 
 
 def test_without_cuda_nothing_changes():
-    before = base.scaled_dot_product_attention
+    before = KVCache.update_and_fetch
     attention.install()
-    assert base.scaled_dot_product_attention is before
-    assert not mlx_adapter.reads_own_rows()
+    assert KVCache.update_and_fetch is before and base.scaled_dot_product_attention is attention.attend
+    assert not mlx_adapter.attention_backend().reads_own_rows()
 
 
 def test_kernels_of_one_name_have_one_source():
@@ -290,8 +291,8 @@ def test_a_kernel_is_used_once_it_computes_what_mlx_does(window: bool, sinks: bo
     known_addresses(monkeypatch)
 
     def passes(kind: type[Reference]) -> bool:
-        monkeypatch.setattr(attention, "Kernel", lambda *_, **__: kind())
-        return attention._checked(16, 2, mx.bfloat16, window, sinks) is not None
+        monkeypatch.setattr(attend, "Kernel", lambda *_, **__: kind())
+        return attend._checked(16, 2, mx.bfloat16, window, sinks) is not None
 
     with caplog.at_level("INFO"):
         assert passes(Exact)
@@ -304,12 +305,12 @@ def test_a_kernel_is_used_once_it_computes_what_mlx_does(window: bool, sinks: bo
 
 def test_shapes_that_have_a_kernel(monkeypatch):
     asked: list[tuple] = []
-    monkeypatch.setattr(attention, "_kernels", {})
-    monkeypatch.setattr(attention, "_checked", lambda *key: asked.append(key))
+    monkeypatch.setattr(attend, "_kernels", {})
+    monkeypatch.setattr(attend, "_checked", lambda *key: asked.append(key))
 
     def ask(width: int, heads: int, dtype=mx.bfloat16, sinks: mx.array | None = None) -> bool:
         before = len(asked)
-        attention.kernel_for(
+        attend.kernel_for(
             mx.zeros((1, heads, 1, width), dtype), mx.zeros((1, 2, 4, width), dtype), True, sinks
         )
         return len(asked) > before

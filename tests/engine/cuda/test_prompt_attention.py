@@ -14,8 +14,7 @@ from family_configs import WINDOW
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.attention import hooks as attention
-from omlxd.engine.mlx_adapter.attention import prompt_shapes
-from omlxd.engine.mlx_adapter.cuda import prompt_attention
+from omlxd.engine.mlx_adapter.cuda import attend, prompt_attention, prompt_shapes
 
 CHUNK = 128
 
@@ -51,8 +50,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, reference):
 
     def begin() -> None:
         reference()
-        monkeypatch.setattr(attention, "PREFILL_CHUNK", CHUNK)
-        monkeypatch.setattr(attention, "backend", lambda: "cuda")
+        monkeypatch.setattr(attend, "PREFILL_CHUNK", CHUNK)
         monkeypatch.setattr(prompt_attention, "checked", lambda *kind: Plain())
         monkeypatch.setattr(Plain, "calls", [])
         monkeypatch.setattr(Plain, "befores", set())
@@ -96,7 +94,6 @@ def test_a_window_goes_by_the_kernel_in_all_passes_before_a_prompts_last(
     stops = 20, 60, 64, 100
     want = last_logits(loaded, *stops)
     on_cuda()
-    monkeypatch.setattr(prompt_shapes, "backend", lambda: "cuda")
     with prompt_shapes.fixed_shapes(True):
         np.testing.assert_allclose(last_logits(loaded, *stops), want, atol=2e-4)
     first = [max(0, stop - (WINDOW + new - 1)) for new, stop in ((20, 20), (40, 60), (4, 64), (36, 100))]

@@ -18,22 +18,21 @@ from rig import BLOCK, Rig
 
 from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import hooks as attention
-from omlxd.engine.mlx_adapter.attention import prompt_shapes
-from omlxd.engine.mlx_adapter.attention.prompt_shapes import (
+from omlxd.engine.mlx_adapter.attention.backend import MlxBackend
+from omlxd.engine.mlx_adapter.cache.packed import QuantisedKVCache
+from omlxd.engine.mlx_adapter.cuda import products, prompt_shapes
+from omlxd.engine.mlx_adapter.cuda.prompt_shapes import (
     FINE,
     MOST_MORE,
     PREFILL_CHUNK,
     fixed_shapes,
     shape_of,
 )
-from omlxd.engine.mlx_adapter.cache.packed import QuantisedKVCache
-from omlxd.engine.mlx_adapter.cuda import products
 from omlxd.engine.schedule import forward as prompt_passes
 
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prompt_shapes, "backend", lambda: "cuda")
     monkeypatch.setattr(prompt_shapes, "_least", {})
     monkeypatch.setattr(prompt_shapes, "keeps_bits", lambda *kind: True)
 
@@ -84,8 +83,7 @@ def test_what_is_left_as_it_was(on_cuda, monkeypatch: pytest.MonkeyPatch):
         attention.attend(queries, keys, keys, None, 0.25, "causal")
         attention.attend(queries, keys, keys, None, 0.25, "causal", sinks=mx.ones(4))
     assert calls == [(1, 4, 256, 16)] * 2 and not prompt_shapes._fixed
-    monkeypatch.setattr(prompt_shapes, "backend", lambda: "metal")
-    with fixed_shapes(True):
+    with MlxBackend().chunk(final=False):
         assert not prompt_shapes._fixed
 
 

@@ -20,12 +20,13 @@ from rig import Rig
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import CompiledStep
-from omlxd.engine.mlx_adapter.cache import segments
 from omlxd.engine.mlx_adapter.cuda import (
     addressed_rows,
+    attend,
     attention_kernel,
     attention_source,
     compiled_step,
+    driver,
     fused_attention,
     segment_attention,
     segment_kernel,
@@ -34,6 +35,7 @@ from omlxd.engine.mlx_adapter.cuda.addressed_rows import AddressedKVCache
 from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
 from omlxd.engine.mlx_adapter.cuda.fused_attention import FusedAttention, Heads
 from omlxd.engine.mlx_adapter.cuda.segment_attention import places_of
+from omlxd.engine.mlx_adapter.cuda.segments import shared_in
 from omlxd.engine.schedule import decode_batch, end_steps
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 
@@ -179,17 +181,17 @@ def test_rows_join_and_leave_between_compiled_steps(folder: Path, want, referenc
     ):
         np.testing.assert_allclose(ours, own, atol=2e-4)
     mlx_adapter.keep_rows(cache, [1])
-    assert cache[0].shared is None, "who is left holds no segment"
+    assert shared_in(cache[0]) is None, "who is left holds no segment"
     again = row(loaded, 7, PREFIX + 2)
     mlx_adapter.extend(cache, again)
-    assert cache[0].shared is not None and cache[0].bases == [0, PREFIX]
+    assert shared_in(cache[0]) is not None and cache[0].bases == [0, PREFIX]
 
 
 def test_rows_keep_their_own_tails(folder: Path, want, reference, monkeypatch):
     """As others join and leave, one grows alone, and a pass that wants them in one array has them so."""
     monkeypatch.setattr(compiled_step, "fused_step", fuse)
     waits: list[int] = []
-    monkeypatch.setattr(segments.cuda_driver, "wait", lambda: waits.append(1))
+    monkeypatch.setattr(driver, "wait", lambda: waits.append(1))
     expected = want(*LENGTHS)
     reference()
     loaded = load(folder, SEGMENT)
@@ -408,7 +410,7 @@ def test_tails_of_a_row_that_leaves_wait_for_the_step_on_its_way(
     gone, held = second.address[0], list(cache[0].segments)  # A segment that goes waits, too.
     gc.collect()
     waits: list[bool] = []
-    monkeypatch.setattr(segments.cuda_driver, "wait", lambda: waits.append(gone in addressed_rows._written))
+    monkeypatch.setattr(driver, "wait", lambda: waits.append(gone in addressed_rows._written))
     left = mlx_adapter.keep_rows(cache, [0, 2])
     assert (
         second in left and len(left) == len(cache) and addressed_rows._written[gone] is second and not waits
@@ -425,10 +427,10 @@ def test_tails_of_a_row_that_leaves_wait_for_the_step_on_its_way(
 def test_a_segment_that_goes_waits_for_what_reads_it(folder: Path, reference, monkeypatch):
     reference()
     waits: list[int] = []
-    monkeypatch.setattr(segments.cuda_driver, "wait", lambda: waits.append(1))
+    monkeypatch.setattr(driver, "wait", lambda: waits.append(1))
     loaded = load(folder, SEGMENT)
     cache = batch(loaded, LENGTHS[1:2])
-    assert cache[0].shared.addresses.shape == (4, 2)
+    assert shared_in(cache[0]).addresses.shape == (4, 2)
     gc.collect()
     waits.clear()
     cache.clear()
@@ -450,7 +452,7 @@ def test_short_requests_go_as_if_nothing_were_shared(folder: Path, reference):
 
 def test_without_a_kernel_a_gpu_shares_nothing(folder: Path, reference, monkeypatch):
     reference()
-    monkeypatch.setattr(segments, "kernel_for", lambda *_: None)
+    monkeypatch.setattr(attend, "segment_kernel_for", lambda *_: None)
     monkeypatch.setattr(segment_attention, "in_use", lambda: False)
     model = mlx_adapter.load(folder).model
     for by_kernel in (True, False):

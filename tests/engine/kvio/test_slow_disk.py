@@ -27,7 +27,6 @@ from rig import BLOCK, Output, Rig
 from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.rates import Rates
 from omlxd.engine.kvio.transport import StagedTransport
-from omlxd.engine.mlx_adapter.cuda import driver as cuda_driver
 from omlxd.engine.sequence import State
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.hashing import chain_root, hash_blocks
@@ -101,11 +100,7 @@ def cache(written: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["direct", "staged"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(view: memoryview) -> None:
-        raise cuda_driver.DriverError("no CUDA here")
-
     if request.param == "staged":
-        monkeypatch.setattr(cuda_driver, "keep_on_host", refuse)
         monkeypatch.setattr(staging, "_chosen", StagedTransport())
 
 

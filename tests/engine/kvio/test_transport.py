@@ -27,7 +27,6 @@ from omlxd.engine.kvio.payload import MLXPayload, read_payload
 from omlxd.engine.kvio.read import Restore
 from omlxd.engine.kvio.transport import Load, StagedTransport
 from omlxd.engine.mlx_adapter import Cache, storage_dtype
-from omlxd.engine.mlx_adapter.cuda import driver as cuda_driver
 from omlxd.engine.sequence import Sequence
 from omlxd.kv.layout import Group, KVLayout
 
@@ -36,10 +35,6 @@ FAMILIES = ("qwen3", "deepseek_v3", "gemma3_text", "qwen3_next", "mamba2")
 
 @pytest.fixture(autouse=True)
 def staged(monkeypatch: pytest.MonkeyPatch) -> StagedTransport:
-    def refuse(view: memoryview) -> None:
-        raise cuda_driver.DriverError("no CUDA here")
-
-    monkeypatch.setattr(cuda_driver, "keep_on_host", refuse)
     transport = StagedTransport()
     monkeypatch.setattr(staging, "_chosen", transport)
     return transport

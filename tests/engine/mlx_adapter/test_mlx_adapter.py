@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import use_backend
 from cold_run import prompt
 from families import FAMILIES, TOKEN_KV, build_family
 from family_configs import CONFIGS
@@ -124,7 +125,7 @@ def a_row(length: int) -> KVCache:
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_a_batch_grows_to_what_the_fast_attention_takes(backend: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batch_kv, "backend", lambda: backend)
+    use_backend(monkeypatch, "mlx" if backend == "cpu" else "cuda")
     token = mx.ones((1, 1, 1, 1))
     batch = mlx_adapter.merge([[a_row(700)]])
     for length in (300, 300):
@@ -300,7 +301,7 @@ def test_rows_join_in_arrays_that_have_room_for_what_follows():
 @pytest.mark.parametrize(("kernel", "starts"), [(True, [10, 5]), (False, [5, 0])])
 def test_who_leaves_a_batch_has_the_others_copied_once(kernel: bool, starts: list[int], monkeypatch):
     """Padding stays in front where a kernel skips it: to cut it off is another copy."""
-    monkeypatch.setattr(batch_kv.attention, "reads_own_rows", lambda: kernel)
+    use_backend(monkeypatch, "mlx", reads_own_rows=lambda: kernel)
     batch = batch_kv.EvenBatchKVCache.merge([a_row(length) for length in (30, 40, 35)])
     batch.filter([0, 2])
     assert (batch.starts, batch.offset.tolist()) == (starts, [30, 35])

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from adapters import make_adapter
+from backends import use_backend
 from daemon import family_model
 from mlx_lm.utils import load as mlx_load
 
@@ -153,14 +154,14 @@ def test_on_cuda_both_sides_of_a_gathered_matrix_are_multiples_of_eight(
     base: Path, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With others MLX's gathered product ends the process's use of the GPU."""
-    monkeypatch.setattr(multi_lora, "backend", lambda: "cuda")
+    use_backend(monkeypatch, "mlx", gathered_multiple=8)
     loaded = mlx_adapter.load(base)
     b, c = (loaded.adapters.add(str(folder)) for folder in folders[1:])
     stacks = [layer.lora_slot.a.shape for layer in loaded.adapters._layers()]
     assert {rank for _, _, rank in stacks} == {8} and b.mixes and c.mixes
     expected = mx.stack([alone(base, folders[1]), run(loaded.model)[0], alone(base, folders[2])])
     assert mx.allclose(rows_of(loaded, b, None, c), expected, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(multi_lora, "GATHERED", 96)  # The demo's layers are 64 and more wide.
+    use_backend(monkeypatch, "mlx", gathered_multiple=96)  # The demo's layers are 64 and more wide.
     assert not mlx_adapter.load(base).adapters.add(str(folders[0])).mixes
 
 

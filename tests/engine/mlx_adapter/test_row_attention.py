@@ -84,7 +84,7 @@ def test_latents_are_read_once_for_all_heads(rows: int):
     want = mx.fast.scaled_dot_product_attention(queries, latents, latents, scale=0.3, mask=scores)
     assert row_attention._are_scores(scores, queries, latents)
     np.testing.assert_allclose(row_attention.over_latents(queries, latents, 0.3, scores), want, atol=2e-5)
-    got = row_attention.attend(queries, latents, latents, None, 0.3, scores)
+    got = row_attention.attend(queries, latents, latents, None, 0.3, scores, None)
     np.testing.assert_allclose(got, want, atol=2e-5)
     for mask in (scores > 0, scores[:, :1], None, "causal"):
         assert not row_attention._are_scores(mask, queries, latents)

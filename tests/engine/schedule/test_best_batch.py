@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from backends import use_backend
 
-from omlxd.engine import mlx_adapter
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
 from omlxd.engine.sequence import SequenceKV
 from omlxd.kv.layout import Group, KVLayout
@@ -16,11 +16,6 @@ PER_TOKEN = 4096
 LAYOUT = KVLayout((Group(("layers.0.keys", "layers.0.values"), 2, 256, "F32"),))
 WEIGHTS = 1000 * PER_TOKEN
 """As much as 1,000 tokens of KV."""
-
-
-@pytest.fixture(autouse=True)
-def a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlx_adapter, "backend", lambda: "cpu")
 
 
 def batch(*lengths: int) -> DecodeBatch:
@@ -62,7 +57,7 @@ def test_rows_with_arrays_of_their_own_pad_nothing():
 
 def test_on_cuda_unequal_rows_cost_more(monkeypatch: pytest.MonkeyPatch):
     assert chosen(700, batch(800)) is not None
-    monkeypatch.setattr(mlx_adapter, "backend", lambda: "cuda")
+    use_backend(monkeypatch, "cuda")
     assert chosen(700, batch(800)) is None, "both would leave the fused kernel"
     assert chosen(800, batch(800)) is not None, "equal rows stay in it"
     assert chosen(10, batch(20)) is not None, "so little KV that a pass of its own costs more"

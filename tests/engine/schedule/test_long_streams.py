@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from backends import use_backend
 from daemon import family_model
 from kv_fakes import check_pool
 from rig import BLOCK, Rig
@@ -27,7 +28,7 @@ from omlxd.engine.kvio.open_store import WRITE_QUEUE_FRACTION
 from omlxd.engine.kvio.transport import StagedTransport
 from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.cache import batch as batch_kv
-from omlxd.engine.mlx_adapter.cuda import driver as cuda_driver
+from omlxd.engine.mlx_adapter.cuda.backend import MEMORY_RESERVE
 from omlxd.engine.schedule import memory_admission
 from omlxd.engine.schedule.decode_batch import DecodeBatch, Draw
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
@@ -66,22 +67,19 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(view: memoryview) -> None:
-        raise cuda_driver.DriverError("no CUDA here")
-
     def slow_step(batch: DecodeBatch) -> list[Draw]:
         time.sleep(0.02)  # Rows hardly grow while others join.
         return step(batch)
 
     step = DecodeBatch.step
     monkeypatch.setattr(DecodeBatch, "step", slow_step)
-    monkeypatch.setattr(cuda_driver, "keep_on_host", refuse)
     monkeypatch.setattr(staging, "_chosen", StagedTransport())
     monkeypatch.setattr(hot_budget, "RESERVE_BYTES", 0)
     monkeypatch.setattr(hot_budget, "REFRESH_S", 0.0)
     monkeypatch.setattr(batch_kv, "MOST_ROOM", 64)
     monkeypatch.setattr(row_attention, "pays", lambda: False)  # Rows of a batch are one array, as on CUDA.
-    monkeypatch.setattr(memory_admission, "RESERVE_FRACTION", memory_admission.CUDA_RESERVE_FRACTION)
+    monkeypatch.setattr(memory_admission, "RESERVE_FRACTION", MEMORY_RESERVE)
+    use_backend(monkeypatch, "mlx", memory_reserve=MEMORY_RESERVE)
 
 
 @pytest.fixture(params=["disk", "no disk"])

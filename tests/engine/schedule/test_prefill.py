@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from backends import use_backend
 from cold_run import prompt
 from families import build_family
 from fast_or_slow import rest_slow
@@ -151,7 +152,7 @@ def test_short_rests_are_brought_to_their_ends_first():
         assert budget.before_its_end(first, [first, other]) is None, "it is long, or its end joins none"
 
 
-def test_ends_that_need_much_padding_do_not_share_a_pass():
+def test_ends_that_need_much_padding_do_not_share_a_pass(monkeypatch: pytest.MonkeyPatch):
     budget = PrefillBudget(64)
     ends = [behind_a_hit(tokens) for tokens in (18, 50, 20, 19, 18)]
     first, long, *_ = ends
@@ -159,7 +160,7 @@ def test_ends_that_need_much_padding_do_not_share_a_pass():
     assert budget.ends_together(long, ends) == [long]
     few = [behind_a_hit(tokens) for tokens in (1, 16, 3, 2)]
     assert budget.ends_together(few[0], few) == few, "a block has room"
-    budget._backend = "cuda"
+    use_backend(monkeypatch, "cuda")
     assert budget.ends_together(first, ends) == ends, "steps need none"
 
 
@@ -238,7 +239,7 @@ def test_ends_of_prompts_are_computed_together(
             rig.run(talk, 2)
         alone = turns(rig, at_once=False)
     with Rig(folder, **kv) as rig:
-        rig.scheduler.prefill_budget._backend = backend
+        use_backend(monkeypatch, "mlx", pads_last_chunks=backend == "cpu")
         for talk in talks:
             rig.run(talk, 2)
         rig.loaded.model = passes = Passes(rig.loaded.model)

@@ -4,11 +4,10 @@ MLX attends to a batch in one call. Rows of unequal length need a mask there, an
 CPU it is two products for each query head, so that a KV head is read as often as it has query heads; here
 the query heads of a KV head are the rows of one product. On Metal a row is a call of MLX's own kernel.
 
-`install` puts `attend` in place of mlx-lm's `scaled_dot_product_attention`. At the first pass of a model,
-which is at its load, both ways are timed on this machine (`Costs`); `omlxd doctor` says what came out. Where
+At the first pass of a model, which is at its load, both ways are timed on this machine (`Costs`); `omlxd
+doctor` says what came out. Where
 attention by rows pays, each row of a batch keeps its KV in its own arrays (cache/rows.py): windows and packed
 KV too, which MLX's own attention reads, row by row. It has not run on a Mac.
-On CUDA hooks.py has kernels of its own.
 
 SmolLM2's heads (9 on 3 of 64, float32), processor milliseconds a layer on two CPUs beside other work, the
 least of seven:
@@ -31,11 +30,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..runtime.device import backend
-from . import hooks as attention
 
 log = logging.getLogger(__name__)
 
@@ -74,17 +71,6 @@ class Costs(NamedTuple):
 
 
 _costs: dict[tuple[Any, ...], Costs | None] = {}
-_next: Any = None
-
-
-def install() -> None:
-    """Let every model of mlx-lm attend by `attend` from now on. Does nothing on CUDA, and the second time."""
-    global _next
-    if backend() == "cuda" or _next is not None:
-        return
-    _next = base.scaled_dot_product_attention
-    attention.attend_by(attend)
-
 
 HALF = [512] * ROWS, 1024
 """Rows of half their batch's length: what is told of a measurement."""
@@ -101,18 +87,9 @@ def pays() -> bool:
 
 
 def attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """mlx-lm's `scaled_dot_product_attention`: each row by itself where it can and pays, else MLX's own."""
-    rows = cache if cache is not None else attention.giver_of(keys, values)
-    if hasattr(rows, "rows"):  # cache/rows.py
-        return rows.attend(queries, keys, values, scale, mask, sinks)
+    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any
+) -> mx.array | None:
+    """Attention of one row by itself, or to latents, where that pays; None: MLX's own is as good."""
     new = queries.shape[2]
     latents = keys is values and new == 1 and sinks is None and _are_scores(mask, queries, keys)
     if latents and backend() == "cpu":
@@ -124,7 +101,7 @@ def attend(
         plain = plain and (mask == "causal" if isinstance(mask, str) else mask is None and new == 1)
         if plain and costs is not None and costs.pays([length], length):
             return one_row(queries, keys, values, scale)
-    return _next(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return None
 
 
 def _are_scores(mask: Any, queries: mx.array, latents: mx.array) -> bool:

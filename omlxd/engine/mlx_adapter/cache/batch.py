@@ -12,8 +12,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache
 
 from ..attention import hooks as attention
+from ..attention.backend import current
 from ..runtime.arrays import note_outgrown
-from ..runtime.device import backend
 
 GROW_STEP = 256
 """Tokens; capacities are multiples of it, as mlx-lm's own are.
@@ -43,9 +43,6 @@ HALF_UP_TO = 4096
 MOST_ROOM = 1024
 """Tokens that a batch grows by at most: to copy it so often costs a token 25 microseconds (8 rows of 32,000,
 an 8B shape), and a quarter of them all would be 9 GB."""
-
-SHORT = 1024
-"""Tokens up to which a batch on CUDA stays with MLX's own kernel."""
 
 
 def round_up(tokens: int, step: int = GROW_STEP) -> int:
@@ -87,7 +84,7 @@ cast(Any, KVCache).step = GrowingStep()
 
 def _batch_capacity(tokens: int) -> int:
     capacity = round_up(tokens)
-    return capacity + 64 if capacity <= SHORT and backend() == "cuda" else capacity
+    return capacity + 64 if capacity <= current().uneven_up_to else capacity
 
 
 def put_tokens(array: mx.array, new: mx.array, ends: Sequence[int]) -> mx.array:
@@ -246,7 +243,7 @@ class EvenBatchKVCache(BatchKVCache):
         """
         starts, ends = ([of[row] for row in batch_indices] for of in (self.starts, self.ends))
         rows, spare = mx.array(batch_indices), min(starts)
-        if attention.reads_own_rows() and 2 * spare < self._idx:
+        if current().reads_own_rows() and 2 * spare < self._idx:
             spare = 0
         self.offset = self.offset[rows]
         if self.keys is not None:
@@ -256,8 +253,8 @@ class EvenBatchKVCache(BatchKVCache):
             )
         self._set_starts([start - spare for start in starts])
         self._set_ends([end - spare for end in ends])
-        keys, values = cast(Any, self.keys), cast(Any, self.values)
-        if not isinstance(keys, mx.array) or keys.shape[2] <= SHORT or backend() != "cuda":
+        keys, values, short = cast(Any, self.keys), cast(Any, self.values), current().uneven_up_to
+        if not isinstance(keys, mx.array) or keys.shape[2] <= short or not short:
             return
         if keys.shape[2] % GROW_STEP:
             # Padding that nobody needs any more was cut off in front: the next token makes it even again.

@@ -24,9 +24,8 @@ from mlx_lm.models.cache import (
 )
 
 from ....kv.layout import Group, KVLayout
-from ..attention import hooks as attention
+from ..attention import backend
 from ..cuda.addressed_rows import AddressedKVCache, Tail
-from ..cuda.driver import give_spare_back
 from ..runtime.device import SAFETENSORS_DTYPE
 from .batch import EvenBatchKVCache, WindowBatchKVCache, round_up
 from .dsa_rows import AddressedIndexKVCache, IndexRowsKVCache
@@ -325,7 +324,7 @@ def new_cache(model: Any, capacity: int) -> Cache:
     Growing copies the whole array (facts: 1.6 times the peak, quadratic time), and at admission
     the size is known.
     """
-    give_spare_back()
+    backend.current().trim_memory()
     cache = make_prompt_cache(model)
     for _, leaf, _ in _of_kind(cache, per_token=True):
         leaf.step = round_up(capacity)
@@ -339,7 +338,7 @@ def filled_cache(
 
     segments  hold the first `base` of these, and `arrays` the others; without `arrays` there are none
     """
-    give_spare_back()
+    backend.current().trim_memory()
     cache = make_prompt_cache(model)
     for name, leaf, kind in _of_kind(cache, per_token=True):
         if segments:
@@ -544,7 +543,7 @@ def merge(caches: Sequence[Cache]) -> Cache:
 
 def _merge_leaves(*rows: Any) -> Any:
     if own := getattr(rows[0], "own_rows", ""):
-        return _ROWS_OF_OWN[own][attention.installed()](rows)
+        return _ROWS_OF_OWN[own][backend.current().name == "cuda"](rows)
     kind = KINDS.get(type(rows[0]))
     return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
 
@@ -590,7 +589,7 @@ def _copier(batch: Cache) -> Callable[[Any], None]:
         if sum(array.nbytes for array in waiting) >= COPIED:
             mx.eval(waiting)
             waiting.clear()
-            give_spare_back()
+            backend.current().trim_memory()
 
     return copied
 

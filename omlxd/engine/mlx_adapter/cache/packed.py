@@ -11,9 +11,7 @@ depend on that token alone: not on its chunk, nor on its batch) and give attenti
 | more             | the same numbers, unpacked   | quantised attention would build a matrix of chunk |
 |                  |                              | by context a head; the fused kernel builds none   |
 
-On CUDA cuda/attention_packed.py's kernel reads the packed parts for up to `MOST_NEW` tokens of each row:
-nothing is unpacked, and no padding is read. Where it has none for the model's heads, all is unpacked in each
-pass: MLX 0.32.4 has no product of packed KV there.
+A backend may have a kernel that reads the packed parts, so that nothing is unpacked, and no padding is read.
 
 `bits` is how mlx-lm's attention tells a quantised cache; so it is there only after a pass of one token.
 """
@@ -28,9 +26,6 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from ..attention import hooks as attention
-from ..attention import prompt_shapes
-from ..cuda import attention_packed
 from ..runtime.device import backend
 from .batch import EvenBatchKVCache, GrowingStep, put_tokens, round_up
 
@@ -39,6 +34,11 @@ PARTS = ("weight", "scales", "biases")
 type of (1, heads, tokens, dim / group)."""
 
 Parts = list[mx.array]
+
+
+def parts_of(held: Any) -> list[mx.array]:
+    """The arrays of keys or of values: one, or three where they are packed."""
+    return held if isinstance(held, list) else [held]
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,31 +85,11 @@ class PackedKV:
         self._given_out = weakref.ref(plain[0]), weakref.ref(plain[1])
         return plain
 
-    def attend(
-        self, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
-    ) -> mx.array:
-        """As `attention.attend`, which asks for it: by the kernel where it can, else by MLX's own."""
-        new = queries.shape[2]
-        if not isinstance(keys, list):
-            out = prompt_shapes.attend(queries, keys, values, scale, mask, sinks)
-            if out is not None:
-                return out
-        if new <= attention_packed.MOST_NEW and sinks is None and self._gave(keys, values):
-            *places, even = self._rows()
-            plain = attention.is_plain(mask, new, even)
-            kernel = attention_packed.kernel_for(queries, self.keys, self.values, self.how) if plain else None
-            if kernel is not None:
-                return kernel(queries, self.keys, self.values, places, scale)
-        if sinks is None and isinstance(keys, list):  # MLX has no product of packed KV for CUDA.
-            keys, values = self.how.unpack(keys), self.how.unpack(values)
-            return attention.mlx_own(queries, keys, values, cache=None, scale=scale, mask=mask)
-        return attention.mlx_own(queries, keys, values, cache=self, scale=scale, mask=mask, sinks=sinks)
-
-    def _rows(self) -> tuple[list[int], list[int], bool]:
+    def places(self) -> tuple[list[int], list[int], bool]:
         """First column of each row, its end, and whether each column is every row's."""
         raise NotImplementedError
 
-    def _gave(self, *arrays: Any) -> bool:
+    def gave(self, *arrays: Any) -> bool:
         """Whether these are what `_read` gave last: a model may derive others from them."""
         return all(
             given is not None and given() is (array[0] if isinstance(array, list) else array)
@@ -165,7 +145,7 @@ class QuantisedKVCache(PackedKV):
         """As the last pass got them."""
         return self._read(self.offset, 1 if hasattr(self, "bits") else 2)
 
-    def _rows(self) -> tuple[list[int], list[int], bool]:
+    def places(self) -> tuple[list[int], list[int], bool]:
         return [0], [self.offset], True
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,5 +207,5 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
         """As the last pass got them."""
         return self._read(self._idx, 1 if hasattr(self, "bits") else 2)
 
-    def _rows(self) -> tuple[list[int], list[int], bool]:
+    def places(self) -> tuple[list[int], list[int], bool]:
         return self.starts, self.ends, self.is_even

@@ -33,26 +33,18 @@ and 927, with 3,779 and 1,231 MB of KV. 64 tokens of a prompt, whose bits are eq
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models import base
 from mlx_lm.models.cache import CacheList, KVCache
 
-from ..attention import by_rows as row_attention
 from ..attention import hooks as attention
+from ..attention.backend import AttentionCall, current
 from ..attention.by_rows import fold
-from ..attention.hooks import attend_by
-from ..cuda import attention_packed, segment_attention
-from ..cuda import driver as cuda_driver
-from ..cuda.attention_kernel import Tails, parts_of
-from ..cuda.segment_attention import SegmentKernel, Shared
 from ..runtime.arrays import rows_at
-from .batch import round_up
-from .packed import PARTS, Quantisation, QuantisedKVCache
+from .packed import PARTS, Quantisation, QuantisedKVCache, parts_of
 
 SEGMENT = 2048
 """Tokens. With 4,096, four rows of the bench took as long and held 283 MB more."""
@@ -80,9 +72,6 @@ tokens 76 and 82, 77 and 81; of 1,000 82 and 80, 82 and 82; of 5,000 125 and 123
 1,000 179 and 178, 170 and 161.
 """
 
-MOST_STEP = 4
-"""Segments. A step over packed ones is compiled anew for each multiple of these that a row has."""
-
 FEW = 16
 """Tokens of a pass. More would make scores that take longer to join than the KV takes to copy."""
 
@@ -92,15 +81,15 @@ Pair = tuple[mx.array, mx.array]
 class Segment:
     """KV of some tokens, by layout name, each (1, heads, tokens, dim). Nobody may change it.
 
-    how  it is packed so
+    how        it is packed so
+    on_device  what the backend keeps of it; None: nothing
     """
 
-    __slots__ = ("__weakref__", "_addresses", "_numbers", "how", "tensors")
+    __slots__ = ("__weakref__", "how", "on_device", "tensors")
 
     def __init__(self, tensors: dict[str, mx.array], how: Quantisation | None = None):
         self.tensors, self.how = tensors, how
-        self._addresses: mx.array | None = None
-        self._numbers: dict[str, list[int]] = {}
+        self.on_device: Any = None
 
     def parts(self, layer: str) -> list[mx.array]:
         """Arrays of keys, then of values, of the layer that is named so."""
@@ -120,28 +109,12 @@ class Segment:
         end = f".{part_names(self.how)[0]}"
         return [name.removesuffix(end) for name in self.tensors if name.endswith(end)]
 
-    @property
-    def addresses(self) -> mx.array:
-        """(layers, parts): of each layer's `parts`, as `segment_attention.addresses_of` has them."""
-        if self._addresses is None:
-            layers = self.layers
-            arrays = [array for layer in layers for array in self.parts(layer)]
-            self._addresses = segment_attention.addresses_of(arrays).reshape(len(layers), -1)
-        return self._addresses
-
-    def addresses_in(self, layer: str) -> list[int]:
-        """`addresses` of a layer."""
-        if not self._numbers:
-            found = cast(list[list[int]], self.addresses.tolist())
-            self._numbers = dict(zip(self.layers, found, strict=True))
-        return self._numbers[layer]
-
     def __deepcopy__(self, memo: object) -> Segment:
         return self
 
     def __del__(self) -> None:
-        if self._addresses is not None:  # MLX does not know what a kernel reads that was told addresses.
-            cuda_driver.wait()
+        if self.on_device is not None:  # MLX does not know what a kernel reads that was told addresses.
+            current().wait()
 
 
 def part_names(how: Quantisation | None) -> list[str]:
@@ -166,6 +139,7 @@ class Segmented:
     joint      attention reads a joint copy of segments and tail
     base       tokens in segments; `keys` and `values` are the tail, and `offset` counts all tokens
     unread     what `update_and_fetch` gave, until `attend` gets it
+    on_device  what the backend keeps of its segments; None: nothing
     """
 
     how: Any = None
@@ -182,19 +156,7 @@ class Segmented:
         self.segments: list[Segment] = []
         self.base = 0
         self.unread: Any = None
-        self._shared: Shared | None = None
-
-    @property
-    def shared(self) -> Shared | None:
-        """What the kernel reads beside the tail; None: no segment, or packed ones
-        (cuda/addressed_rows.py)."""
-        if self._shared is None and self.segments and self.how is None:
-            self._shared = shared_of([self.segments], self.layer)
-        return self._shared
-
-    def shared_by(self, counts: Sequence[int], size: int) -> Shared | None:
-        """`shared` of a pass of `size` rows: the tokens of this one, and nobody's."""
-        return self.shared and shared_by([self.segments], counts, size, self.layer)
+        self.on_device: Any = None
 
     def _put(self, keys: mx.array, values: mx.array) -> None:
         """Put new tokens behind the first `offset` ones of the tail."""
@@ -213,6 +175,28 @@ class Segmented:
         if self.how is None:
             attention.note_given(self.keys, self.values, self)
         return self.unread
+
+    def attend(
+        self, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
+    ) -> mx.array | None:
+        """Attention to segments and tail; None: there are no segments, or it got a joint copy already.
+
+        Raises RuntimeError where other attention has missed the segments.
+        """
+        if not self.segments or self.latents:
+            return None
+        if self.unread is not None and self.unread[0] is keys and self.unread[1] is values:
+            self.unread = None
+        _check_read(self)  # Layers that share this one's KV read it again.
+        call = AttentionCall(queries, keys, values, self, scale, mask, sinks)
+        if (mask is None or isinstance(mask, str)) and not self.joint:
+            if (out := current().over_segments(call)) is not None:
+                return out
+            if queries.shape[2] <= FEW:
+                parts = [*(segment.pair(self.layer) for segment in self.segments), self.tail()]
+                return fold(queries, [], [parts], scale, sinks)
+        keys, values = self.whole()
+        return attention.by_backend(call._replace(keys=keys, values=values))
 
     @property
     def _parts(self) -> list[mx.array]:
@@ -248,7 +232,7 @@ class Segmented:
     def add_segment(self, segment: Segment) -> None:
         """The next tokens are in `segment`, and no longer in the tail."""
         self.segments.append(segment)
-        self._shared = None
+        self.on_device = None
         self.base += segment.tokens
         self.offset = max(self.offset, self.base)
 
@@ -310,40 +294,6 @@ class SegmentedQuantisedKVCache(Segmented, QuantisedKVCache):
         self.__dict__.pop("bits", None)  # By which mlx-lm's attention tells packed KV.
 
 
-def addresses_before(held: Sequence[Segment], layer: str, most: int, parts: int) -> list[int]:
-    """What a row of the table of `Tails` has of segments: tokens, and addresses of the `parts` of `most`
-    segments."""
-    found = [number for segment in held for number in segment.addresses_in(layer)]
-    return [sum(segment.tokens for segment in held), *found, *[0] * (parts * (most - len(held)))]
-
-
-def shared_of(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
-    """What these rows hold, in a layer; one of them has a segment."""
-    places = segment_attention.places_of(rows)
-    held = [rows[row][index] for row, index in places.holders]
-    at = _addresses(held)[held[0].layers.index(layer)]
-    return Shared(at, places.table, places.counts, held[0].tokens, places.most, places.widest)
-
-
-def shared_by(rows: Sequence[Sequence[Segment]], counts: Sequence[int], size: int, layer: str) -> Shared:
-    """`shared_of` a pass of `size` rows: the tokens of each row, `counts` of them, and nobody's."""
-    tokens = [own for own, count in zip(rows, counts, strict=True) for _ in range(count)]
-    return shared_of([*tokens, *[()] * (size - len(tokens))], layer)
-
-
-def _addresses(held: list[Segment]) -> list[mx.array]:
-    """Of each layer; the newest ones are kept, since layers ask one by one."""
-    global _known
-    if [known() for known in _known[0]] != held:
-        addresses = list(mx.stack([segment.addresses for segment in held], axis=1))
-        mx.eval(addresses)
-        _known = [weakref.ref(segment) for segment in held], addresses
-    return _known[1]
-
-
-_known: tuple[list[weakref.ref[Segment]], list[mx.array]] = [], []
-
-
 OWN_MASK = "a row sees its own tokens"
 """In place of a mask, which `attend` does without. A model that looks into it fails the check at load
 (`loading.use_own_rows`)."""
@@ -358,70 +308,6 @@ def _check_read(cache: Any) -> None:
 
 
 # --------------------------------------------------------------------------- attention
-
-
-def install() -> None:
-    """Let every model of mlx-lm attend by `attend` from now on. Does nothing the second time."""
-    global _next
-    if base.scaled_dot_product_attention is attend:
-        return
-    row_attention.install()
-    _next = base.scaled_dot_product_attention
-    attend_by(attend)
-
-
-_next: Any = None
-
-
-def attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """mlx-lm's `scaled_dot_product_attention`, which reads segments too. Raises RuntimeError."""
-    held = attention.giver_of(keys, values) if cache is None else cache
-    if not isinstance(held, Segmented) or not held.segments or held.latents:
-        return _next(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-    cache, unread = held, held.unread
-    if unread is not None and unread[0] is keys and unread[1] is values:
-        cache.unread = None
-    _check_read(cache)  # Layers that share this one's KV read it again.
-    plain = (mask is None or isinstance(mask, str)) and not cache.joint
-    if plain and sinks is None and isinstance(cache, SegmentedQuantisedKVCache):
-        out = _packed_by_address(queries, cache, scale)
-        if out is not None:
-            return out
-    kernel = kernel_for(queries, keys, sinks) if plain and cache.how is None else None
-    if kernel is not None and queries.shape[2] <= kernel.most_new:
-        places = [0], [cache.offset - cache.base]
-        return kernel(queries, cast(Shared, cache.shared), keys, values, places, scale, sinks)
-    if plain and queries.shape[2] <= FEW:
-        parts = [*(segment.pair(cache.layer) for segment in cache.segments), cache.tail()]
-        return fold(queries, [], [parts], scale, sinks)
-    return _next(queries, *cache.whole(), cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-
-def _packed_by_address(queries: mx.array, cache: SegmentedQuantisedKVCache, scale: float) -> mx.array | None:
-    """What the kernel for packed KV gives of one row; None: it does not read this. On CUDA alone."""
-    each = cache.segments[0].tokens
-    if (
-        not attention.installed()
-        or each % attention_packed.SPAN
-        or queries.shape[2] > attention_packed.MOST_NEW
-    ):
-        return None
-    if (kernel := attention_packed.kernel_for(queries, cache.keys, cache.values, cache.how)) is None:
-        return None
-    arrays = [*cache.keys, *cache.values]
-    own = cast(list[int], segment_attention.addresses_of(arrays).tolist())
-    before = addresses_before(cache.segments, cache.layer, round_up(len(cache.segments), MOST_STEP), 6)
-    table = mx.array([[*own, arrays[0].shape[2], *before]], mx.uint64)
-    tails = Tails(table, round_up(cache.offset, attention_packed.SPAN), each)
-    return kernel.over_tails(queries, tails, ([0], [cache.offset]), scale)
 
 
 def by_rows(
@@ -462,12 +348,6 @@ def _sharing(segments: Sequence[Sequence[Segment]]) -> list[tuple[list[int], lis
         del shared[len(own) if same is None else same :]
         rows.append(row)
     return list(found.values())
-
-
-def kernel_for(queries: mx.array, keys: mx.array, sinks: mx.array | None = None) -> SegmentKernel | None:
-    """What reads segments and tails together; None: MLX's products do. On CUDA alone."""
-    tails = attention.kernel_for(queries, keys, sinks=sinks) if attention.installed() else None
-    return segment_attention.checked(tails, sinks is not None) if tails is not None else None
 
 
 def can_share(model: Any, make_cache: Any) -> bool:

@@ -23,14 +23,13 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..attention import hooks as attention
-from ..cache import segments
 from ..cache.batch import MOST_ROOM, round_up
+from ..cache.packed import parts_of
 from ..cache.rows import RowsOfOwn, offsets_of
 from ..cache.segments import OWN_MASK, Pair, Segment
-from . import attention_packed, segment_attention
+from . import attend, attention_packed, segment_attention, segments
 from . import driver as cuda_driver
-from .attention_kernel import Tails, constant, parts_of, put
+from .attention_kernel import Tails, constant, put
 from .segment_attention import Shared
 
 TAIL_STEP = 1024
@@ -224,10 +223,6 @@ class AddressedKVCache(RowsOfOwn):
             self._shared = segments.shared_of(self.segments, self.layer)
         return self._shared
 
-    def shared_by(self, counts: Sequence[int], size: int) -> Shared | None:
-        """`shared` of a pass of `size` rows: the tokens of each row, `counts` of them, and nobody's."""
-        return self.shared and segments.shared_by(self.segments, counts, size, self.layer)
-
     @property
     def kind(self) -> tuple[Any, ...]:
         """Layers of one kind have as many columns and segments."""
@@ -332,10 +327,10 @@ class AddressedKVCache(RowsOfOwn):
             tail = self.tails[0]
             kernel = attention_packed.kernel_for(queries, tail.keys, tail.values, self.how)
         elif self.shared is not None:
-            kernel = segments.kernel_for(queries, keys, sinks)
+            kernel = attend.segment_kernel_for(queries, keys, sinks)
             how = {"shared": self.shared, "sinks": sinks}
         else:
-            kernel = attention.kernel_for(queries, keys, self.window > 0, sinks)
+            kernel = attend.kernel_for(queries, keys, self.window > 0, sinks)
             how = {"window": self.window, "sinks": sinks}
         if kernel is None or (sinks is not None and "sinks" not in how):
             raise RuntimeError("no kernel attends so to rows by address")

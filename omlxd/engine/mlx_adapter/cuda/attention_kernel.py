@@ -93,11 +93,6 @@ Held = tuple[mx.array, mx.array] | Tails
 """Keys and values of all rows, (rows, KV heads, capacity, width) each, or what each row has."""
 
 
-def parts_of(held: Any) -> list[mx.array]:
-    """The arrays of keys or of values: one, or three where they are packed."""
-    return held if isinstance(held, list) else [held]
-
-
 def kept(held: Any) -> tuple[Any, Any]:
     """(keys, values) that are written in place; of rows with arrays of their own (`held`, None)."""
     return (held, None) if isinstance(held, Tails) else held

@@ -38,14 +38,22 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from ..attention import hooks as attention
-from ..cache import segments
+from ..attention.backend import current
 from ..cache.batch import EvenBatchKVCache, WindowBatchKVCache
 from ..cache.dsa_rows import AddressedIndexKVCache
 from ..cache.kinds import COPIED, KINDS, Cache, arrays_of, leaves
 from ..cache.mla_rows import AddressedLatentsKVCache, same_parts
 from ..cache.packed import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from ..cache.segments import SegmentedKVCache
-from . import attention_packed, index_kernel, kernel_store, latent_kernel, segment_attention
+from . import (
+    attend,
+    attention_packed,
+    index_kernel,
+    kernel_store,
+    latent_kernel,
+    segment_attention,
+    segments,
+)
 from . import driver as cuda_driver
 from .addressed_rows import AddressedKVCache, Tail, tails_of
 from .attention_kernel import Tails, put
@@ -117,7 +125,7 @@ def _next(layer: Any, count: int = 1) -> Next | None:
         grows = ring < window and (layer.offset if alone else layer._offset) >= ring
         if ring > window or grows or getattr(layer, "keep", 0):
             return None
-        return Next(layer, *attention.window_places(lengths, layer._idx % window + 1, ring, window), lengths)
+        return Next(layer, *attend.window_places(lengths, layer._idx % window + 1, ring, window), lengths)
     base = getattr(layer, "base", 0)
     ends = [layer.offset - base] if alone else layer.ends
     starts = [0] if alone else layer.starts
@@ -276,10 +284,10 @@ class StepKV:
             packed = attention_packed.kernel_for(queries, *its, self.how) if sinks is None else None
             step = packed and packed.step(queries, its if put else (), held, *ends, scale)
         elif self.shared is None:
-            kernel = attention.kernel_for(queries, fresh[0], self._window > 0, sinks)
+            kernel = attend.kernel_for(queries, fresh[0], self._window > 0, sinks)
             step = kernel and kernel.step(queries, put, held, *ends, scale, sinks)
         else:
-            over_segments = segments.kernel_for(queries, fresh[0], sinks)
+            over_segments = attend.segment_kernel_for(queries, fresh[0], sinks)
             step = over_segments and over_segments.step(queries, put, held, self.shared, *ends, scale, sinks)
         if step is None:
             raise Untraceable("no kernel for this attention")
@@ -436,7 +444,7 @@ class CompiledStep:
 
     def __init__(self, model: Any):
         self._model = model
-        self._off = not attention.installed()
+        self._off = current().name != "cuda"
         self._fused = None if self._off else fused_step(model)
         self._functions: OrderedDict[tuple[Any, ...], Callable[..., Any]] = OrderedDict()
         self.compiles = False
@@ -467,7 +475,7 @@ class CompiledStep:
         own = [kind for kind in kinds if issubclass(kind, AddressedKVCache)]
         if not kinds <= TRACED or (own and not (len(kinds) == len(own) and first.tails)):
             return None
-        tails, sharing = _tails(first), [getattr(layer, "shared", None) for layer in cache]
+        tails, sharing = _tails(first), [segments.shared_in(layer) for layer in cache]
         shared = next((one for one in sharing if one is not None), None)
         if shared is not None and ((not tails and first.keys is None) or not segment_attention.in_use()):
             return None
@@ -492,7 +500,7 @@ class CompiledStep:
         self._how = next((how for layer in cache if (how := getattr(layer, "how", None))), None)
         held: list[Any] = []
         if shared is not None:
-            shared = first.shared_by(counts, size) if count > 1 else shared
+            shared = segments.shared_by(first, counts, size) if count > 1 else shared
             held = [*shared[1:], *(one.addresses for one in sharing if one is not None)]
             shape += shared.table.shape[0], *shared[3:]
         if shape not in self._functions and not fused and steps < AFTER:

@@ -23,9 +23,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from ..attention import prompt_shapes
 from ..runtime.device import backend
-from . import embedding_kernel, kernel_store, layer_products
+from . import embedding_kernel, kernel_store, layer_products, prompt_shapes
 from .fused_attention import Heads, Launch, Shape
 from .layer_products import LayerProducts
 from .products_kernel import FORMS, MOST_ROWS, SET, TYPES, run

@@ -2,7 +2,7 @@
 
 MLX hands these to cuDNN, which plans each shape at its first call, and the end of nearly every prompt is a
 new shape. Whole chunks, which are of few shapes, stay with cuDNN, whose kernels are faster, and so do passes
-before a prompt's last, in shapes of attention/prompt_shapes.py. Windows don't: cuDNN computes what their
+before a prompt's last, in shapes of prompt_shapes.py. Windows don't: cuDNN computes what their
 masks hide, and its bits depend on where a pass begins. attention/hooks.py says when this one runs, once
 `checked` has compared it with MLX's own.
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from ..cache.packed import parts_of
 from ..runtime.arrays import rows_at
 from . import kernel_store, nvrtc, segment_kernel
-from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept, parts_of, put
+from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept, put
 from .fused_attention import MOST_GROUP, WIDTHS, Heads
 from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, merge_source, segments_source
 

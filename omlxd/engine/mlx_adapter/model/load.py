@@ -27,6 +27,7 @@ from ....errors import AdapterError, ModelError
 from ....kv.layout import KVLayout
 from ..attention import by_rows as row_attention
 from ..attention import hooks as attention
+from ..attention.backend import current
 from ..cache import segments
 from ..cache.dsa_rows import let_choose
 from ..cache.kinds import (
@@ -70,6 +71,10 @@ from . import tower, vision
 from .lora import Adapters, read_adapter
 
 log = logging.getLogger(__name__)
+
+
+def installed() -> bool:
+    return current().name == "cuda"
 
 
 class LayerHook:
@@ -202,7 +207,6 @@ def load(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     attention.install()
-    row_attention.install()
     blind = vision.blindness(path)
     mapped = MappedWeights(weights_mmap, float32)
     with mapped.reading():
@@ -217,7 +221,7 @@ def load(
         cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
     obstacle = reuse_obstacle(cache)
     batchable = is_batchable(cache)
-    if batchable and attention.installed():
+    if batchable and installed():
         CompiledStep(model)  # Whether its steps are fused, the checks below ask.
     layout = None if obstacle else layout_of(cache)
     exact = layout is not None and (
@@ -226,9 +230,9 @@ def load(
     shares = batchable and exact
     hook = LayerHook(model)
     live = share_prefixes(model, segment if shares else 0, segments_pay and backend() != "cpu")
-    if batchable and not has_own_rows(model) and (attention.installed() or row_attention.pays()):
+    if batchable and not has_own_rows(model) and (installed() or row_attention.pays()):
         use_own_rows(model)
-    if batchable and attention.installed():
+    if batchable and installed():
         if not vars(model).get("omlxd_fused"):
             compiles(model)
         _attend_unequal(model)
@@ -391,7 +395,6 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     def make_cache() -> Cache:
         return segmented(fresh(), latents)
 
-    segments.install()
     if not segments.can_share(model, make_cache):
         return LiveSegments()
     if len(holders := segments.segmented_layers(held)) < len(leaves(held)):
@@ -401,7 +404,7 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
             log.info("prefixes are not shared: logits behind segments differ by %.3g", far)
             return LiveSegments()
     how, shares = holders[0].how, True
-    if attention.installed() and not latents:
+    if installed() and not latents:
         shares = packed_share(tokens) if how is not None else steps_share(model)
     if not shares:
         return LiveSegments()
@@ -410,7 +413,7 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
         model.make_cache = fresh
         object.__setattr__(model, "omlxd_own_rows", False)
         return LiveSegments()
-    return LiveSegments(tokens, 0 if attention.installed() else segments.SHORT_SEGMENT, how)
+    return LiveSegments(tokens, 0 if installed() else segments.SHORT_SEGMENT, how)
 
 
 def compiles(model: Any) -> bool:
@@ -443,7 +446,7 @@ def use_own_rows(model: Any) -> bool:
     """
     fresh, plain, obstacle = _make_cache(model), (KVCache, SegmentedKVCache), ""
     shares = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
-    if attention.installed() and not reads_by_address(model, shares):
+    if installed() and not reads_by_address(model, shares):
         log.info("rows of a batch are copied as others join and leave: fused steps have other bits")
         return False
     if latents := _latents_of(model):
@@ -480,7 +483,7 @@ def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None
     tokens, rows = mx.arange(2 * new).reshape(2, new) % 7, [make_cache(), make_cache()]
     for length, row in enumerate(rows, 2):
         model(mx.zeros((1, length), mx.int32), cache=row)
-    alone = [copied(row) for row in rows] if attention.installed() else []
+    alone = [copied(row) for row in rows] if installed() else []
     batch = merge(rows)
     own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, OwnRowsKVCache | AddressedKVCache)]
     check_kinds(own)

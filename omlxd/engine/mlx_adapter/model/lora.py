@@ -32,15 +32,12 @@ from mlx_lm.utils import load_adapters
 
 from ....errors import AdapterError, ModelError
 from ....models.adapters import ADAPTER_FILES, check_adapter
+from ..attention.backend import current
 from ..runtime.device import backend
 
 log = logging.getLogger(__name__)
 
 _LEAVES = ("lora_a", "lora_b", "m")
-GATHERED = 8
-"""On CUDA each side of a matrix in a gathered product is a multiple of this: with ranks of 2, 3 and 4, or 30
-outputs, MLX's ends with "misaligned address", after which nothing of the process runs on the GPU (H200)."""
-
 NEAR = 0.02
 """How far logits of a row may be from those that it has alone, as a share of the largest: rounding."""
 
@@ -174,7 +171,7 @@ class Adapters:
         if len(scales) == 1 and all(type(module) is LoRALinear for module in modules.values()):
             adapter.scale = float(scales.pop() or 0)
             sides = [side for m in modules.values() for side in (m.lora_a.shape[0], m.lora_b.shape[1])]
-            adapter.mixes = backend() != "cuda" or not any(side % GATHERED for side in sides)
+            adapter.mixes = not any(side % current().gathered_multiple for side in sides)
         self._stack()
         adapter.mixes = adapter.mixes and self._agrees(adapter)
 
@@ -213,9 +210,8 @@ class Adapters:
             if not pairs:
                 slot.a = slot.b = mx.zeros(0)
                 continue
-            rank = max(a.shape[1] for a, _ in pairs.values())
-            if backend() == "cuda":
-                rank = -(-rank // GATHERED) * GATHERED
+            rank, multiple = max(a.shape[1] for a, _ in pairs.values()), current().gathered_multiple
+            rank = -(-rank // multiple) * multiple
             (some_a, some_b), *_ = pairs.values()
             # Gathered products of a CPU are float32 alone.
             dtype = mx.float32 if backend() == "cpu" else mx.result_type(*(a for a, _ in pairs.values()))

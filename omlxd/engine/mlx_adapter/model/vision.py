@@ -33,7 +33,6 @@ from ....common.files import read_small
 from ....errors import ModelError
 from ....models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
 from ..attention import hooks as attention
-from ..cache import segments
 from ..cache.kinds import Cache, add_arrays_kind, leaves
 from ..cache.rows import RowsOfOwn
 from . import tower
@@ -70,11 +69,9 @@ def import_vlm(name: str) -> ModuleType:
 
 
 def _model_package(config: dict[str, Any]) -> ModuleType:
-    if not attention.installed():
-        segments.install()
+    attention.install()
     # Before models take the function from there.
-    attend = attention.attend if attention.installed() else segments.attend
-    cast(Any, import_vlm("models.base")).scaled_dot_product_attention = attend
+    cast(Any, import_vlm("models.base")).scaled_dot_product_attention = attention.attend
     return import_vlm("utils").get_model_and_args(dict(config))[0]
 
 

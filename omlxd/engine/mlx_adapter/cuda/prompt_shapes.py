@@ -4,7 +4,7 @@ cuBLAS and cuDNN choose the order of their sums by shapes. So the bits of KV dep
 in a pass, and with it on where a cached prefix ended. Here a product of few rows is padded to the number of
 rows from which all have the bits of a whole chunk, and attention has the shapes of `shape_of`. Each kind is
 checked when it is first met. Where the check fails, and for quantised weights, experts and adapters, nothing
-changes; windows have a kernel that needs no shapes (cuda/prompt_attention.py). The last pass needs none of
+changes; windows have a kernel that needs no shapes (prompt_attention.py). The last pass needs none of
 this: the prompt alone decides how many tokens it has.
 
 On an H100 products of 192 to 2,048 rows have the same bits, with weights of an 8B shape, of a 3B one and of
@@ -25,8 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ....common.units import PREFILL_CHUNK
-from ..cuda import kernel_store
-from ..runtime.device import backend
+from . import kernel_store
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ _own_linear = nn.Linear.__call__
 def fixed_shapes(on: bool) -> Iterator[None]:
     """Whether what is computed inside is a pass before a prompt's last one."""
     global _fixed
-    before, _fixed = _fixed, on and backend() == "cuda"
+    before, _fixed = _fixed, on
     try:
         yield
     finally:

@@ -1,0 +1,130 @@
+"""What computes attention: one interface for MLX's own, and for kernels that stand beside it (cuda/).
+
+The road of a Mac (`runtime`, `attention`, `cache`, `model`) asks `current()` and imports no backend but MLX's
+own, whose answers are the defaults of `AttentionBackend`. A package that has another registers it, by the
+name of the device that it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from ..runtime.device import backend as device
+from . import by_rows
+
+
+class AttentionCall(NamedTuple):
+    """What a model asks of attention: (rows, heads, new tokens, width).
+
+    queries       (rows, heads, new tokens, width)
+    keys, values  (rows, KV heads, tokens, width) that a cache gave out; packed: lists of parts
+    cache         None: the layer reads what another one's cache gave out
+    sinks         (heads,)
+    """
+
+    queries: mx.array
+    keys: Any
+    values: Any
+    cache: Any
+    scale: float
+    mask: Any
+    sinks: mx.array | None = None
+
+
+class AttentionBackend(Protocol):
+    """Kernels, and what the engine has to know of the device that they run on. Subclass it: a default is what
+    holds for MLX's own attention.
+
+    pads_last_chunks  last chunks of several prompts may share a forward, padded to the longest
+    compiles_late     MLX compiles kernels in the requests that need them first: a load rehearses some
+    views_in_place    Python's view of an array is the array; else the array moves to where Python reads it
+    memory_reserve    share of the memory that stays free
+    uneven_up_to      tokens up to which a batch's arrays are no multiple of `GROW_STEP`; 0: all are one
+    gathered_multiple  of which each side of a matrix in a gathered product must be one
+    """
+
+    name: str
+    pads_last_chunks: bool = True
+    compiles_late: bool = False
+    views_in_place: bool = True
+    memory_reserve: float = 0.02
+    uneven_up_to: int = 0
+    gathered_multiple: int = 1
+
+    def install(self) -> None:
+        """Patch what the kernels need of mlx-lm. Called at each load, before the model is read."""
+
+    def forward(self, call: AttentionCall) -> mx.array | None:
+        """Attention to KV of a cache that does not attend by itself; None: by MLX's own."""
+        return None
+
+    def over_segments(self, call: AttentionCall) -> mx.array | None:
+        """Attention of one row to its segments, and to its tail, which `keys` and `values` are; None: by
+        MLX's own products. `cache` is a `Segmented`, and the mask hides what comes after a token."""
+        return None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences share prefixes unless the owner says otherwise."""
+        return device() == "cpu"
+
+    @property
+    def masked_cost(self) -> float:
+        """Times the KV bytes that a batch of unequal rows costs, beside one of equal rows."""
+        return 1.0
+
+    def reads_own_rows(self) -> bool:
+        """Whether attention reads no padding of a joint batch."""
+        return False
+
+    def use_kernel_folder(self, folder: Path) -> None:
+        """Keep kernels and passed checks in `folder`, whose parent exists. Call before MLX computes."""
+
+    def chunk(self, *, final: bool) -> AbstractContextManager[None]:
+        """Around a forward: whether it is a prompt's last chunk or a decode step (`final`), or one before."""
+        return nullcontext()
+
+    def trim_memory(self) -> None:
+        """Give back what was freed, where memory is short."""
+
+    def free_memory(self) -> int | None:
+        """Bytes of the device's memory that can be had; None: MLX's figures say it."""
+        return None
+
+    def keep_on_host(self, view: memoryview) -> str:
+        """Keep the memory of `view` with the host, mapped by the device. Returns why not; empty: it is."""
+        return ""
+
+    def wait(self) -> None:
+        """Wait until the device has done all that it was given."""
+
+
+class MlxBackend(AttentionBackend):
+    """MLX's own attention, on a CPU and on Metal."""
+
+    name = "mlx"
+
+    def forward(self, call: AttentionCall) -> mx.array | None:
+        return by_rows.attend(*call)
+
+
+_made: dict[str, Callable[[], AttentionBackend]] = {}
+_current: AttentionBackend | None = None
+
+
+def register(of_device: str, make: Callable[[], AttentionBackend]) -> None:
+    """Have `make` give the backend of a device: a name that `device.backend` gives."""
+    _made[of_device] = make
+
+
+def current() -> AttentionBackend:
+    """The backend of MLX's default device, which the first call asks for."""
+    global _current
+    if _current is None:
+        _current = _made.get(device(), MlxBackend)()
+    return _current
