@@ -33,6 +33,7 @@ from .attention.by_rows import ratio as rows_alone_ratio
 from .cache.batch import EvenBatchKVCache, round_up
 from .cache.kinds import (
     Cache,
+    RowTail,
     StateLayout,
     append_tokens,
     can_take_back,
@@ -43,6 +44,7 @@ from .cache.kinds import (
     keep_rows,
     keeps_latents_of_own,
     layout_of,
+    let_go,
     merge,
     new_cache,
     open_tails,
@@ -62,7 +64,6 @@ from .cache.kinds import (
 from .cache.live_segments import LiveSegments
 from .cache.packed import Quantisation
 from .cache.segments import SEGMENT, Segment, add_segment, segmented_layers
-from .cuda.addressed_rows import Tail, let_go
 from .cuda.compiled_step import CompiledStep
 from .cuda.fused_attention import MOST_NEW
 from .model.inspection import attention_from, write_keys

@@ -102,7 +102,7 @@ class DecodeBatch:
         self.rows: list[Sequence] = []
         self._cache: mlx_adapter.Cache = []
         self._merged = False
-        self._left: list[mlx_adapter.Tail] = []  # Of rows that have left: a step on its way writes there.
+        self._left: list[mlx_adapter.RowTail] = []  # Of rows that have left: a step on its way writes there.
         self._inputs: mx.array | None = None
         self._unread: list[bool] = []
         self._sampler: BatchSampler | None = None

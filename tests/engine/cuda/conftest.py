@@ -23,7 +23,6 @@ from omlxd.engine.mlx_adapter.cuda import (
     attention_packed,
     compiled_step,
     fused_step,
-    index_kernel,
     latent_kernel,
     segment_attention,
 )
@@ -281,7 +280,7 @@ def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         return mx.array(numbers, mx.uint64)
 
     monkeypatch.setattr(segment_attention, "addresses_of", addresses_of)
-    for module in (addressed_rows, compiled_step, index_kernel, latent_kernel, segment_attention):
+    for module in (addressed_rows, compiled_step, latent_kernel, segment_attention):
         monkeypatch.setattr(module, "put", put_by_number)
 
 
@@ -406,38 +405,6 @@ class LatentReference:
         return [mx.concatenate(list(parts), axis=2) for parts in zip(*pieces, strict=True)]
 
 
-class IndexReference:
-    """What index_kernel.IndexKernel computes, token by token."""
-
-    calls = 0
-
-    def over_tails(
-        self, queries: Any, weights: Any, tails: Tails, ends: list[int], behind: Any, most: int
-    ) -> mx.array:
-        return self.step(queries, weights, tails, mx.array(ends), behind, most)
-
-    def step(
-        self, queries: Any, weights: Any, tails: Tails, ends: mx.array, behind: Any, most: int
-    ) -> mx.array:
-        return self.best(self.scores(queries, weights, tails, ends, behind), ends, most)
-
-    def scores(
-        self, queries: mx.array, weights: mx.array, tails: Tails, ends: mx.array, behind: mx.array
-    ) -> mx.array:
-        IndexReference.calls += 1
-        out, new = list[mx.array](), len(queries) // len(tails.table)
-        for token, end in enumerate(cast(Any, ends.tolist())):
-            keys = LatentReference.held(tails, token // new)[0][0, 0, :end].astype(mx.float32)
-            each = mx.maximum(queries[token, :, 0].astype(mx.float32) @ keys.T, 0)
-            scores = (each * weights[token].astype(mx.float32)[:, None]).sum(axis=0)
-            out.append(mx.pad(scores, (0, tails.most - end), constant_values=-mx.inf))
-        return mx.stack(out)
-
-    def best(self, scores: mx.array, ends: mx.array, most: int) -> mx.array:
-        order = np.argsort(-np.array(scores), axis=-1, kind="stable")[:, :most]
-        return mx.array(np.sort(order, axis=-1).astype(np.int32))
-
-
 FEW_CHECKS = {
     "UNEQUAL_TOKENS": 40,
     "CHECKED_ROWS": (3, 4),
@@ -459,7 +426,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
     kernel = Reference()
     Reference.calls = Reference.several = Reference.steps = Reference.by_address = 0
     over_segments = SegmentReference()
-    SegmentReference.calls = SegmentReference.several = LatentReference.calls = IndexReference.calls = 0
+    SegmentReference.calls = SegmentReference.several = LatentReference.calls = 0
     known_addresses(monkeypatch)
 
     def install(few_checks: bool = True) -> None:
@@ -471,7 +438,6 @@ def reference(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(segment_attention, "in_use", lambda: True)
         monkeypatch.setattr(attention_packed, "kernel_for", lambda *parts: PackedReference(parts[-1]))
         monkeypatch.setattr(latent_kernel, "kernel_for", lambda *_: LatentReference())
-        monkeypatch.setattr(index_kernel, "kernel_for", lambda *_: IndexReference())
         attention.install()
 
     return install

@@ -7,7 +7,7 @@ name of the device that it is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -66,6 +66,11 @@ class AttentionBackend(Protocol):
     def over_segments(self, call: AttentionCall) -> mx.array | None:
         """Attention of one row to its segments, and to its tail, which `keys` and `values` are; None: by
         MLX's own products. `cache` is a `Segmented`, and the mask hides what comes after a token."""
+        return None
+
+    def row_batch(self, rows: Sequence[Any], kind: str) -> Any | None:
+        """A layer of a batch, a `RowBatch`, of `rows`, the caches of one sequence each; None: cache/rows.py
+        has it. `kind` is a name of cache/kinds.py. Raises RuntimeError where it reads no such rows."""
         return None
 
     @property

@@ -6,8 +6,6 @@ with arrays of all rows. For one token a row `let_choose` lets the index of a ba
 keys and choose among each row's own. Latents (mla_rows.py) read what it chose, and the model is told that
 all tokens are read. Several tokens of a row are as many rows. Longer passes are the model's own.
 
-On CUDA cuda/index_kernel.py makes the scores, and cuda/latent_kernel.py reads the chosen latents by address.
-
 Six layers of 512, 16 heads, latents of 512, an index of 16 heads that chooses 1,024 tokens, random, float32,
 OpenBLAS, two CPUs, four rows from 2,000 tokens on (tools/bench/joins.py --rows 4 --context 2000 --turns 3
 --rounds 1), as one array and so, milliseconds: a join 285 and 120, a leave 209 and 107, a step 210 and 110.
@@ -22,9 +20,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from ..cuda import index_kernel
-from ..cuda.addressed_rows import tails_of
-from .mla_rows import AddressedLatentsKVCache, LatentRows, LatentRowsKVCache
+from .mla_rows import LatentRows, LatentRowsKVCache
 from .rows import each_row
 
 
@@ -83,24 +79,6 @@ class IndexRowsKVCache(IndexRows, LatentRowsKVCache):
         return [array.reshape(len(self.rows), self.new, *array.shape[1:]) for array in arrays]
 
 
-class AddressedIndexKVCache(IndexRows, AddressedLatentsKVCache):
-    """A layer of a batch on CUDA."""
-
-    @property
-    def newest(self) -> list[mx.array]:
-        return [] if self._behind is None else [self._behind]
-
-    def _choose(self, queries: mx.array, weights: mx.array, most: int) -> mx.array | None:
-        """(tokens of all rows, most), in order. Those that a token does not see come last."""
-        kernel = index_kernel.kernel_for(queries)
-        if kernel is None or self._behind is None:
-            raise RuntimeError("no kernel reads this index by address")
-        if max(self.lengths) <= most:
-            return None
-        (tails,) = tails_of([self], 1)
-        return kernel.over_tails(queries, weights, tails, self.seen, self._behind, most)
-
-
 def best(scores: mx.array, most: int) -> mx.array:
     """(…, most): places of the largest of `scores`, (…, tokens), in order of place."""
     return mx.sort(mx.argpartition(scores, kth=-most, axis=-1)[..., -most:], axis=-1)
@@ -131,8 +109,6 @@ class ChosenLatents:
     def __init__(self, latents: Any, index: Any):
         self._latents, self._index = latents, index
         self._members = Member(latents), Member(index)
-        self.rows = True
-        """attention/by_rows.py looks whether there are some."""
 
     def __getitem__(self, at: int) -> Member:
         return self._members[at]

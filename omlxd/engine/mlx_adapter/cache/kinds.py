@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -25,13 +25,12 @@ from mlx_lm.models.cache import (
 
 from ....kv.layout import Group, KVLayout
 from ..attention import backend
-from ..cuda.addressed_rows import AddressedKVCache, Tail
 from ..runtime.device import SAFETENSORS_DTYPE
 from .batch import EvenBatchKVCache, WindowBatchKVCache, round_up
-from .dsa_rows import AddressedIndexKVCache, IndexRowsKVCache
-from .mla_rows import AddressedLatentsKVCache, LatentRowsKVCache
+from .dsa_rows import IndexRowsKVCache
+from .mla_rows import LatentRowsKVCache
 from .packed import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
-from .rows import OwnRowsKVCache
+from .rows import OwnRowsKVCache, RowBatch
 from .segments import Segment, Segmented, SegmentedKVCache, SegmentedQuantisedKVCache, segmented_layers
 
 Cache = list[Any]
@@ -91,7 +90,7 @@ class CacheKind:
                it has none yet
     restore    (cache, arrays as `state_of` gives them, tokens that they hold)
     batch      the class whose `merge` makes a batch of such caches, but for rows with arrays of their own
-               (rows.py, cuda/addressed_rows.py); `state_of` reads it where per_token. None: there is none
+               (rows.py); `state_of` reads it where per_token. None: there is none
     trim       forgets the last tokens of a pass of several, of one sequence; None: only by going back to what
                was there before (`before_pass`)
     quantise   makes an empty cache that keeps the same in fewer bits; None: it stays as it is
@@ -456,7 +455,7 @@ def _span(
         at = end
     if stop > at or not parts:
         parts.append(tail[:, :, column + max(start - at, 0) : column + stop - at])
-    elif len(parts) == 1:  # A copy: see `addresses_of`.
+    elif len(parts) == 1:  # A copy: a backend may have told a kernel where it lies.
         parts.append(parts[0][:, :, :0])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
@@ -501,12 +500,8 @@ LATENTS, INDEX, PLAIN = "latents", "index", "kv"
 """What `own_rows` of a leaf says where its rows keep arrays of their own: latents of MLA, keys by which
 DeepSeek V3.2 chooses among them, other KV."""
 
-_ROWS_OF_OWN = {
-    LATENTS: (LatentRowsKVCache, AddressedLatentsKVCache),
-    INDEX: (IndexRowsKVCache, AddressedIndexKVCache),
-    PLAIN: (OwnRowsKVCache, AddressedKVCache),
-}
-"""Classes of a batch's layer: on a CPU and Metal, and on CUDA."""
+_ROW_BATCHES = {LATENTS: LatentRowsKVCache, INDEX: IndexRowsKVCache, PLAIN: OwnRowsKVCache}
+"""Classes of a batch's layer, where the backend has none of its own."""
 
 
 def keeps_latents(leaf: Any) -> bool:
@@ -543,7 +538,8 @@ def merge(caches: Sequence[Cache]) -> Cache:
 
 def _merge_leaves(*rows: Any) -> Any:
     if own := getattr(rows[0], "own_rows", ""):
-        return _ROWS_OF_OWN[own][backend.current().name == "cuda"](rows)
+        made = backend.current().row_batch(rows, own)
+        return _ROW_BATCHES[own](rows) if made is None else made
     kind = KINDS.get(type(rows[0]))
     return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
 
@@ -578,7 +574,7 @@ def _extend(batch: Cache, other: Cache, as_batch: Callable[[Any], Any]) -> None:
 
 def _copier(batch: Cache) -> Callable[[Any], None]:
     """What to call with each layer of `batch` that has a lazy copy: of a large batch it is made at once."""
-    joint = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, OwnRowsKVCache | AddressedKVCache)]
+    joint = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, RowBatch)]
     if sum(array.nbytes for array in state_arrays(joint)) < LARGE:
         return lambda layer: None
 
@@ -594,7 +590,20 @@ def _copier(batch: Cache) -> Callable[[Any], None]:
     return copied
 
 
-def keep_rows(batch: Cache, rows: Sequence[int]) -> list[Tail]:
+class RowTail(Protocol):
+    """What a backend's kernels write to of one row and layer."""
+
+    def let_go(self) -> None:
+        """Note that no kernel writes to it any more."""
+
+
+def let_go(tails: Iterable[RowTail]) -> None:
+    """Note that no kernel writes to any of `tails` any more."""
+    for tail in tails:
+        tail.let_go()
+
+
+def keep_rows(batch: Cache, rows: Sequence[int]) -> list[RowTail]:
     """Drop every other row of a batch cache.
 
     Returns the tails of those rows, which the step on its way still writes to. Keep them until that step has
@@ -615,15 +624,13 @@ def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.a
     for name, leaf in leaves(batch):
         if (kind := _kind_of_rows(leaf)) is None or not kind.per_token:
             continue
-        if isinstance(leaf, OwnRowsKVCache):
-            own = leaf.rows[row]
-            for tensor, array in _named(name, kind.state_of(own)).items():
-                found[tensor] = _span(tensor, array, 0, getattr(own, "segments", ()), start, stop)
-        elif isinstance(leaf, AddressedKVCache):
-            for tensor, array in _named(name, kind.state_of(leaf.tails[row])).items():
-                part = _span(tensor, array, 0, leaf.segments[row], start, stop)
-                is_view = part.shape[1] == 1 or part.shape == array.shape  # See `addresses_of`.
-                found[tensor] = mx.concatenate([part, part[:, :, :0]], axis=2) if is_view else part
+        if isinstance(leaf, RowBatch):
+            held, segments = leaf.held_by(row)
+            for tensor, array in _named(name, kind.state_of(held)).items():
+                part = _span(tensor, array, 0, segments, start, stop)
+                if not leaf.gives_views and (part.shape[1] == 1 or part.shape == array.shape):
+                    part = mx.concatenate([part, part[:, :, :0]], axis=2)  # A view else.
+                found[tensor] = part
         else:
             for tensor, array in _named(name, kind.state_of(leaf)).items():
                 found[tensor] = _span(tensor, array[row : row + 1], leaf.starts[row], (), start, stop)
@@ -632,9 +639,7 @@ def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.a
 
 def _kind_of_rows(leaf: Any) -> CacheKind | None:
     """The row of the class that a row of a batch's leaf has by itself."""
-    if isinstance(leaf, AddressedKVCache):
-        return KINDS[leaf.row_type]
-    return KINDS[type(leaf.rows[0])] if isinstance(leaf, OwnRowsKVCache) else _BATCHED.get(type(leaf))
+    return KINDS[leaf.row_type] if isinstance(leaf, RowBatch) else _BATCHED.get(type(leaf))
 
 
 def row_states(batch: Cache, row: int) -> dict[str, mx.array]:
@@ -643,8 +648,6 @@ def row_states(batch: Cache, row: int) -> dict[str, mx.array]:
     for name, leaf in leaves(batch):
         if (kind := _kind_of_rows(leaf)) is None or kind.per_token:
             continue
-        of_row = (
-            leaf.window_of(row) if isinstance(leaf, AddressedKVCache) else kind.state_of(leaf.extract(row))
-        )
+        of_row = leaf.window_of(row) if hasattr(leaf, "window_of") else kind.state_of(leaf.extract(row))
         found |= _named(name, of_row)
     return found

@@ -4,7 +4,7 @@ MLA keeps a latent of each token, from which all heads' keys and values are made
 RoPE turns. mlx-lm's models (deepseek_v3.py and its kin) multiply that part by their queries before they
 attend, so attention alone can't read a row's own. For one token a row the cache gives an identity matrix in
 place of those parts: what the model then hands on as mask is its queries, and `attend` reads each row's
-latents and parts by them. On CUDA cuda/latent_kernel.py does, by address.
+latents and parts by them.
 
 Of several tokens models make keys and values of each head from all latents. `take_tokens_for_rows` lets
 attention take up to `MOST_NEW` tokens of a row for as many rows, and so read latents as they are. Longer
@@ -29,17 +29,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
 from ..attention import hooks as attention
 from ..attention.by_rows import Pair
-from ..cuda import latent_kernel
-from ..cuda.addressed_rows import AddressedKVCache, tails_of
 from ..runtime.arrays import rows_at
 from . import segments
-from .rows import OwnRowsKVCache, RowsOfOwn, append, each_row, offsets_of
+from .rows import OwnRowsKVCache, RowBatch, append, each_row, offsets_of
 
 MOST_NEW = 16
 """Tokens of a row that attention takes for rows: those of a pass with guesses.
@@ -50,7 +48,7 @@ rows 2,500 and 204. Of one token: 32 and 33, 82 and 71.
 """
 
 
-class LatentRows(RowsOfOwn):
+class LatentRows(RowBatch):
     """What a layer of a batch whose rows have latents of their own gives a model: latents as keys, parts as
     values.
 
@@ -190,46 +188,6 @@ class LatentRowsKVCache(LatentRows, OwnRowsKVCache):
         counts = mx.arange(self.lengths[row] - new, self.lengths[row])[:, None, None] + 1
         scores = mx.where(mx.arange(most) < counts, scores, -mx.inf)
         return mx.softmax(scores, axis=-1, precise=True) @ latents
-
-
-class AddressedLatentsKVCache(LatentRows, AddressedKVCache):
-    """A layer of a batch on CUDA."""
-
-    latents = True
-
-    @property
-    def lengths(self) -> list[int]:
-        return [base + end for base, end in zip(self.bases, self.ends, strict=True)]
-
-    def places(self, new: int, more: int = 0) -> tuple[list[int], list[int]]:
-        """Tokens of each row: in segments, and all once `more` have come."""
-        return self.bases, [length + more for length in self.lengths]
-
-    @property
-    def seen(self) -> list[int]:
-        """How many tokens of its row each of the newest `new` ones sees, itself included."""
-        return [length - self.new + i + 1 for length in self.lengths for i in range(self.new)]
-
-    def _put(self, keys: mx.array, values: mx.array) -> None:
-        AddressedKVCache._put(self, keys, values)
-        self.put_fresh()
-
-    def _whole(self, row: int) -> Pair:
-        return self.joined(row, 0, self.ends[row])
-
-    def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any
-    ) -> mx.array:
-        out = super().attend(queries, keys, values, scale, mask, sinks)
-        # Of several tokens nothing else asks for what puts them into the tails.
-        return out if queries.shape[2] == 1 else cast(Any, mx.depends)(out, self._behind)
-
-    def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float, chosen: Any) -> mx.array:
-        kernel = latent_kernel.kernel_for(queries, rope_queries)
-        if kernel is None or self._behind is None:
-            raise RuntimeError("no kernel reads these latents by address")
-        (tails,) = tails_of([self], 1)
-        return kernel.over_tails(queries, rope_queries, tails, self.seen, scale, self._behind, chosen)
 
 
 def attentions(model: Any) -> list[Any]:

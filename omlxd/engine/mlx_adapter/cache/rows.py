@@ -5,8 +5,8 @@ outgrows it (batch.py). Attention goes row by row, as it does where that pays (a
 that begin with the same segments read those once, together (segments.py). Windows and packed KV (packed.py)
 that is not in segments are read as they are of a row alone: by MLX's own attention, with the row's own mask.
 
-`loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. On CUDA
-cuda/addressed_rows.py does the same. mla_rows.py has rows of MLA.
+`loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. A
+backend may have a batch of its own (`AttentionBackend.row_batch`). mla_rows.py has rows of MLA.
 """
 
 from __future__ import annotations
@@ -26,20 +26,25 @@ from . import segments
 from .segments import OWN_MASK
 
 
-class RowsOfOwn:
-    """What a layer of a batch whose rows keep arrays of their own gives a model.
+class RowBatch:
+    """A layer of a batch whose rows keep arrays of their own.
 
-    window   tokens that a new one sees; 0: all
-    pending  `update_and_fetch` gave out the new tokens, and `attend` has not got them yet
+    window     tokens that a new one sees; 0: all
+    pending    `update_and_fetch` gave out the new tokens, and `attend` has not got them yet
+    row_type   the class of a row's cache by itself
+    is_checked  a backend's `attend` compares with MLX's own, and raises RuntimeError where they differ
+    gives_views  views of what a row keeps may be given out; else copies must
 
     `update_and_fetch` gives the new tokens alone; `attend` reads the others. `make_mask` gives no array.
     Raises RuntimeError where the model attends otherwise.
     """
 
     window = 0
+    row_type: type
+    gives_views = True
 
     def __init__(self) -> None:
-        self.pending = False
+        self.pending = self.is_checked = False
         self._given: tuple[mx.array, mx.array] | None = None
 
     def _give(self, keys: mx.array, values: mx.array) -> None:
@@ -48,6 +53,10 @@ class RowsOfOwn:
             raise RuntimeError("this model's attention does not read the rows of a batch one by one")
         self.pending, self._given = True, (keys, values)
         attention.note_given(keys, values, self)
+
+    def held_by(self, row: int) -> tuple[Any, Sequence[Any]]:
+        """What `state_of` of the table of kinds reads for a row, and the segments before it."""
+        raise NotImplementedError
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the newest pass got, for layers that attend to this one's KV after it."""
@@ -61,7 +70,7 @@ class RowsOfOwn:
         return OWN_MASK
 
 
-class OwnRowsKVCache(RowsOfOwn):
+class OwnRowsKVCache(RowBatch):
     """A layer of a batch.
 
     rows     a cache of one sequence each, all of one class; `attend` reads them one by one
@@ -71,6 +80,7 @@ class OwnRowsKVCache(RowsOfOwn):
     def __init__(self, rows: Iterable[Any]):
         super().__init__()
         self.rows = list(rows)
+        self.row_type = type(self.rows[0])
         self.window: int = getattr(self.rows[0], "max_size", 0)
         self.masks: list[Any] = []
 
@@ -141,6 +151,9 @@ class OwnRowsKVCache(RowsOfOwn):
 
     def extract(self, row: int) -> Any:
         return self.rows[row]
+
+    def held_by(self, row: int) -> tuple[Any, Sequence[Any]]:
+        return self.rows[row], getattr(self.rows[row], "segments", ())
 
 
 def append(row: Any, keys: mx.array, values: mx.array) -> None:

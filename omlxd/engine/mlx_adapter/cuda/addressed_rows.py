@@ -1,7 +1,7 @@
 """A batch on CUDA whose rows keep arrays of their own: kernels are told where each row's lie.
 
 Joining and leaving copies nobody's KV, and a row grows alone. Layers may keep all tokens or a window of them,
-packed or not, behind segments that rows share or without any. cache/rows.py has the same for other backends.
+packed or not, behind segments that rows share or without any. cache/rows.py has the same for MLX's own.
 
 A kernel puts new tokens into arrays that MLX takes for unchanged. So nobody else may write there (`tails_of`
 sees to it), what is read of them later is in another evaluation, and none is freed while a kernel may write.
@@ -25,8 +25,9 @@ from mlx.utils import tree_map
 
 from ..cache.batch import MOST_ROOM, round_up
 from ..cache.packed import parts_of
-from ..cache.rows import RowsOfOwn, offsets_of
+from ..cache.rows import RowBatch, offsets_of
 from ..cache.segments import OWN_MASK, Pair, Segment
+from ..runtime.arrays import CLOSE, distance
 from . import attend, attention_packed, segment_attention, segments
 from . import driver as cuda_driver
 from .attention_kernel import Tails, constant, put
@@ -38,24 +39,6 @@ TAIL_STEP = 1024
 MOST_TAKEN_BACK = 16
 """Tokens that a ring holds beside its window. A pass of so many overwrites no token that its first one sees,
 and its guesses can be forgotten. Before a longer pass the ring grows."""
-
-CLOSE = 0.05
-"""A check fails from this distance on. bfloat16's rounding is 0.01; rows that read others' tokens, or one
-token less, are at 0.3 and more."""
-
-
-def distance(got: mx.array, want: mx.array) -> float:
-    """Root of the mean square of their difference, as a share of that of `want`."""
-    got, want = got.astype(mx.float32), want.astype(mx.float32)
-    return cast(float, mx.sqrt(mx.square(got - want).mean() / mx.square(want).mean()).item())
-
-
-def check_kinds(layers: Sequence[Any]) -> None:
-    """From now on the first layer of each kind compares its kernel with MLX's own attention. Where they
-    differ, its `attend` raises RuntimeError."""
-    kinds = {(layer.row_type, layer.window): layer for layer in reversed(layers) if hasattr(layer, "tails")}
-    for layer in kinds.values():
-        layer.is_checked = True
 
 
 class Tail:
@@ -105,6 +88,12 @@ class Tail:
         """Copies of tokens `first` to `end`: keys and values."""
         return self._mapped(lambda part: _in_order(part, first, end))
 
+    def let_go(self) -> None:
+        """Note that no kernel writes here any more. A tail that is freed before waits for the GPU."""
+        if self.address:
+            _written.pop(self.address[0], None)
+            self.address = []
+
     def __deepcopy__(self, memo: object) -> Tail:
         return Tail(*self._mapped(_copy))
 
@@ -132,15 +121,7 @@ def _in_order(part: mx.array, first: int, end: int) -> mx.array:
     return mx.concatenate([part[:, :, column : column + end - first], behind], axis=2)
 
 
-def let_go(tails: Sequence[Tail]) -> None:
-    """Forget `tails`, which no kernel writes to any more. A tail that is freed before waits for the GPU."""
-    for tail in tails:
-        if tail.address:
-            _written.pop(tail.address[0], None)
-            tail.address = []
-
-
-class AddressedKVCache(RowsOfOwn):
+class AddressedKVCache(RowBatch):
     """A layer of a batch. Of rows of one class: KVCache, QuantisedKVCache, RotatingKVCache, one `Segmented`.
 
     row_type  that class
@@ -148,13 +129,14 @@ class AddressedKVCache(RowsOfOwn):
     how       keys and values are packed so, or None
     ends      tokens of each row, behind its `segments`
     tails     none until the first tokens come, of rows that have none
-    is_checked  `attend` compares with MLX's own attention
 
     `attend` has the kernels read the other tokens. Raises RuntimeError where there is no kernel for it, too.
     """
 
     latents = False
     """Whether it keeps latents of MLA."""
+    gives_views = False
+    """A kernel writes where it was told that an array lies (`segment_attention.addresses_of`)."""
 
     def __init__(self, rows: Sequence[Any]):
         super().__init__()
@@ -174,7 +156,6 @@ class AddressedKVCache(RowsOfOwn):
         if len(self.tails) not in (0, len(rows)):
             raise RuntimeError("rows with KV and without it don't mix")
         self.table: mx.array | None = None  # As `Tails` has it.
-        self.is_checked = False
         self._fresh: tuple[Any, ...] = ()  # To be put into the tails.
         self._behind: mx.array | None = None  # As `Kernel.over_tails` has it.
         self._shared: Shared | None = None
@@ -388,6 +369,9 @@ class AddressedKVCache(RowsOfOwn):
     def trim_rows(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[row]` tokens of each row."""
         self.ends = [end - count for end, count in zip(self.ends, counts, strict=True)]
+
+    def held_by(self, row: int) -> tuple[Any, Sequence[Any]]:
+        return self.tails[row], self.segments[row]
 
     def window_of(self, row: int) -> dict[str, mx.array]:
         """Copies of keys and values of a row's window, in order."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from ..attention.backend import AttentionBackend, AttentionCall
+from ..cache.kinds import INDEX, LATENTS
 from . import attend, driver, kernel_store, prompt_shapes
+from .addressed_rows import AddressedKVCache
+from .mla_rows import AddressedLatentsKVCache
 
 MASKED_COST = 6.0
 """Times the KV bytes of rows of unequal length, where attention with a mask leaves its fused kernel.
@@ -46,6 +51,11 @@ class CudaBackend(AttentionBackend):
 
     def over_segments(self, call: AttentionCall) -> mx.array | None:
         return attend.attend_over_segments(call)
+
+    def row_batch(self, rows: Sequence[Any], kind: str) -> AddressedKVCache:
+        if kind == INDEX:
+            raise RuntimeError("no kernel reads an index by address")
+        return AddressedLatentsKVCache(rows) if kind == LATENTS else AddressedKVCache(rows)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -40,15 +40,13 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 from ..attention import hooks as attention
 from ..attention.backend import current
 from ..cache.batch import EvenBatchKVCache, WindowBatchKVCache
-from ..cache.dsa_rows import AddressedIndexKVCache
 from ..cache.kinds import COPIED, KINDS, Cache, arrays_of, leaves
-from ..cache.mla_rows import AddressedLatentsKVCache, same_parts
+from ..cache.mla_rows import same_parts
 from ..cache.packed import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from ..cache.segments import SegmentedKVCache
 from . import (
     attend,
     attention_packed,
-    index_kernel,
     kernel_store,
     latent_kernel,
     segment_attention,
@@ -59,6 +57,7 @@ from .addressed_rows import AddressedKVCache, Tail, tails_of
 from .attention_kernel import Tails, put
 from .fused_attention import ARCHITECTURES, MOST_NEW, owners_of
 from .fused_step import Between, FusedStep, Layer, Unfusable
+from .mla_rows import AddressedLatentsKVCache
 from .segment_attention import Shared
 
 log = logging.getLogger(__name__)
@@ -235,8 +234,6 @@ class StepKV:
         self.owners = owners
         self.starts, self.ends, self.offset, self._window = starts, ends, offset, window
         self._fresh: tuple[mx.array, mx.array] | None = None
-        self.chosen: mx.array | None = None  # As `LatentRows` and `IndexRows` have it.
-        self.newest: list[mx.array] = []
         self.done = False
 
     @property
@@ -300,19 +297,9 @@ class StepKV:
         kernel = None if self.done else latent_kernel.kernel_for(queries, rope_queries)
         if kernel is None:
             raise Untraceable("no kernel for this attention")
-        behind, chosen = put(fresh, self.keys, self.ends - self.starts), self.chosen
+        behind = put(fresh, self.keys, self.ends - self.starts)
         self.done = True
-        return kernel.step(queries, rope_queries, self.keys, self.ends, scale, behind, chosen)
-
-    def choose(self, queries: mx.array, keys: mx.array, weights: mx.array, most: int) -> None:
-        """As `IndexRows`."""
-        kernel = index_kernel.kernel_for(queries) if self._latents and not self.done else None
-        if kernel is None:
-            raise Untraceable("no kernel for this index")
-        behind = put((keys, mx.zeros_like(keys)), self.keys, self.ends - self.starts)
-        self.newest, self.done = [behind], True
-        if self.keys.most > most:
-            self.chosen = kernel.step(queries, weights, self.keys, self.ends, behind, most)
+        return kernel.step(queries, rope_queries, self.keys, self.ends, scale, behind)
 
 
 def fused_step(model: Any) -> FusedStep | None:
@@ -434,7 +421,7 @@ def _blank(layer: Any, held: Any, count: int) -> mx.array:
 TRACED = {
     *(KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache),
     *(SegmentedKVCache, QuantisedKVCache, QuantisedBatchKVCache),
-    *(AddressedKVCache, AddressedLatentsKVCache, AddressedIndexKVCache),
+    *(AddressedKVCache, AddressedLatentsKVCache),
 }
 """Classes of the layers of a cache, no other subclass."""
 

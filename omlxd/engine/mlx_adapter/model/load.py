@@ -59,12 +59,12 @@ from ..cache.kinds import (
 from ..cache.live_segments import LiveSegments
 from ..cache.mla_rows import MOST_NEW, attentions, calls_of, take_tokens_for_rows
 from ..cache.packed import Quantisation, QuantisedKVCache
-from ..cache.rows import OwnRowsKVCache
+from ..cache.rows import RowBatch
 from ..cache.segments import SegmentedKVCache, SegmentedQuantisedKVCache
 from ..cuda import early_compile, kernel_store, products
-from ..cuda.addressed_rows import CLOSE, AddressedKVCache, check_kinds, distance
 from ..cuda.compiled_step import AFTER, CompiledStep, kind_of, packed_share, reads_by_address, steps_share
 from ..cuda.fused_step import may_fuse
+from ..runtime.arrays import CLOSE, distance
 from ..runtime.device import backend
 from ..runtime.mapped import MappedWeights
 from . import tower, vision
@@ -485,8 +485,9 @@ def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None
         model(mx.zeros((1, length), mx.int32), cache=row)
     alone = [copied(row) for row in rows] if installed() else []
     batch = merge(rows)
-    own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, OwnRowsKVCache | AddressedKVCache)]
-    check_kinds(own)
+    own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, RowBatch)]
+    for leaf in {(leaf.row_type, leaf.window): leaf for leaf in reversed(own)}.values():
+        leaf.is_checked = True
     out = model(tokens, cache=batch)
     if alone:
         mx.eval(out)  # So that new tokens are in their places.

@@ -34,7 +34,7 @@ from ....errors import ModelError
 from ....models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
 from ..attention import hooks as attention
 from ..cache.kinds import Cache, add_arrays_kind, leaves
-from ..cache.rows import RowsOfOwn
+from ..cache.rows import RowBatch
 from . import tower
 
 _FEATURES = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
@@ -322,7 +322,7 @@ def _let_rows_mask_themselves(language: Any) -> None:
         return
 
     def masks(h: mx.array, cache: Sequence[Any], types: mx.array | None = None) -> list[Any]:
-        if types is not None or not any(isinstance(layer, RowsOfOwn) for layer in cache):
+        if types is not None or not any(isinstance(layer, RowBatch) for layer in cache):
             return own(h, cache, types)
         kinds = [layer.layer_type for layer in text.layers]
         windows = {"sliding_attention": text.window_size}

@@ -52,6 +52,17 @@ def rows_at(array: mx.array, rows: Sequence[int]) -> mx.array:
     return mx.concatenate([array[row : row + 1] for row in rows])
 
 
+CLOSE = 0.05
+"""A check fails from this `distance` on. bfloat16's rounding is 0.01; rows that read others' tokens, or one
+token less, are at 0.3 and more."""
+
+
+def distance(got: mx.array, want: mx.array) -> float:
+    """Root of the mean square of their difference, as a share of that of `want`."""
+    got, want = got.astype(mx.float32), want.astype(mx.float32)
+    return cast(float, mx.sqrt(mx.square(got - want).mean() / mx.square(want).mean()).item())
+
+
 class _Unwritten:
     """A safetensors file whose header can be read and whose data reads leave buffers as they are."""
 
