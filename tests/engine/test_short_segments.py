@@ -16,6 +16,7 @@ from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.transport import StagedTransport
 from omlxd.engine.mlx_adapter import LiveSegments
 from omlxd.engine.mlx_adapter.cache import segments
+from omlxd.engine.mlx_adapter.cuda import backend as cuda_backend
 from omlxd.engine.mlx_adapter.model import load as loading
 
 from .test_shared_prefix import Watching, assert_nothing_is_left
@@ -82,7 +83,7 @@ def test_a_block_longer_than_a_short_segment_is_not_cut():
 def test_where_kernels_read_segments_all_are_full(model: Path, monkeypatch: pytest.MonkeyPatch):
     assert mlx_adapter.load(model, segment=SEGMENT).segments.short == segments.SHORT_SEGMENT
     use_backend(monkeypatch, "cuda")
-    monkeypatch.setattr(loading, "steps_share", lambda model: True)
+    monkeypatch.setattr(cuda_backend, "steps_share", lambda model: True)
     monkeypatch.setattr(loading, "use_own_rows", lambda model: True)
     shared = mlx_adapter.share_prefixes(mlx_adapter.load(model).model, SEGMENT)
     assert (shared.tokens, shared.short) == (SEGMENT, 0)

@@ -36,7 +36,11 @@ class Batch:
     """Rows of unequal length that decode."""
 
     def __init__(self, loaded: mlx_adapter.LoadedModel, rows: int, context: int):
-        self.loaded, self.context, self.step = loaded, context, mlx_adapter.CompiledStep(loaded.model)
+        self.loaded, self.context, self.step = (
+            loaded,
+            context,
+            mlx_adapter.attention_backend().decode_step(loaded.model),
+        )
         self.cache = mlx_adapter.merge([self.row(0)])
         self.rows, self.steps = 1, 0
         for seed in range(1, rows):

@@ -56,12 +56,12 @@ omlxd.engine.mlx_adapter.model.load:load_tokenizer
 omlxd.engine.mlx_adapter.cuda.products:compile_activations
 omlxd.engine.mlx_adapter.cuda.products:prepare
 omlxd.engine.mlx_adapter.cuda.early_compile:begin
-omlxd.engine.mlx_adapter.model.load:_try
-omlxd.engine.mlx_adapter.model.load:CompiledStep
+omlxd.engine.mlx_adapter.model.load:run_passes
+omlxd.engine.mlx_adapter.cuda.compiled_step:CompiledStep
 omlxd.engine.mlx_adapter.model.load:share_prefixes
 omlxd.engine.mlx_adapter.model.load:use_own_rows
-omlxd.engine.mlx_adapter.model.load:compiles
-omlxd.engine.mlx_adapter.model.load:_attend_unequal
+omlxd.engine.mlx_adapter.cuda.warm_up:compiles
+omlxd.engine.mlx_adapter.cuda.warm_up:attend_unequal
 omlxd.engine.mlx_adapter.cuda.kernel_store:remembered
 omlxd.engine.mlx_adapter.cuda.kernel_store:code
 omlxd.engine.mlx_adapter.cuda.prompt_shapes:check_ahead

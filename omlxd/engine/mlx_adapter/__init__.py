@@ -26,7 +26,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 from .runtime import lean_imports  # Before whatever imports transformers.
 
 # isort: split
-from .attention.backend import AttentionBackend, register
+from .attention.backend import AttentionBackend, DecodeStep, register
 from .attention.backend import current as attention_backend
 from .attention.by_rows import pays as rows_attend_alone
 from .attention.by_rows import ratio as rows_alone_ratio
@@ -64,8 +64,6 @@ from .cache.kinds import (
 from .cache.live_segments import LiveSegments
 from .cache.packed import Quantisation
 from .cache.segments import SEGMENT, Segment, add_segment, segmented_layers
-from .cuda.compiled_step import CompiledStep
-from .cuda.fused_attention import MOST_NEW
 from .model.inspection import attention_from, write_keys
 from .model.load import (
     LayerHook,

@@ -25,7 +25,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from .. import mlx_adapter
-from ..mlx_adapter import CompiledStep, LoadedModel
+from ..mlx_adapter import DecodeStep, LoadedModel
 from ..sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
 from ..sequence import Likelihood, SamplerRow, Sequence
 from ..speculate.controller import (
@@ -88,7 +88,7 @@ class DecodeBatch:
         model: Any,
         speculation: Speculation | None = None,
         grid: int = 0,
-        compiled: CompiledStep | None = None,
+        compiled: DecodeStep | None = None,
     ):
         self._model = model
         self._compiled = compiled

@@ -12,11 +12,11 @@ from collections.abc import Sequence as Seq
 import mlx.core as mx
 
 from .. import mlx_adapter
-from ..mlx_adapter import CompiledStep, LayerHook
+from ..mlx_adapter import DecodeStep, LayerHook
 from ..speculate.controller import filled_up
 
 LONGEST = 32
-"""Tokens of an end, without the last, that passes of steps compute, `MOST_NEW` of a row at most in each. A
+"""Tokens of an end, without the last, that passes of steps compute, `most_new` of a row at most in each. A
 longer end has a pass of its own.
 
 8B shape, one H100, seconds to the first tokens behind 16,000 to 20,500 cached tokens:
@@ -36,14 +36,14 @@ class EndSteps:
     hook  its `call` runs between passes, once one is computed
     """
 
-    def __init__(self, compiled: CompiledStep, most: int, hook: LayerHook):
+    def __init__(self, compiled: DecodeStep, most: int, hook: LayerHook):
         self._compiled, self._most, self._hook = compiled, most, hook
 
     def compute(self, cache: mlx_adapter.Cache, ends: Seq[list[int]]) -> list[list[int]]:
         """Compute each row's tokens into `cache`. Returns those that are left where there is no such pass."""
         left, passes = list(ends), 0
         while any(left):
-            counts = pass_counts([len(own) for own in left], self._most)
+            counts = pass_counts([len(own) for own in left], self._most, self._compiled.most_new)
             given = [own[:count] for own, count in zip(left, counts, strict=True)]
             logits = self._compiled(self._tokens(given, counts), cache, passes, counts)
             if logits is None:
@@ -67,10 +67,10 @@ class EndSteps:
         return mx.array(filled_up(tokens, rows, self._most))
 
 
-def pass_counts(left: Seq[int], most: int) -> list[int]:
-    """Tokens of each row in a pass of `most` at most, where so many are `left`: one at least, and the more
-    the longer a row is."""
-    counts, limits = [1] * len(left), [min(tokens, mlx_adapter.MOST_NEW) for tokens in left]
+def pass_counts(left: Seq[int], most: int, of_row: int) -> list[int]:
+    """Tokens of each row in a pass of `most` at most, where so many are `left`: one at least, `of_row` at
+    most, and the more the longer a row is."""
+    counts, limits = [1] * len(left), [min(tokens, of_row) for tokens in left]
     for _ in range(most - len(left)):
         row = max(range(len(left)), key=lambda row: limits[row] - counts[row])
         if counts[row] >= limits[row]:

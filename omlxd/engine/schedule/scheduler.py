@@ -18,7 +18,7 @@ from ...errors import OmlxdError, Unavailable
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge
 from ..kvio.hot_budget import evict_unused
-from ..mlx_adapter import Adapter, CompiledStep, LoadedModel
+from ..mlx_adapter import Adapter, LoadedModel
 from ..sampling import NO_TOKEN
 from ..sequence import Drawn, Sequence, State
 from ..speculate.controller import Speculation
@@ -63,7 +63,7 @@ class Scheduler:
         self._changes = Inbox()
         self._slots = slots
         self._block = block_size
-        self.compiled = CompiledStep(loaded.model)
+        self.compiled = mlx_adapter.attention_backend().decode_step(loaded.model)
         self._inbox = Inbox()
         self.waiting = RequestQueue()
         self.running: list[Sequence] = []  # They hold a slot each.

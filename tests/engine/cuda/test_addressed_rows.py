@@ -17,11 +17,12 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from vision_families import build_vision_family
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, Quantisation
+from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.cache.packed import PARTS, QuantisedKVCache
 from omlxd.engine.mlx_adapter.cache.segments import Segment, SegmentedKVCache, SegmentedQuantisedKVCache
 from omlxd.engine.mlx_adapter.cuda import addressed_rows, attention_packed, compiled_step
 from omlxd.engine.mlx_adapter.cuda.addressed_rows import AddressedKVCache, Tail
+from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
 from omlxd.engine.mlx_adapter.model import load as loading
 
 from ..mlx_adapter.test_own_rows import LATENTS, PACKED, WINDOWS, load, prefilled

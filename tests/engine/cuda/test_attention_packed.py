@@ -11,10 +11,12 @@ import pytest
 from families import build_family
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, Quantisation
+from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
+from omlxd.engine.mlx_adapter.attention import hooks as attention
 from omlxd.engine.mlx_adapter.cache.packed import QuantisedBatchKVCache, QuantisedKVCache
 from omlxd.engine.mlx_adapter.cuda import attention_packed, compiled_step
+from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
 
 from .conftest import PackedReference, Reference, known_addresses
 from .test_compiled_step import STEPS, Steps, batch_of
@@ -92,7 +94,7 @@ def test_what_it_can_not_read_goes_on_to_mlx(reference):
     queries = mx.ones((2, 2, 1, 32))
 
     def attend(keys, values, mask, queries=queries):
-        return cache.attend(queries, keys, values, 1.0, mask, None)
+        return attention.attend(queries, keys, values, cache, 1.0, mask)
 
     cache.update_and_fetch(mx.ones((2, 1, 4, 32)), mx.ones((2, 1, 4, 32)))
     windowed, plain = cache.make_mask(1, window_size=2), cache.make_mask(1)

@@ -11,10 +11,9 @@ from fast_or_slow import SOME_FAMILIES, diagonal
 from mlx_lm.models.cache import ArraysCache
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep
 from omlxd.engine.mlx_adapter.cache.kinds import leaves
-from omlxd.engine.mlx_adapter.cuda import compiled_step
-from omlxd.engine.mlx_adapter.model import load as loading
+from omlxd.engine.mlx_adapter.cuda import compiled_step, warm_up
+from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
 
 from .conftest import Reference
 
@@ -138,7 +137,7 @@ def test_steps_of_other_bits_are_not_compiled(tmp_path, reference, monkeypatch: 
 
         monkeypatch.setattr(mx, "compile", compiled)
         with caplog.at_level("INFO"):
-            assert loading.compiles(model) == (off == 0)
+            assert warm_up.compiles(model) == (off == 0)
         steps = Steps(loaded, batch_of(loaded, (5, 9)), CompiledStep(model))
         steps.run(2)
         assert bool(steps.done) == (off == 0)

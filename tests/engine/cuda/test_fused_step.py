@@ -9,13 +9,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from backends import use_backend
 from families import FAMILIES, build_family
 from fast_or_slow import SOME_FAMILIES, rest_slow
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, Quantisation
+from omlxd.engine.mlx_adapter import Quantisation
+from omlxd.engine.mlx_adapter.cuda import backend as cuda_backend
 from omlxd.engine.mlx_adapter.cuda import compiled_step, fused_step
 from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
 from omlxd.engine.mlx_adapter.cuda.fused_attention import MOST_NEW, FusedAttention, Heads, Shape, source_of
 from omlxd.engine.mlx_adapter.cuda.fused_step import FusedStep, Unfusable
 from omlxd.engine.mlx_adapter.cuda.products_kernel import FORMS, SET
@@ -436,13 +439,13 @@ def test_a_model_whose_steps_are_fused_is_run_without_launch_graphs(
     monkeypatch.setattr(loading, "_model_and_config", lambda path, blind: (model, {}))
     fused = family == "qwen3" and dtype == mx.bfloat16
     for backend, given in (("cuda", None), ("cuda", "1"), ("cpu", None)):
-        monkeypatch.setattr(loading, "backend", lambda backend=backend: backend)
-        monkeypatch.delenv(loading.GRAPHS, raising=False)
+        use_backend(monkeypatch, "mlx" if backend == "cpu" else "cuda")
+        monkeypatch.delenv(cuda_backend.GRAPHS, raising=False)
         if given is not None:
-            monkeypatch.setenv(loading.GRAPHS, given)
+            monkeypatch.setenv(cuda_backend.GRAPHS, given)
         loading.read_model(tmp_path / "model")
         expected = "0" if fused and backend == "cuda" and given is None else given
-        assert os.environ.get(loading.GRAPHS) == expected
+        assert os.environ.get(cuda_backend.GRAPHS) == expected
 
 
 def test_without_cuda_nothing_is_fused(tmp_path):

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from backends import use_backend
 from cold_run import prompt
 from families import build_family
 from hypothesis import given
@@ -33,6 +34,7 @@ from omlxd.engine.schedule import forward as prompt_passes
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch):
+    use_backend(monkeypatch, "cuda")
     monkeypatch.setattr(prompt_shapes, "_least", {})
     monkeypatch.setattr(prompt_shapes, "keeps_bits", lambda *kind: True)
 

@@ -19,7 +19,6 @@ from guesses import guess_by, half_right
 from rig import Rig
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep
 from omlxd.engine.mlx_adapter.cuda import (
     addressed_rows,
     attend,
@@ -33,6 +32,7 @@ from omlxd.engine.mlx_adapter.cuda import (
 )
 from omlxd.engine.mlx_adapter.cuda.addressed_rows import AddressedKVCache
 from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
 from omlxd.engine.mlx_adapter.cuda.fused_attention import FusedAttention, Heads
 from omlxd.engine.mlx_adapter.cuda.segment_attention import places_of
 from omlxd.engine.mlx_adapter.cuda.segments import shared_in
@@ -268,11 +268,11 @@ def test_ends_of_prompts_are_computed_as_answers_are(at_once: bool, folder: Path
 
 
 def test_tokens_of_a_pass_are_shared_out():
-    assert end_steps.pass_counts([63], 32) == [16]
-    assert end_steps.pass_counts([63, 0, 2, 40], 32) == [15, 1, 1, 15]
-    assert end_steps.pass_counts([3, 0, 2, 4], 32) == [3, 1, 2, 4]
-    assert end_steps.pass_counts([1, 0], 32) == [1, 1]
-    assert end_steps.pass_counts([9] * 32, 32) == [1] * 32
+    assert end_steps.pass_counts([63], 32, 16) == [16]
+    assert end_steps.pass_counts([63, 0, 2, 40], 32, 16) == [15, 1, 1, 15]
+    assert end_steps.pass_counts([3, 0, 2, 4], 32, 16) == [3, 1, 2, 4]
+    assert end_steps.pass_counts([1, 0], 32, 16) == [1, 1]
+    assert end_steps.pass_counts([9] * 32, 32, 16) == [1] * 32
 
 
 def test_rows_that_begin_as_copies_write_to_arrays_of_their_own(folder: Path, reference, monkeypatch):

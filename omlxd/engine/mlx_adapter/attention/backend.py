@@ -36,6 +36,43 @@ class AttentionCall(NamedTuple):
     sinks: mx.array | None = None
 
 
+class DecodeStep(Protocol):
+    """Decode steps of one model in another way than its own forward.
+
+    compiles  whether the newest call was the first of its shape
+    most_new  tokens of a row in a call, at most
+    """
+
+    compiles: bool
+    most_new: int
+
+    def __call__(
+        self, tokens: mx.array, cache: Any, steps: int, counts: Sequence[int] = ()
+    ) -> mx.array | None:
+        """Logits of `tokens` (rows, n); None: the model's own forward must compute them.
+
+        steps   that the batch has done since its rows changed
+        counts  tokens of each row, where `tokens` is (any,): those of the first row, of the second, and so
+                on, then what has no meaning
+        """
+
+    def most_tokens(self, cache: Any) -> int:
+        """Tokens of a call, of all rows, that has the bits of steps; 0: none has them."""
+        return 0
+
+
+class OwnForward(DecodeStep):
+    """The model's own forward, and nothing else."""
+
+    compiles = False
+    most_new = 1
+
+    def __call__(
+        self, tokens: mx.array, cache: Any, steps: int, counts: Sequence[int] = ()
+    ) -> mx.array | None:
+        return None
+
+
 class AttentionBackend(Protocol):
     """Kernels, and what the engine has to know of the device that they run on. Subclass it: a default is what
     holds for MLX's own attention.
@@ -46,6 +83,8 @@ class AttentionBackend(Protocol):
     memory_reserve    share of the memory that stays free
     uneven_up_to      tokens up to which a batch's arrays are no multiple of `GROW_STEP`; 0: all are one
     gathered_multiple  of which each side of a matrix in a gathered product must be one
+    equal_segments    segments that rows share are of equal length
+    compares_rows     a load compares rows of a batch with what each has alone
     """
 
     name: str
@@ -55,6 +94,8 @@ class AttentionBackend(Protocol):
     memory_reserve: float = 0.02
     uneven_up_to: int = 0
     gathered_multiple: int = 1
+    equal_segments: bool = False
+    compares_rows: bool = False
 
     def install(self) -> None:
         """Patch what the kernels need of mlx-lm. Called at each load, before the model is read."""
@@ -67,6 +108,46 @@ class AttentionBackend(Protocol):
         """Attention of one row to its segments, and to its tail, which `keys` and `values` are; None: by
         MLX's own products. `cache` is a `Segmented`, and the mask hides what comes after a token."""
         return None
+
+    def before_weights(self, model: Any) -> None:
+        """Called before MLX computes, or reads the weights of `model`."""
+
+    def beside_weights(self, model: Any) -> None:
+        """Called on another thread while the weights of `model` are read."""
+
+    def prepare(self, model: Any) -> None:
+        """Check and install what replaces modules of `model`, whose weights are read."""
+
+    def warm_up(self, model: Any) -> None:
+        """Compile and check, in no request, what a batch needs. Called last, for models that batch."""
+
+    def decode_step(self, model: Any) -> DecodeStep:
+        """What computes decode steps of `model`. It keeps what it compiles."""
+        return OwnForward()
+
+    def remembered(
+        self, what: str, model: Any, depends: tuple[object, ...], check: Callable[[], bool]
+    ) -> bool:
+        """What `check` of `model` gives, or gave at an earlier load. The result depends on `depends`, the
+        model and the machine. Raises what `check` raises."""
+        return check()
+
+    def rows_pay(self) -> bool:
+        """Whether a batch is better off with rows that keep arrays of their own."""
+        return True
+
+    def reads_rows(self, model: Any, shares: bool) -> bool:
+        """Whether steps of `model` read such rows; `shares`: behind segments, too."""
+        return True
+
+    def shares_prefix(self, model: Any, tokens: int, how: Any) -> bool:
+        """Whether rows of `model` may share KV in segments of so many tokens, packed as `how` says, or not
+        (None)."""
+        return True
+
+    def steps_read_segments(self, model: Any) -> bool:
+        """Whether steps of `model` read segments faster than MLX's own products do."""
+        return False
 
     def row_batch(self, rows: Sequence[Any], kind: str) -> Any | None:
         """A layer of a batch, a `RowBatch`, of `rows`, the caches of one sequence each; None: cache/rows.py
@@ -116,6 +197,9 @@ class MlxBackend(AttentionBackend):
 
     def forward(self, call: AttentionCall) -> mx.array | None:
         return by_rows.attend(*call)
+
+    def rows_pay(self) -> bool:
+        return by_rows.pays()
 
 
 _made: dict[str, Callable[[], AttentionBackend]] = {}

@@ -14,7 +14,7 @@ One row of OLMo 3's kind, four layers of 512, windows in two of them, in bfloat1
 and 0.96 step by step. Four rows of Qwen3.5's kind, twelve layers of 2,560, nine with recurrent state, on an
 H100: 4.1 ms and 5.5.
 
-`loading.compiles` compares bits with those of the model's own steps. Where they differ (Falcon H1) no step is
+`warm_up.compiles` compares bits with those of the model's own steps. Where they differ (Falcon H1) no step is
 compiled, since the first ones behind a join never are.
 
 A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
@@ -38,7 +38,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from ..attention import hooks as attention
-from ..attention.backend import current
+from ..attention.backend import DecodeStep, current
 from ..cache.batch import EvenBatchKVCache, WindowBatchKVCache
 from ..cache.kinds import COPIED, KINDS, Cache, arrays_of, leaves
 from ..cache.mla_rows import same_parts
@@ -426,8 +426,10 @@ TRACED = {
 """Classes of the layers of a cache, no other subclass."""
 
 
-class CompiledStep:
+class CompiledStep(DecodeStep):
     """Of one model. Call it as the model, for few tokens a row; None: it must be done by the model itself."""
+
+    most_new = MOST_NEW
 
     def __init__(self, model: Any):
         self._model = model

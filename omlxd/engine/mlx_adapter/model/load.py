@@ -35,11 +35,8 @@ from ..cache.kinds import (
     Cache,
     StateLayout,
     arrays_of,
-    can_take_back,
     copied,
-    extend,
     is_batchable,
-    keep_rows,
     latents_of,
     layout_of,
     leaves,
@@ -54,16 +51,12 @@ from ..cache.kinds import (
     state_tensors,
     states_of,
     token_range,
-    trim,
 )
 from ..cache.live_segments import LiveSegments
 from ..cache.mla_rows import MOST_NEW, attentions, calls_of, take_tokens_for_rows
 from ..cache.packed import Quantisation, QuantisedKVCache
 from ..cache.rows import RowBatch
 from ..cache.segments import SegmentedKVCache, SegmentedQuantisedKVCache
-from ..cuda import early_compile, kernel_store, products
-from ..cuda.compiled_step import AFTER, CompiledStep, kind_of, packed_share, reads_by_address, steps_share
-from ..cuda.fused_step import may_fuse
 from ..runtime.arrays import CLOSE, distance
 from ..runtime.device import backend
 from ..runtime.mapped import MappedWeights
@@ -71,10 +64,6 @@ from . import tower, vision
 from .lora import Adapters, read_adapter
 
 log = logging.getLogger(__name__)
-
-
-def installed() -> bool:
-    return current().name == "cuda"
 
 
 class LayerHook:
@@ -214,15 +203,15 @@ def load(
     if adapter:
         _add_adapter(model, adapter, blind, converted)
     weight_bytes = tree_bytes(model.parameters())
-    products.prepare(model)
+    current().prepare(model)
     last_position_only(model)
-    cache, logits = _try(model, [[0]])
+    cache, logits = run_passes(model, [[0]])
     if kv is not None:
         cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
     obstacle = reuse_obstacle(cache)
     batchable = is_batchable(cache)
-    if batchable and installed():
-        CompiledStep(model)  # Whether its steps are fused, the checks below ask.
+    if batchable:
+        current().decode_step(model)  # Whether its steps are fused, the checks below ask.
     layout = None if obstacle else layout_of(cache)
     exact = layout is not None and (
         backend() != "cpu" or all(g.dtype == "F32" for g in layout.groups if g.dtype != "U32")
@@ -230,12 +219,10 @@ def load(
     shares = batchable and exact
     hook = LayerHook(model)
     live = share_prefixes(model, segment if shares else 0, segments_pay and backend() != "cpu")
-    if batchable and not has_own_rows(model) and (installed() or row_attention.pays()):
+    if batchable and not has_own_rows(model) and current().rows_pay():
         use_own_rows(model)
-    if batchable and installed():
-        if not vars(model).get("omlxd_fused"):
-            compiles(model)
-        _attend_unequal(model)
+    if batchable:
+        current().warm_up(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -255,14 +242,6 @@ def load(
     )
 
 
-GRAPHS = "MLX_USE_CUDA_GRAPHS"
-"""MLX reads it when it first computes. With `0` each kernel is launched by itself, which suits steps of few
-and large ones: to make a launch graph of a step takes the host 3.6 to 5 ms of the 6 to 10 that a step takes
-(8B shape, H100s), and each new shape more. 32 short streams there, two servers of one run: 2,860 tokens a
-second and first tokens after 3.7 s with graphs, 3,110 and 2.3 s without. Other models' steps have many small
-kernels, between which a graph leaves shorter gaps: they keep it."""
-
-
 def read_model(
     path: Path, float32: bool = False, blind: str | None = None
 ) -> tuple[Any, TokenizerWrapper, dict[str, Any], bool]:
@@ -276,15 +255,13 @@ def read_model(
     """
     model, config = _model_and_config(path, blind)
     converted = float32 and make_float32(model)
-    if backend() == "cuda" and may_fuse(model):
-        os.environ.setdefault(GRAPHS, "0")
+    current().before_weights(model)
     mx.eval(mx.zeros(1) + 1)  # MLX makes ready what all threads share.
     with ThreadPoolExecutor(2, thread_name_prefix="load") as aside:
         tokenizer = aside.submit(load_tokenizer, path, config.get("eos_token_id"))
-        activations = aside.submit(products.compile_activations, model)
-        early_compile.begin(model)
+        ready = aside.submit(current().beside_weights, model)
         mx.eval(model.parameters())
-        activations.result()
+        ready.result()
         return model, tokenizer.result(), config, converted
 
 
@@ -354,7 +331,7 @@ def _processors_template(path: Path) -> dict[str, Any]:
     return {"chat_template": template} if isinstance(template, str) else {}
 
 
-def _try(model: Any, passes: list[list[int]]) -> tuple[Cache, mx.array]:
+def run_passes(model: Any, passes: list[list[int]]) -> tuple[Cache, mx.array]:
     """(a cache, the last logits) after passes of these tokens."""
     cache = make_prompt_cache(model)
     logits = mx.array(0)
@@ -362,22 +339,6 @@ def _try(model: Any, passes: list[list[int]]) -> tuple[Cache, mx.array]:
         logits = model(mx.array([tokens]), cache=cache)
         mx.eval(logits, state_arrays(cache))
     return cache, logits
-
-
-def _attend_unequal(model: Any) -> None:
-    """One token for rows of unequal length, which end together and apart: what that needs is compiled and
-    checked now, in no request. An H100's host takes 7 s for rows that end apart."""
-    step, one = CompiledStep(model), _try(model, [[0]])[0]
-    mx.eval(step(mx.array([[0]]), one, AFTER), state_arrays(one))
-    batch = merge([one])
-    extend(batch, _try(model, [[0, 1]])[0])
-    mx.eval(model(mx.array([[0], [0]]), cache=batch))
-    mx.eval(step(mx.array([[0], [0]]), batch, AFTER), state_arrays(batch))
-    if can_take_back(batch, 2):
-        trim(batch, [1, 0])
-        mx.eval(model(mx.array([[0], [0]]), cache=batch))
-    keep_rows(batch, [0])
-    mx.eval(state_arrays(batch))
 
 
 def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegments:
@@ -403,50 +364,28 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
         if not far < CLOSE:  # NaN too
             log.info("prefixes are not shared: logits behind segments differ by %.3g", far)
             return LiveSegments()
-    how, shares = holders[0].how, True
-    if installed() and not latents:
-        shares = packed_share(tokens) if how is not None else steps_share(model)
-    if not shares:
+    how = holders[0].how
+    if not latents and not current().shares_prefix(model, tokens, how):
         return LiveSegments()
     model.make_cache = make_cache
-    if not use_own_rows(model) or (by_kernel and not vars(model).get("omlxd_fused") and not compiles(model)):
+    if not use_own_rows(model) or (by_kernel and not current().steps_read_segments(model)):
         model.make_cache = fresh
         object.__setattr__(model, "omlxd_own_rows", False)
         return LiveSegments()
-    return LiveSegments(tokens, 0 if installed() else segments.SHORT_SEGMENT, how)
-
-
-def compiles(model: Any) -> bool:
-    """Whether steps of `model` are compiled: not where they would have other bits than its own. Kept."""
-    if "omlxd_compiles" not in vars(model):
-        step, equal = CompiledStep(model), True
-        batch = merge([_try(model, [[*range(5, 12)]])[0]])
-        extend(batch, _try(model, [[3, 4]])[0])
-        other = copied(batch)
-        for at in range(3):
-            tokens = mx.array([[20 + at], [30 + at]])
-            if (got := step(tokens, batch, AFTER)) is None:
-                return False
-            want = model(tokens, cache=other)
-            mx.eval(got, want, state_arrays(batch), state_arrays(other))
-            equal = equal and bool(mx.array_equal(got, want))
-        if not equal:
-            log.info("decode steps are not compiled: their bits would differ from those of the model's own")
-        object.__setattr__(model, "omlxd_compiles", equal)
-    return bool(vars(model)["omlxd_compiles"])
+    return LiveSegments(tokens, 0 if current().equal_segments else segments.SHORT_SEGMENT, how)
 
 
 def use_own_rows(model: Any) -> bool:
     """Whether rows of `model`'s batches keep arrays of their own from now on (cache/rows.py,
-    cache/mla_rows.py; on CUDA cuda/addressed_rows.py).
+    cache/mla_rows.py, or the backend's own).
 
     Rows of all layers with KV; or else, as where windows are masked otherwise, of those with plain KV alone.
-    On CUDA a row must attend as by MLX's own kernels, to the KV that it has alone; elsewhere passes are put
-    together, and none is computed but for latents of MLA.
+    Where a backend has kernels of its own, a row must attend as by MLX's, to the KV that it has alone;
+    elsewhere passes are put together, and none is computed but for latents of MLA.
     """
     fresh, plain, obstacle = _make_cache(model), (KVCache, SegmentedKVCache), ""
     shares = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
-    if installed() and not reads_by_address(model, shares):
+    if not current().reads_rows(model, shares):
         log.info("rows of a batch are copied as others join and leave: fused steps have other bits")
         return False
     if latents := _latents_of(model):
@@ -456,9 +395,9 @@ def use_own_rows(model: Any) -> bool:
     kinds = *plain, QuantisedKVCache, SegmentedQuantisedKVCache, RotatingKVCache
     for some in (kinds, plain):
         make_cache = partial(_with_own_rows, fresh, some, latents)
-        depends = kind_of(model), [kind.__name__ for kind in some], shares, sorted(latents)
+        depends = [kind.__name__ for kind in some], shares, sorted(latents)
         try:
-            kernel_store.remembered("rows", depends, partial(_check_own_rows, model, make_cache, latents))
+            current().remembered("rows", model, depends, partial(_check_own_rows, model, make_cache, latents))
         except Exception as error:
             obstacle = obstacle or str(error)
             continue
@@ -483,7 +422,7 @@ def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None
     tokens, rows = mx.arange(2 * new).reshape(2, new) % 7, [make_cache(), make_cache()]
     for length, row in enumerate(rows, 2):
         model(mx.zeros((1, length), mx.int32), cache=row)
-    alone = [copied(row) for row in rows] if installed() else []
+    alone = [copied(row) for row in rows] if current().compares_rows else []
     batch = merge(rows)
     own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, RowBatch)]
     for leaf in {(leaf.row_type, leaf.window): leaf for leaf in reversed(own)}.values():
@@ -574,8 +513,8 @@ def _quantise(model: Any, plain: Cache, kv: Quantisation, model_type: str) -> Ca
     model.make_cache = lambda: quantised(fresh(), kv)
     try:
         # Attention is asked for one token and for several, since it reads packed KV only for one.
-        _try(model, [[0, 1], [2], [3, 4]])
-        return _try(model, [[0]])[0]
+        run_passes(model, [[0, 1], [2], [3, 4]])
+        return run_passes(model, [[0]])[0]
     except Exception as error:
         raise _refusal(model_type, kv, f"its attention can't read a packed KVCache: {error}") from error
 
