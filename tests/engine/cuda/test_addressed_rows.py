@@ -25,10 +25,11 @@ from omlxd.engine.mlx_adapter.cuda.addressed_rows import AddressedKVCache, Tail
 from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
 from omlxd.engine.mlx_adapter.model import load as loading
 
-from ..mlx_adapter.test_own_rows import LATENTS, PACKED, WINDOWS, load, prefilled
+from ..mlx_adapter.test_own_rows import PACKED, WINDOWS, load, prefilled
 from .conftest import Reference
 
 HYBRIDS = ("qwen3_next", "falcon_h1")
+LATENTS = ("deepseek_v3", "kimi_linear")
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +206,11 @@ def test_more_tokens_than_the_kernels_take_are_read_by_mlx(
             for seed, length in enumerate((9, 70, 33))
         ]
     np.testing.assert_allclose(*out, atol=2e-2 if kind == "packed" else 1e-5)
+
+
+def test_rows_with_an_index_are_copied(tmp_path):
+    loaded = load("deepseek_v32", tmp_path)
+    assert loaded.batchable and not mlx_adapter.has_own_rows(loaded.model)
 
 
 @pytest.mark.parametrize(
