@@ -97,7 +97,8 @@ class EngineHost:
         except FileNotFoundError as error:
             raise ModelError(f"there is no file {error.filename}") from None
         aside = ThreadPoolExecutor(1, thread_name_prefix="digests")
-        digests = aside.submit(ModelStore.weight_digests, load) if mlx_adapter.backend() == "cuda" else None
+        idle = mlx_adapter.attention_backend().loads_beside_cpu
+        digests = aside.submit(ModelStore.weight_digests, load) if idle else None
         aside.shutdown(wait=False)
         self.loaded = load_model(load)
         self.scheduler = Scheduler(

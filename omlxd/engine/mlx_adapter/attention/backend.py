@@ -85,6 +85,7 @@ class AttentionBackend(Protocol):
     gathered_multiple  of which each side of a matrix in a gathered product must be one
     equal_segments    segments that rows share are of equal length
     compares_rows     a load compares rows of a batch with what each has alone
+    loads_beside_cpu  a load leaves cores of the processor idle
     """
 
     name: str
@@ -96,6 +97,7 @@ class AttentionBackend(Protocol):
     gathered_multiple: int = 1
     equal_segments: bool = False
     compares_rows: bool = False
+    loads_beside_cpu: bool = False
 
     def install(self) -> None:
         """Patch what the kernels need of mlx-lm. Called at each load, before the model is read."""

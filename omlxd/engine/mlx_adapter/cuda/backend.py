@@ -55,6 +55,7 @@ class CudaBackend(AttentionBackend):
     gathered_multiple = GATHERED
     equal_segments = True
     compares_rows = True
+    loads_beside_cpu = True
 
     def install(self) -> None:
         attend.note_caches()
