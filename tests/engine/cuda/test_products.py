@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from backends import use_backend
 from families import build_family
 from mlx_lm.models import deepseek_v3
 
@@ -161,11 +162,10 @@ def test_a_loaded_model_answers_as_without(
 ):
     folder = build_family(family, tmp_path / family)
     monkeypatch.setattr(products, "TYPES", {mx.float32: "float"})
-    monkeypatch.setattr(products, "backend", lambda: "cpu")
     tokens = mx.array([[5, 6, 7]])
     want = np.array(mlx_adapter.load(folder).model(tokens))
     assert not kernel.calls
-    monkeypatch.setattr(products, "backend", lambda: "cuda")
+    use_backend(monkeypatch, "mlx", prepare=products.prepare)
     loaded = mlx_adapter.load(folder)
     kernel.calls.clear()
     np.testing.assert_allclose(np.array(loaded.model(tokens)), want, atol=2e-4)
