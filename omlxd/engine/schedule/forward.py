@@ -27,7 +27,7 @@ import mlx.core as mx
 from ...chat import Progress
 from ...errors import OmlxdError
 from .. import mlx_adapter
-from ..mlx_adapter import CompiledStep, LoadedModel, PromptCacheFile
+from ..mlx_adapter import DecodeStep, LoadedModel, PromptCacheFile
 from ..sampling import sample_one
 from ..sequence import Drawn, Sequence, State
 from ..speculate.controller import Speculation
@@ -104,7 +104,7 @@ class PromptPasses:
         budget: PrefillBudget,
         bridges: Bridges,
         counts: Counts,
-        compiled: CompiledStep,
+        compiled: DecodeStep,
         speculation: Speculation | None,
     ):
         self._turn, self._running, self._budget = turn, running, budget
