@@ -61,7 +61,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """begins: tokens that its first prompt takes, about: system text, tools and the question."""
+    """A coding agent. begins: tokens that its first prompt takes, about: system text, tools and the
+    question.
+    """
 
     program: str
     install: str

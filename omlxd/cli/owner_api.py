@@ -180,7 +180,9 @@ class DaemonStatus(msgspec.Struct, kw_only=True):
 
 
 class InspectedKeys(msgspec.Struct):
-    """`first_token`: later than 0 in a window's layer. `norms`: mean norm of each head's keys."""
+    """A layer's keys. `first_token`: later than 0 in a window's layer. `norms`: mean norm of each head's
+    keys.
+    """
 
     kv_heads: int
     dim: int
@@ -189,7 +191,7 @@ class InspectedKeys(msgspec.Struct):
 
 
 class InspectedLayer(msgspec.Struct):
-    """`cache`: its class; `keys` null: it keeps none that can be read.
+    """A layer. `cache`: its class; `keys` null: it keeps none that can be read.
 
     entropy  in nats, of each query head's attention at the `query` asked for; null: not asked, no plain KV
     """
@@ -201,7 +203,9 @@ class InspectedLayer(msgspec.Struct):
 
 
 class Inspected(msgspec.Struct):
-    """`file`: a safetensors file of `<layer>.keys` (KV heads, tokens, dim), float32, after RoPE."""
+    """The result. `file`: a safetensors file of `<layer>.keys` (KV heads, tokens, dim), float32, after
+    RoPE.
+    """
 
     file: str
     tokens: int

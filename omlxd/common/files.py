@@ -76,7 +76,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, *, sync: bool = Fal
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Generator[IO[bytes]]:
-    """Open a new file that gets its name once it is complete. Raises FileExistsError, OSError."""
+    """Open a new file that gets its name once complete. Raises FileExistsError, OSError."""
     temp = path.with_name(f"{path.name}.{os.getpid()}.part")
     if path.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

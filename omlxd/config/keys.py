@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
 class Key(msgspec.Struct, frozen=True):
-    """name: unique; digest: SHA-256 of the key, in hex; created: ISO 8601, UTC."""
+    """A key. name: unique; digest: SHA-256 of the key, in hex; created: ISO 8601, UTC."""
 
     name: str
     digest: str

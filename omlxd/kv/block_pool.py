@@ -24,7 +24,7 @@ from .hashing import BlockHash
 
 
 class BlockPool:
-    """`initial_blocks`: records made at once; more are made when none is free."""
+    """Records of blocks. `initial_blocks`: records made at once; more are made when none is free."""
 
     def __init__(self, initial_blocks: int = 256, max_records: int = 1 << 20):
         self._blocks = [Block(i) for i in range(initial_blocks)]

@@ -79,7 +79,7 @@ class Checkpoints:
     # ----------------------------------------------------------------- looking
 
     def deepest(self, hashes: Sequence[BlockHash], reach: int) -> int:
-        """Return the number of blocks up to the deepest checkpoint within the first `reach` blocks; 0: no
+        """Count blocks up to the deepest checkpoint within the first `reach` blocks; 0: no
         checkpoint.
         """
         for length in range(reach, 0, -1):

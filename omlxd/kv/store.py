@@ -58,7 +58,8 @@ class StoreStats:
 
 
 class KVStore:
-    """`hot_budget`: bytes that the hot tier may hold now. `cold`, `flusher`, `lease`: all or none.
+    """One engine's KV. `hot_budget`: bytes that the hot tier may hold now. `cold`, `flusher`, `lease`: all or
+    none.
 
     `cold_limit`: bytes that the cold tier may take, over all stores; 0: no limit is known.
     `post(f)` runs `f` on the engine thread, soon; callable from any thread.

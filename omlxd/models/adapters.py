@@ -64,7 +64,7 @@ def adapter_bytes(folder: Path) -> int:
 
 
 def adapter_state(folder: Path) -> tuple[int, ...]:
-    """Return a value that changes with the adapter's files; () when they can't be read."""
+    """Return what changes with the adapter's files; () when they can't be read."""
     try:
         stats = [(folder / name).stat() for name in ADAPTER_FILES]
     except OSError:

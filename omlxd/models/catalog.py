@@ -36,7 +36,7 @@ from .resolve import (
 Source = Literal["folder", "model-dir", "hub", "demo"]
 
 LOOK_HOLDS_S = 2.0
-"""Seconds for which a look at the folders holds."""
+"""Seconds that a look at the folders holds."""
 
 
 class InstalledModel(msgspec.Struct, frozen=True):

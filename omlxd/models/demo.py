@@ -87,7 +87,7 @@ _CONFIG: dict[str, Any] = {
 _SEED = 1
 _EMBED_STD = 0.02
 _FINAL_NORM = 18.0
-"""Times `_EMBED_STD` and sqrt(128), the standard deviation of a logit: about 4."""
+"""Scale of the final norm: times `_EMBED_STD` and sqrt(128), the standard deviation of a logit: about 4."""
 _QK_NORM = 2.0
 """Attention scores have a standard deviation of about 4, so a few tokens win, not the mean of all."""
 _ROW_SCALE = {"</think>": 2.3, "<|im_end|>": 1.4}

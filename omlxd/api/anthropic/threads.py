@@ -93,7 +93,7 @@ def already_continued() -> ThreadError:
 
 
 def in_threads_words(error: InvalidRequest) -> OmlxdError:
-    """Turn an error of a body's kind of thread into Anthropic's."""
+    """Return a thread's error in Anthropic's words for a body's unknown `thread.type`."""
     if error.param != "thread.type":
         return error
     return ThreadError("thread.type", 'it is "create" or "continue"', "thread_unsupported_request")

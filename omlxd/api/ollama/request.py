@@ -139,7 +139,7 @@ _NOTHING = chat.RawPrompt(tokens=(0,))
 
 
 def parse_chat(body: bytes, headers: Mapping[str, str] | None = None) -> OllamaRequest:
-    """Read a body of /api/chat. Raises InvalidRequest naming the field."""
+    """Read a body of /api/chat. Raises InvalidRequest."""
     request = decode(_chat, body)
     prompt = None
     if request.messages:
@@ -149,7 +149,7 @@ def parse_chat(body: bytes, headers: Mapping[str, str] | None = None) -> OllamaR
 
 
 def parse_generate(body: bytes, headers: Mapping[str, str] | None = None) -> OllamaRequest:
-    """Read a body of /api/generate. Raises InvalidRequest naming the field."""
+    """Read a body of /api/generate. Raises InvalidRequest."""
     request = decode(_generate, body)
     refuse(
         {

@@ -108,7 +108,7 @@ _decoder = msgspec.json.Decoder(ChatBody)
 
 
 def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
-    """Read a body of /v1/chat/completions. Raises InvalidRequest naming the field."""
+    """Read a body of /v1/chat/completions. Raises InvalidRequest."""
     request = decode(_decoder, body)
     if not request.messages:
         raise bad_field("messages", "at least one message is required")

@@ -96,7 +96,7 @@ class ChatTools(Struct, frozen=True):
 def chat_tools(
     tools: list[ChatTool] | None, choice: Any, functions: list[Function] | None, function_call: Any
 ) -> ChatTools:
-    """Read the tools. Raises InvalidRequest naming the field."""
+    """Read the tools. Raises InvalidRequest."""
     if functions:
         if tools:
             raise bad_field("functions", "send them among the tools, or send no tools")

@@ -49,12 +49,12 @@ _decoder = msgspec.json.Decoder(CompletionsBody)
 
 
 def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
-    """Read a body of /v1/completions. Raises InvalidRequest naming the field."""
+    """Read a body of /v1/completions. Raises InvalidRequest."""
     return parsed_completion(decode(_decoder, body), headers or {})
 
 
 def parsed_completion(request: CompletionsBody, headers: Mapping[str, str]) -> ParsedRequest:
-    """Parse a decoded body. Raises InvalidRequest naming the field."""
+    """Parse a decoded body. Raises InvalidRequest."""
     if request.suffix:
         raise bad_field("suffix", "inserting text is not supported")
     if request.echo and request.logprobs is not None:

@@ -40,7 +40,7 @@ _decoder = msgspec.json.Decoder(LlamaBody)
 
 
 def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
-    """Read a body of /completion. Raises InvalidRequest naming the field."""
+    """Read a body of /completion. Raises InvalidRequest."""
     request = decode(_decoder, body)
     if request.n_probs:
         raise bad_field("n_probs", "/v1/completions gives log-probabilities; send logprobs there")

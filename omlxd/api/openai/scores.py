@@ -34,7 +34,7 @@ _Texts = Union[str, Annotated[list[str], msgspec.Meta(min_length=1, max_length=M
 
 
 class ClassifyBody(msgspec.Struct):
-    """`input`: prompts without a template; or `messages`, as in /v1/chat/completions.
+    """A body of /v1/classify. `input`: prompts without a template; or `messages`, as in /v1/chat/completions.
 
     labels          None: the next token is drawn, by `temperature` and `seed`, and is the label
     use_activation  False: `probs` are what the softmax is of
@@ -71,7 +71,7 @@ _classify, _score = msgspec.json.Decoder(ClassifyBody), msgspec.json.Decoder(Sco
 
 
 def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
-    """Read a body of /v1/classify. Raises InvalidRequest naming the field."""
+    """Read a body of /v1/classify. Raises InvalidRequest."""
     asked = decode(_classify, body)
     if (asked.input is None) == (asked.messages is None):
         raise bad_field("input", "either input or messages is needed")
@@ -102,7 +102,7 @@ def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
 
 
 def parse_score(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
-    """Read a body of /v1/score. Raises InvalidRequest naming the field."""
+    """Read a body of /v1/score. Raises InvalidRequest."""
     asked = decode(_score, body)
     (name, given), (other, others) = _sides(asked)
     first, second, names = _list(given), _list(others), _names(name, given)
@@ -175,7 +175,8 @@ def _names(field: str, texts: str | list[str]) -> list[str]:
 
 
 class Score(msgspec.Struct, frozen=True):
-    """`logprob`: natural logarithm of the label's probability as the answer's beginning, over its `tokens`.
+    """A label's score. `logprob`: natural logarithm of the label's probability as the answer's beginning,
+    over its `tokens`.
 
     share  of the probability of all labels together
     logit  of its first token
@@ -228,8 +229,10 @@ def _scores(labels: Sequence[str], scored: chat.Scored) -> list[Score]:
 
 
 class Classification(msgspec.Struct):
-    """`label`: the likeliest. `probs`: of the labels in the request's order; `logprobs`: before they are
-    set against each other; `logits`: of the labels' first tokens, before the softmax over all tokens."""
+    """A prompt's classification. `label`: the likeliest. `probs`: of the labels in the request's order;
+    `logprobs`: before they are set against each other; `logits`: of the labels' first tokens, before the
+    softmax over all tokens.
+    """
 
     index: int
     label: str | UnsetType = UNSET

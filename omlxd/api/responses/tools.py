@@ -59,7 +59,7 @@ class ResponseTools:
         return tuple(self._listed.values())
 
     def add(self, tool: Any, param: str, searched: bool = False) -> None:
-        """Add a tool. `searched`: a search's result describes it. Raises InvalidRequest naming the field."""
+        """Add a tool. `searched`: a search's result describes it. Raises InvalidRequest."""
         fields = free_json(tool, param)
         self.echo.append(fields)
         self._add(_flat(fields), "", param, searched)

@@ -36,7 +36,8 @@ MOST_TEXT = 160
 
 
 class Node(msgspec.Struct, array_like=True):
-    """`id`: the beginning of its first block's name. `used`: seconds since 1970, the newest of its own.
+    """A node of a tree. `id`: the beginning of its first block's name. `used`: seconds since 1970, the newest
+    of its own.
 
     client  the program whose system prompt it begins with; "": unknown
     said    the first words of the user up to its end; "": it ends before them, or nobody knows
@@ -55,7 +56,9 @@ class Node(msgspec.Struct, array_like=True):
 
 
 class Tree(msgspec.Struct):
-    """`nodes`: each before its children, the last used ones first. `other_files`: records of answers."""
+    """A namespace's tree. `nodes`: each before its children, the last used ones first. `other_files`: records
+    of answers.
+    """
 
     namespace: str
     model: str

@@ -53,7 +53,9 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(slots=True, frozen=True)
 class Verdict:
-    """`fault`: why a file is bad, or "". Good files of one namespace and kind agree in `tensors`."""
+    """The result of a check. `fault`: why a file is bad, or "". Good files of one namespace and kind agree in
+    `tensors`.
+    """
 
     fault: str
     kind: str = ""

@@ -221,7 +221,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Closing:
-    """`root`: the schema that `$ref` looks into."""
+    """Closes objects. `root`: the schema that `$ref` looks into."""
 
     def __init__(self, root: dict[str, Any]):
         self._root = root

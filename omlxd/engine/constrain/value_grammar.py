@@ -38,7 +38,9 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, frozen=True)
 class ValueSyntax:
-    """`quote`: what stands on each side of a bare string; "": strings as in JSON. `never`: in no string."""
+    """A syntax of values. `quote`: what stands on each side of a bare string; "": strings as in JSON.
+    `never`: in no string.
+    """
 
     quote: str = ""
     words: tuple[str, str, str] = ('"true"', '"false"', '"null"')

@@ -37,7 +37,8 @@ TOLERANCE = 1
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """head: digest of tools and first system messages. tip: of all messages of its last request.
+    """A branch of a session. head: digest of tools and first system messages. tip: of all messages of its
+    last request.
 
     prompt_blocks  full blocks of that request's prompt
     hashes         of these, then of what was generated

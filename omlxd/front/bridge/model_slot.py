@@ -20,7 +20,7 @@ Loading = asyncio.Task[ModelEngine]
 
 
 class ModelSlot:
-    """`settings`: as they were when the program began.
+    """Holds the loaded model. `settings`: as they were when the program began.
 
     loading  the newest load, under way or over; None: there was none
     loaded   the model that requests go to

@@ -18,7 +18,7 @@ from .supervisor import Link
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-"""Seconds for which a request waits for a look at its adapter's files."""
+"""Seconds that a request waits for a look at its adapter's files."""
 
 
 async def find_host(

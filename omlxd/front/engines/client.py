@@ -29,11 +29,12 @@ STATS_TIMEOUT_S = 5.0
 MOST_LAST = 64
 """Ends of processes whose counters are kept until they are read."""
 TRIAL_S = 2.0
-"""Seconds for which a request that is sent again may hold up the next one before its answer begins."""
+"""Seconds that a request that is sent again may hold up the next one before its answer begins."""
 
 
 class EngineProcess:
-    """`max_concurrent`: requests that decode at once; it bounds how many more may wait.
+    """An engine and its requests. `max_concurrent`: requests that decode at once; it bounds how many more may
+    wait.
 
     channel      of its requests' ids (wire.py)
     on_change()  called when the state changes, or the last request in flight or a wait for a load ends

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 LedgerMessage = Reserve | Stored | Released | Dropped | Touched
 WALK_S, PAUSE_S = 0.01, 0.03
-"""Seconds of a walk that nobody waits for, and of the rest after each. With 100,000 files and 2 busy virtual
+"""Seconds of a slow walk, and of each pause. With 100,000 files and 2 busy virtual
 CPUs, one without rests made the first hit 0.2 to 1.0 s later.
 """
 _PROBE_BYTES = 1 << 20
@@ -58,7 +58,7 @@ _PROBE_BYTES = 1 << 20
 
 
 PATIENCE_S = 2.0
-"""Seconds for which another process may hold the folder: a daemon that was killed, or `omlxd cache clear`."""
+"""Seconds that another process may hold the folder: a daemon that was killed, or `omlxd cache clear`."""
 RETRY_S = 0.05
 ANSWER_S, CLOSE_S = 4.0, 2.0
 """Seconds that the folder's file system may take to be locked and tried out, each, and to be released. A
@@ -86,7 +86,7 @@ class _Closing(Exception):
 
 
 class ColdLedger:
-    """`root`: the cache dir; `cold_cache_bytes`: its limit, 0: no cold tier.
+    """Runs the ledger in its thread. `root`: the cache dir; `cold_cache_bytes`: its limit, 0: no cold tier.
 
     daily_writes  bytes that may be written to it on one day; 0: no limit
     ttl_s         seconds without use after which a file goes; infinite: only for others

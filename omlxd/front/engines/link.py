@@ -46,7 +46,7 @@ _LINE_LIMIT = 1 << 16
 STOPPED_LOOK_S = 1.0
 """Seconds between two looks at an ending engine; one that is stopped at two in a row is killed."""
 _REAP_S = 0.5
-"""Seconds for which a process may outlive its closed socket before it is killed."""
+"""Seconds that a process may outlive its closed socket before it is killed."""
 END_S = 2.0
 """Seconds that a killed process may take to end."""
 

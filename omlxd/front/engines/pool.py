@@ -40,13 +40,13 @@ DRAIN_S = 10.0
 FLUSH_S = 5.0
 """Seconds for an engine to write blocks that are still in memory after that."""
 LOOK_S = 2.0
-"""Seconds for which a request waits for a look at the model folders."""
+"""Seconds that a request waits for a look at the model folders."""
 ROOM_WAIT_S = 60.0
-"""Seconds for which a model waits for others to become idle."""
+"""Seconds that a model waits for others to become idle."""
 
 
 class EnginePool:
-    """`command`: the engine program, replaced in tests."""
+    """Holds every model's engine. `command`: the engine program, replaced in tests."""
 
     def __init__(
         self,

@@ -129,6 +129,6 @@ class Restarts:
 
     @property
     def hold_left_s(self) -> float:
-        """Seconds for which requests are refused because loads failed; not above 0: they are not."""
+        """Seconds that requests are refused because loads failed; not above 0: they are not."""
         held = self.failed_loads >= LOAD_ATTEMPTS
         return self.ended_at + self.hold_s - time.monotonic() if held else 0.0

@@ -35,7 +35,7 @@ class Success(msgspec.Struct):
 
 
 class LMStudioLoadBody(msgspec.Struct):
-    """`context_length`: the least that the client needs; the model has its own."""
+    """A load. `context_length`: the least that the client needs; the model has its own."""
 
     model: str
     context_length: Annotated[int, msgspec.Meta(ge=1)] | None = None

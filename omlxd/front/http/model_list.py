@@ -65,7 +65,7 @@ class ModelExtension(msgspec.Struct):
 
 
 class RouterStatus(msgspec.Struct, omit_defaults=True):
-    """`value`: `loaded`, `loading` or `unloaded`. `failed`: its last load did."""
+    """A model's status. `value`: `loaded`, `loading` or `unloaded`. `failed`: its last load did."""
 
     value: str
     failed: bool = False
@@ -409,7 +409,7 @@ def lmstudio_v0_models(cards: Sequence[Card]) -> LMStudioV0Models:
 
 
 class GeminiModel(msgspec.Struct, rename="camel"):
-    """`name`: `models/` and the id. Limits in tokens; 0 while nobody knows."""
+    """A model. `name`: `models/` and the id. Limits in tokens; 0 while nobody knows."""
 
     name: str
     base_model_id: str

@@ -29,7 +29,8 @@ _decoder = msgspec.msgpack.Decoder(GenerateRequest)
 
 @dataclass(slots=True, frozen=True)
 class RecentRequest:
-    """`model_id`: the engine's; `data`: the request in MessagePack; `began`: seconds since 1970.
+    """A recent request. `model_id`: the engine's; `data`: the request in MessagePack; `began`: seconds since
+    1970.
 
     size     bytes that count for it: of its body, or of itself where that is more
     opening  the first words that its user said

@@ -29,7 +29,7 @@ class RouterEvent(msgspec.Struct):
 
 
 class RouterEvents:
-    """`stopping`: set when the daemon is to stop, which ends all streams."""
+    """Streams the models' status. `stopping`: set when the daemon is to stop, which ends all streams."""
 
     def __init__(self, engines: EnginePool, stopping: asyncio.Event):
         self._engines = engines

@@ -109,7 +109,7 @@ class CacheIndex:
         return self._of is None or self._of != self._state() or time.time() - self._at > OLD_S
 
     def _state(self) -> object:
-        """Return a value that changes whenever a file comes or goes."""
+        """Return what changes whenever a file comes or goes."""
         stats = self._cold.peek()
         return stats and (stats.files, stats.bytes_used, stats.evicted_files, stats.written_bytes_total)
 

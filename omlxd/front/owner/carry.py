@@ -49,7 +49,9 @@ _ASKED = msgspec.json.Decoder(WhyMissBody)
 
 
 class Carrying:
-    """`spool`: a folder for files on their way, which are as large as a prompt's KV; None: there is none."""
+    """Imports and exports KV. `spool`: a folder for files on their way, which are as large as a prompt's KV;
+    None: there is none.
+    """
 
     def __init__(self, engines: EnginePool, explaining: Explaining, spool: Path | None):
         self._engines = engines

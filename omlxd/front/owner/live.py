@@ -34,7 +34,7 @@ class Look(msgspec.Struct):
 
 
 class Live:
-    """`stopping`: set when the daemon is to stop, which ends all streams."""
+    """Streams looks. `stopping`: set when the daemon is to stop, which ends all streams."""
 
     def __init__(self, admin: Admin, last_hour: LastHour, stopping: asyncio.Event):
         self._admin = admin

@@ -50,7 +50,7 @@ _decoder = msgspec.json.Decoder(LoggedRequest)
 
 
 class MissLog:
-    """`path`: the file, which need not exist. `clock`: seconds since 1970."""
+    """The file of misses. `path`: the file, which need not exist. `clock`: seconds since 1970."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time, most_bytes: int = MOST_BYTES):
         self._path = path

@@ -93,7 +93,9 @@ def _said(settings: Settings, table: str) -> list[ModelSetting]:
 
 
 class FoundModels(msgspec.Struct):
-    """`room_bytes`: what all models together may take, or the machine's memory where that is not known."""
+    """Models of other programs. `room_bytes`: what all models together may take, or the machine's memory
+    where that is not known.
+    """
 
     models: list[LocalModel]
     room_bytes: int

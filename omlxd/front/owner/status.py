@@ -40,7 +40,7 @@ class ModelState(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """`status`: this process answers. `models`: the state of the engines."""
+    """The answer of a health check. `status`: this process answers. `models`: the state of the engines."""
 
     version: str
     models: list[ModelState]

@@ -36,7 +36,9 @@ LISTED = 500
 
 
 class Explaining:
-    """messages, responses: the dialects that have a memory of their own. miss_log: None keeps none."""
+    """Explains misses. messages, responses: the dialects that have a memory of their own. miss_log: None
+    keeps none.
+    """
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from typing import Literal
 log = logging.getLogger(__name__)
 
 PAUSE_S = 30.0
-"""Seconds for which the disk is left alone after a failure."""
+"""Seconds that the disk is left alone after a failure."""
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})

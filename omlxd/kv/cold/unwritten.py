@@ -25,7 +25,9 @@ from .tier import ColdTier
 
 @dataclass(slots=True)
 class Entry:
-    """`tier`: where to, None for the store's own. `tries`: how often it failed alone. `used_at`: seconds."""
+    """A block's next write. `tier`: where to, None for the store's own. `tries`: how often it failed alone.
+    `used_at`: seconds.
+    """
 
     key: BlockKey
     tier: ColdTier | None
@@ -35,7 +37,9 @@ class Entry:
 
 
 class Unwritten:
-    """`clock`: seconds, monotonic. Engine thread; the figures may be read from any."""
+    """Hot blocks without a file. `clock`: seconds, monotonic. Engine thread; the figures may be read from
+    any.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -67,7 +67,8 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """model_path, adapter: folders it was loaded from. created: seconds since 1970, of the first load.
+    """A namespace's description. model_path, adapter: folders it was loaded from. created: seconds since
+    1970, of the first load.
 
     block_size    tokens a block
     block_bytes   bytes on disk of one token block

@@ -12,12 +12,13 @@ from ...common.bounded_map import BoundedMap
 from ..files.paths import SUFFIX, file_kind
 
 MOST = 32768
-"""Names. An entry takes about 200 bytes, so all of them 6 MB."""
+"""Names of files in the log. An entry takes about 200 bytes, so all of them 6 MB."""
 
 
 @dataclass(slots=True, frozen=True)
 class Removal:
-    """`what`: `evicted`, `damaged` (removed as its bytes were wrong) or `cleared` (by the owner).
+    """A file that is gone. `what`: `evicted`, `damaged` (removed as its bytes were wrong) or `cleared` (by
+    the owner).
 
     when  seconds since 1970
     """

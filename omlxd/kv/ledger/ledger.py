@@ -106,7 +106,9 @@ class _Gone:
 
 
 class Ledger:
-    """`root`: the cache dir. `cold_cache_bytes`: limit of files and grants; `writes`: a day's limit."""
+    """The account of one cache dir. `root`: the cache dir. `cold_cache_bytes`: limit of files and grants;
+    `writes`: a day's limit.
+    """
 
     def __init__(self, root: Path, cold_cache_bytes: int, writes: WriteBudget | None = None):
         self.root = root

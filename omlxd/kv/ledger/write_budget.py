@@ -41,7 +41,8 @@ def _today() -> str:
 
 
 class WriteBudget:
-    """`root`: the cache dir; `limit`: bytes a day, 0 for no limit (they are counted all the same).
+    """Counts a day's writes. `root`: the cache dir; `limit`: bytes a day, 0 for no limit (they are counted
+    all the same).
 
     outstanding  bytes granted and neither written nor given back: they count for the day that begins
     """

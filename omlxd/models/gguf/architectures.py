@@ -44,7 +44,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Architecture:
-    """model_type: mlx-lm's. names: further parts of a layer, ggml's → mlx-lm's.
+    """A family of models. model_type: mlx-lm's. names: further parts of a layer, ggml's → mlx-lm's.
 
     config(keys, header)  what the common config lacks
     permuted              llama.cpp stores the rows of q and k for its interleaved RoPE

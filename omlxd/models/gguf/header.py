@@ -72,7 +72,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """metadata: as the file has it; arrays are lists. tensors: by name, of all files of a split model."""
+    """A file's header. metadata: as the file has it; arrays are lists. tensors: by name, of all files of a
+    split model.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]

@@ -24,7 +24,7 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K"
 
 
 class Affine(NamedTuple):
-    """q: uint8 (groups, GROUP). scale, bias: float32 (groups, 1)."""
+    """Affine groups. q: uint8 (groups, GROUP). scale, bias: float32 (groups, 1)."""
 
     q: np.ndarray
     scale: np.ndarray
