@@ -65,7 +65,9 @@ def prefilled(loaded: mlx_adapter.LoadedModel, length: int, seed: int) -> mlx_ad
     return cache
 
 
-@pytest.mark.parametrize("family", [*OWN, *JOINT])
+@pytest.mark.parametrize(
+    "family", rest_slow([*OWN, *JOINT], "qwen3", "gemma3_text", "falcon_h1", "qwen3 8", "deepseek_v3", *JOINT)
+)
 def test_which_models_use_them(family: str, pays: bool, tmp_path):
     loaded = load(family, tmp_path)
     batch = mlx_adapter.merge([prefilled(loaded, 9, 0), prefilled(loaded, 9, 1)])

@@ -62,12 +62,12 @@ def test_the_answer_and_its_kv_are_those_of_plain_decoding(
     model, draft = models
     asked = prompt(150, seed=3)
     with Rig(model) as rig:
-        plain = rig.run(asked, 150, sampling=sampling).got
+        plain = rig.run(asked, 90, sampling=sampling).got
         then = asked + plain + prompt(20, seed=4)
         turn = rig.run(then, 20)
     draft_always(monkeypatch)
     with Rig(model, speculate=True, draft=draft) as rig:
-        output = rig.run(asked, 150, sampling=sampling)
+        output = rig.run(asked, 90, sampling=sampling)
         assert output.got == plain
         checks, guesses, held = drafted(rig)
         assert checks > 10 and 0 < held < guesses
@@ -82,10 +82,10 @@ def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
     """Rows of unequal length come and go, one of them cancelled, one with logprobs."""
     model, draft = models
     asks: list[tuple[int, dict[str, Any]]] = [
-        (30, {"n": 90}),
-        (150, {"n": 40, "sampling": SAMPLED}),
-        (200, {"n": 70, "sampling": PENALISED}),
-        (64, {"n": 50, "top_logprobs": 2}),
+        (30, {"n": 60}),
+        (150, {"n": 30, "sampling": SAMPLED}),
+        (200, {"n": 45, "sampling": PENALISED}),
+        (64, {"n": 35, "top_logprobs": 2}),
     ]
     with Rig(model) as rig:
         alone = [rig.run(prompt(length, seed=length), **ask) for length, ask in asks]
