@@ -143,7 +143,7 @@ def double_escapes(text: str) -> str:
 
 
 def loads(text: str) -> Any:
-    r"""Read JSON as models write it: raw newlines and `\\d` in strings, huge numbers. Raises ValueError."""
+    r"""Read JSON as models write it: raw newlines and `\d` in strings, huge numbers. Raises ValueError."""
     return _decoder.decode(double_escapes(text))
 
 
