@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter.model import load as loading
+from omlxd.engine.mlx_adapter.model import positions
 from omlxd.engine.mlx_adapter.model.vision import import_vlm
 
 NORMS = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight")
@@ -55,11 +55,11 @@ def _train(drafter: Any, folder: Path, texts: Sequence[Sequence[int]], steps: in
     loaded = mlx_adapter.load(folder)
     drafter.bind(getattr(loaded.model, "vlm", loaded.model))
     states = []
-    loading.keep_hidden()
+    positions.keep_hidden()
     for each in texts:
         loaded.model(mx.array([each]), cache=loaded.model.make_cache())
         states.append(mlx_adapter.take_hidden())
-    loading._passes.keeps = False
+    positions.passes.keeps = False
     mx.eval(states)
 
     def loss(drafter: Any) -> mx.array:

@@ -18,7 +18,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
   (engine/mlx_adapter/runtime/arrays.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
   `as_linear` of its embedding;
-- `model.layers` are the modules that a pass calls one after the other (model/load.py, `LayerHook`);
+- `model.layers` are the modules that a pass calls one after the other (model/layer_hook.py);
 - transformers finds its models' names by `define_import_structure` and keeps them in `_LazyModule`
   (runtime/lean_imports.py; tests/engine/mlx_adapter/test_lean_imports.py).
 """
@@ -65,23 +65,19 @@ from .cache.live_segments import LiveSegments
 from .cache.packed import Quantisation
 from .cache.segments import SEGMENT, Segment, add_segment, segmented_layers
 from .model.inspection import attention_from, write_keys
+from .model.layer_hook import LayerHook
 from .model.load import (
-    LayerHook,
     LoadedModel,
     has_own_rows,
-    keeps_hidden,
-    last_position_only,
-    last_positions,
     load,
     load_tokenizer,
-    logits_at,
     share_prefixes,
-    take_hidden,
     tree_bytes,
     use_own_rows,
 )
 from .model.lora import Adapter, may_share_pass, row_adapters
 from .model.mtp import MtpHeads, MtpState, load_mtp
+from .model.positions import keeps_hidden, last_position_only, last_positions, logits_at, take_hidden
 from .model.prompt_cache_file import (
     PromptCacheFile,
     checked_kv,

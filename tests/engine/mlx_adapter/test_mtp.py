@@ -11,7 +11,7 @@ from families import build_family
 from mtp_heads import add_heads
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter.model.load import _passes
+from omlxd.engine.mlx_adapter.model.positions import passes as _passes
 
 TOKENS = [5, 9, 200, 31, 77, 12, 9, 300]
 

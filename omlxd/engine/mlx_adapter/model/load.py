@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +32,6 @@ from ..cache.kinds import (
     PLAIN,
     Cache,
     StateLayout,
-    arrays_of,
     copied,
     is_batchable,
     latents_of,
@@ -60,75 +57,12 @@ from ..cache.segments import SegmentedKVCache, SegmentedQuantisedKVCache
 from ..runtime.arrays import CLOSE, distance
 from ..runtime.device import backend
 from ..runtime.mapped import MappedWeights
-from . import tower, vision
+from . import vision
+from .layer_hook import LayerHook
 from .lora import Adapters, read_adapter
+from .positions import last_position_only
 
 log = logging.getLogger(__name__)
-
-
-class LayerHook:
-    """Runs `call` after every layer of a forward pass but the last, once the layer's output is evaluated;
-    None: off.
-
-    is_ahead  the next layer is computed while `call` runs; setting `call` waits for that layer. True on a
-              GPU, where a layer of a short prompt takes no longer than Python takes to build it; False on
-              a CPU, where a layer may take seconds. 8 prompts at once on one H100, 8B shape in bfloat16,
-              mean milliseconds to the first token without and with it: 50 tokens 188 and 126, 500 tokens
-              396 and 295, 4,000 tokens 1,065 and 934; largest gaps 76 and 73, 80 and 76, 65 and 71
-
-    A vision tower's layers are layers too, and on a CPU so are the parts of one (tower.py). The last layer's
-    output is not needed but at a prompt's end: KV is all that other passes keep.
-
-    What `call` raises ends the pass: the cache is then half written. `call` may run other passes, with
-    other caches: mlx-lm's models keep nothing of a pass outside of its cache. Evaluating between layers
-    changes no bit.
-    """
-
-    def __init__(self, model: Any = None):
-        self._call: Callable[[], None] | None = None
-        self.is_ahead = backend() != "cpu"
-        self._under_way: list[mx.array] = []
-        layers = [*[*getattr(model, "layers", ())][:-1], *getattr(model, "tower_layers", ())]
-        for layer in {id(one): one for one in layers}.values():
-            if isinstance(layer, nn.Module):
-                layer.__class__ = self._hooked(type(layer))
-        if isinstance(model, vision.VisionModel):
-            tower.cut_products(model.vlm)
-            model.pause = self._pause
-
-    @property
-    def call(self) -> Callable[[], None] | None:
-        return self._call
-
-    @call.setter
-    def call(self, call: Callable[[], None] | None) -> None:
-        under_way, self._under_way, self._call = self._under_way, [], call
-        mx.eval(under_way)
-
-    def _pause(self, result: Any) -> None:
-        if self.call is None:
-            return
-        computed = arrays_of(result)
-        if self.is_ahead:
-            mx.async_eval(computed)
-            computed, self._under_way = self._under_way, computed
-            if not computed:
-                return
-        mx.eval(computed)
-        mine = _passes.positions, _passes.of_rows
-        _passes.positions, _passes.of_rows = 1, None
-        try:
-            self.call()
-        finally:
-            _passes.positions, _passes.of_rows = mine
-
-    def _hooked(self, kind: Any) -> Any:
-        def __call__(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            out = kind.__call__(layer, *args, **kwargs)
-            self._pause(out)
-            return out
-
-        return type(kind.__name__, (kind,), {"__call__": __call__})
 
 
 @dataclass(slots=True)
@@ -523,101 +457,6 @@ def _refusal(model_type: str, kv: Quantisation, reason: str) -> ModelError:
     return ModelError(
         f"{model_type} can't have --kv-bits {kv.bits}: {reason}; serve it with --kv-bits 0", param="--kv-bits"
     )
-
-
-@contextlib.contextmanager
-def last_positions(count: int) -> Iterator[None]:
-    """Passes on this thread give logits of their last `count` positions, at least; without it, of one."""
-    _passes.positions = count
-    try:
-        yield
-    finally:
-        _passes.positions = 1
-
-
-def logits_at(
-    model: Any, tokens: mx.array, cache: Cache, positions: list[list[int]], **inputs: Any
-) -> mx.array:
-    """Logits (rows, positions, vocabulary) of these `positions` of each row of a pass, in float32.
-
-    positions  as many of one row as of another
-    """
-    at = mx.array(positions)[..., None]
-    _passes.of_rows, _passes.taken = at, False
-    try:
-        logits = model(tokens, cache=cache, **inputs)
-    finally:
-        _passes.of_rows = None
-    if not _passes.taken:  # Its head has another name.
-        logits = mx.take_along_axis(logits, at, axis=1)
-    return logits.astype(mx.float32)
-
-
-class _Passes(threading.local):
-    positions = 1
-    keeps = False
-    hidden: mx.array | None = None
-    of_rows: mx.array | None = None
-    taken = False
-
-
-_passes = _Passes()
-
-
-def keep_hidden() -> None:
-    """From now on passes on this thread keep what their head takes: `take_hidden` gives it."""
-    _passes.keeps = True
-
-
-def keeps_hidden() -> bool:
-    """Whether passes on this thread keep what their head takes."""
-    return _passes.keeps
-
-
-def take_hidden() -> mx.array | None:
-    """Hidden states (batch, tokens, hidden) of the last pass, not evaluated; once. None: none are kept."""
-    hidden, _passes.hidden = _passes.hidden, None
-    return hidden
-
-
-def _last(x: mx.array) -> mx.array:
-    """(batch, tokens, hidden) of positions that count: the last, but within `last_positions`, `logits_at`."""
-    if _passes.keeps:
-        _passes.hidden = x
-    if x.ndim == 3 and _passes.of_rows is not None:
-        _passes.taken = True
-        return mx.take_along_axis(x, _passes.of_rows, axis=1)
-    return x[:, -_passes.positions :] if x.ndim == 3 else x
-
-
-class _LastPosition(nn.Module):
-    """A head that looks at the last positions alone.
-
-    A module, or else a model that asks for `"lm_head" in self` would take its embeddings for tied.
-    """
-
-    def __init__(self, head: nn.Module):
-        super().__init__()
-        self.head = head
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.head(_last(x))
-
-
-def last_position_only(model: Any) -> None:
-    """Make `model` give logits of shape (batch, 1, vocabulary): only the last position is sampled.
-
-    `last_positions` asks for more.
-
-    The head of a 64-token chunk is otherwise a third of its time (CPU, tools/bench's `cpu` shape:
-    1,364 ms with all positions, 943 without). What a model does with its logits after the head, such
-    as capping, stays as it is. A head of another name than `lm_head` or tied embeddings is left alone.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-            module.as_linear = lambda x, as_linear=module.as_linear: as_linear(_last(x))
-        if isinstance(head := getattr(module, "lm_head", None), nn.Module) and "vision" not in name:
-            module.lm_head = _LastPosition(head)
 
 
 def context_length(config: dict[str, Any]) -> int:

@@ -22,7 +22,8 @@ import mlx.core as mx
 from ....models.footprint import read_config
 from ..cache.kinds import Cache
 from . import vision
-from .load import LoadedModel, keep_hidden, make_float32, tree_bytes
+from .load import LoadedModel, make_float32, tree_bytes
+from .positions import keep_hidden
 
 FAMILIES = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
 """Their drafters read the hidden states that the model's own head takes, after its last norm."""
