@@ -20,6 +20,7 @@ from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.cache import segments as segments_module
 from omlxd.engine.mlx_adapter.cache.batch import WindowBatchKVCache
+from omlxd.engine.mlx_adapter.cache.kinds import arrays_of
 from omlxd.engine.mlx_adapter.cache.rows import OwnRowsKVCache
 from omlxd.engine.mlx_adapter.cache.segments import Segment, SegmentedKVCache
 from omlxd.engine.mlx_adapter.model import load as loading
@@ -210,7 +211,7 @@ def test_joins_and_leaves_copy_nothing(family: str, tmp_path, monkeypatch: pytes
     assert mx.get_active_memory() < before - 2 * size + size // 2
     assert peak([1, 2, 3]) < 0
     for leaf in rows_of(batch):
-        room = [loading.arrays_of(row.keys)[0].shape[2] for row in leaf.rows]
+        room = [arrays_of(row.keys)[0].shape[2] for row in leaf.rows]
         full = getattr(leaf.rows[0], "max_size", tokens)
         assert room[:2] == [full, full] and room[2] <= 924 + 256, "none has grown"
 
