@@ -295,14 +295,14 @@ def of_its_own(output: Output) -> tuple[float, float, float]:
 
 def test_waiting_for_whoever_computes_the_shared_prefix_is_no_prefill(model: Path):
     with Rig(model) as rig:
-        slow_layers(rig, 0.0, 0.004)
+        slow_layers(rig, 0.0, 0.012)  # Far longer than what a busy machine adds.
         prefix = prompt(4 * BLOCK)
         asked = [prefix + prompt(10, seed=seed) for seed in (1, 2)]
         computing, waiting = rig.on_engine(lambda: [rig.start(tokens, 2) for tokens in asked])
         ttft_s, own_s, _ = of_its_own(computing)
-        assert own_s > 0.8 * ttft_s > 0.8 * 266 * 0.004
+        assert own_s > 0.8 * ttft_s > 0.8 * 266 * 0.012
         ttft_s, own_s, queue_s = of_its_own(waiting)
-        assert queue_s > 0.8 and 10 * 0.004 <= own_s < 0.3 * ttft_s
+        assert queue_s > 2.4 and 10 * 0.012 <= own_s < 0.3 * ttft_s
 
 
 def test_the_steps_of_others_in_a_pass_are_no_prefill(model: Path):
