@@ -107,7 +107,7 @@ class HotTiers:
 def memory() -> tuple[int, int]:
     """(total, available) bytes where MLX's arrays live: the GPU's own memory, or the machine's.
 
-    On CUDA the driver is asked what other processes hold (6 µs a call on an H100's host).
+    A backend may ask its driver what other processes hold (6 µs a call on an H100's host).
     """
     if mx.default_device() == mx.Device(mx.cpu):
         total = total_ram()

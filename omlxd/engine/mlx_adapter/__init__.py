@@ -1,27 +1,5 @@
-"""The one package that touches mlx-lm's and mlx-vlm's (model/vision.py) internals. Pinned to mlx-lm 0.32.2.
-
-What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_adapter.py:
-- `KVCache` keeps `keys` and `values` of shape (1, heads, capacity, dim) and `offset`; it grows by
-  `step` tokens, an attribute that only growing reads (`GrowingStep` of cache/batch.py is put in its place);
-- a cache class that can be batched has `merge`; its batch class has `extend`, `filter`, `_idx`;
-- a batch cache is padded on the left, so row r of length n lies in columns `_idx - n` to `_idx`;
-- state that exists only at a position is a `RotatingKVCache`'s last `max_size` tokens in temporal
-  order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
-- `mx.load` of a file-like object allocates each array and has the object fill it
-  (engine/mlx_adapter/runtime/arrays.py);
-- `nn.Linear` and `nn.Embedding.as_linear` multiply by their `weight` as it is, and may be replaced in their
-  classes (cuda/products.py; tests/engine/cuda/test_products.py);
-- a CUDA kernel may write into an array that it was given (cuda/attention_kernel.py, cuda/fused_attention.py);
-- layers of llama, qwen2 and qwen3 keep their weights under the names of cuda/fused_step.py, which checks the
-  rest;
-- `mlx::core::clear_cache` and `set_cache_limit` are symbols of its library
-  (engine/mlx_adapter/runtime/arrays.py);
-- `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
-  `as_linear` of its embedding;
-- `model.layers` are the modules that a pass calls one after the other (model/layer_hook.py);
-- transformers finds its models' names by `define_import_structure` and keeps them in `_LazyModule`
-  (runtime/lean_imports.py; tests/engine/mlx_adapter/test_lean_imports.py).
-"""
+"""The one package that touches mlx-lm's and mlx-vlm's insides. README.md here lists what it relies on and
+what it changes there."""
 
 from .runtime import lean_imports  # Before whatever imports transformers.
 
@@ -91,7 +69,7 @@ from .runtime.device import backend, compute_dtype, storage_dtype, versions
 
 
 def _cuda() -> AttentionBackend:
-    """Imported on CUDA alone."""
+    """Imported on its device alone."""
     from .cuda.backend import CudaBackend
 
     return CudaBackend()

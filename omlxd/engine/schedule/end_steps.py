@@ -1,5 +1,4 @@
-"""Ends of prompts computed as answers are: by passes whose bits are those of decode steps
-(cuda/fused_step.py).
+"""Ends of prompts computed as answers are: by passes whose bits are those of decode steps.
 
 A row's bits are then its own in any company, so the ends of several prompts share passes, and none waits for
 another's.

@@ -4,8 +4,8 @@ Between the layers of a pass that may take long, or beside which others decode, 
 whose step is due get it, a request that was cancelled or whose time is up ends the pass, and a layer counts
 as progress.
 
-Requests with one and the same prompt, as the choices of n > 1, compute its end once. Where decode steps are
-fused (CUDA), ends are computed as answers are (end_steps.py).
+Requests with one and the same prompt, as the choices of n > 1, compute its end once. Where a backend
+fuses decode steps, ends are computed as answers are (end_steps.py).
 
 Passes end on block boundaries, and the last one begins at the last boundary before the prompt's
 end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
@@ -359,7 +359,7 @@ class PromptPasses:
         self._finish_ends(sequences)
 
     def _takes_steps(self, sequence: Sequence) -> bool:
-        """Whether its prompt's end is computed as its answer is: on CUDA, by fused steps.
+        """Whether its prompt's end is computed as its answer is: by fused steps.
 
         Then its bits are those that it has beside others. An end that fills a block has a pass of its own:
         what is stored of a prompt has been computed as prompt.

@@ -25,7 +25,7 @@ from .. import mlx_adapter
 from ..sequence import Sequence
 
 SLICE_S = 0.5
-"""Seconds that a pass may take on Metal, as far as the measured rate foretells. CUDA devices are never so
+"""Seconds that a pass may take on Metal, as far as the measured rate foretells. Other GPUs are never so
 slow as to need it. Sizes by a rate, which first passes pull down, since they load kernels, would give the
 same prompt other bits in another daemon."""
 
@@ -62,8 +62,8 @@ of 2; processor seconds beside other work. One after another, those that have be
 Beside a decoder whose step takes 0.11 to 0.15 its longest gap is 0.34 to 0.43 either way. Full blocks, which
 are stored, each have a pass of their own: what is stored does not depend on who else runs.
 
-On CUDA only where ends are computed as steps are (end_steps.py): rows of another pass are copied into one
-array first.
+A backend that does not pad ends (`pads_last_chunks`) does so only where ends are computed as steps are
+(end_steps.py): rows of another pass are copied into one array first.
 """
 
 

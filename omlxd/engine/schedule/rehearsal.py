@@ -1,4 +1,4 @@
-"""Requests of no client's, at a load on CUDA, so that no client waits for what a first pass makes ready.
+"""Requests of no client's, at a load, so that no client waits for what a first pass makes ready.
 
 Plans of cuDNN, functions of cuBLAS, kernels and launches are made at their first use, which takes 0.2 to 1 s
 for a first chunk of a prompt on an H100, and MLX compiles what it finds nowhere on disk. Here prompts of

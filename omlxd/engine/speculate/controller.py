@@ -7,7 +7,7 @@ not drawn. A guess has no part in what is drawn: sampled answers have the distri
 greedy ones its tokens, but for the rounding of wider passes.
 
 Each row of a batch has as many guesses as it likes, none included. The pass is as wide as the longest, or,
-where cuda/fused_step.py of mlx_adapter/ computes it, flat: it has no more of a row than its own tokens. What
+where a backend's decode step computes it, flat: it has no more of a row than its own tokens. What
 a grammar does not allow is not guessed, and what it leaves no choice in is.
 
 No MLX here: decode_batch.py computes the passes.
@@ -47,8 +47,8 @@ SIZES = (3, 15, 28, 60)
 """Guesses of all rows in a flat pass, filled up, or as many as there is room for. Each size is compiled for
 itself, and costs little more than a smaller one: SmolLM2 in bfloat16 on an H200 took 4.0 ms for 4 rows and 7
 guesses or fewer, 7.0 for 16 rows and 112, and 2.5 and 2.9 for steps. With (1, 2, 4, 7, 15, 30, 60) 161 were
-compiled, 15 ms each, in 18 rounds of 16 and of 4 streams. Up to 32 tokens five layers are one launch
-(cuda/layer_products.py): 4 streams on one H100 were at 1.42, 1.26 and 0.92 times the speed without guesses
+compiled, 15 ms each, in 18 rounds of 16 and of 4 streams. Up to 32 tokens five layers are one launch:
+4 streams on one H100 were at 1.42, 1.26 and 0.92 times the speed without guesses
 with (3, 15, 60), and with these at 1.64, 1.77 and 0.98 (edits, logs, prose)."""
 
 MOST_TOKENS = 256

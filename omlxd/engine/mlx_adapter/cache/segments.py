@@ -1,9 +1,9 @@
 """Per-token KV in segments: sequences that begin alike hold what they share once.
 
-The KV of a prompt is cut at multiples of `SEGMENT` tokens, as far as its last pass begins behind them, and
-except on CUDA once more, at the last multiple of `SHORT_SEGMENT` there. What lies before is in `Segment`s:
-immutable, so any number of sequences may hold the same one. The rest is the sequence's own tail, which
-decoding extends without another cut.
+The KV of a prompt is cut at multiples of `SEGMENT` tokens, as far as its last pass begins behind them,
+and by some backends once more, at the last multiple of `SHORT_SEGMENT` there. What lies before is in
+`Segment`s: immutable, so any number of sequences may hold the same one. The rest is the sequence's own tail,
+which decoding extends without another cut.
 
 | pass                     | attention reads                         | bits                               |
 |--------------------------|-----------------------------------------|------------------------------------|
@@ -12,10 +12,10 @@ decoding extends without another cut.
 | the last, and decoding,  | segments and tail by products of their  | MLX's own with its wheel's BLAS;   |
 | up to `FEW` tokens a row | own, with one softmax over all          | with others sums follow the cuts   |
 | the same, more tokens    | a joint copy of all; in batches as above| MLX's own; as above                |
-| on CUDA, up to 64 tokens | each segment once for all rows, and     | the kernels': sums in a fixed      |
-|                          | tails (segment_attention.py)            | order                              |
+| by a backend's kernels,  | each segment once for all rows, and     | the kernels': sums in a fixed      |
+| up to 64 tokens          | tails (`over_segments`)                 | order                              |
 
-Packed KV (packed.py) is unpacked for any of these; on CUDA cuda/attention_packed.py's kernel reads a row's
+Packed KV (packed.py) is unpacked for any of these; a backend's kernel may read a row's
 segments and its tail as they are, each row by itself. Windows and recurrent state of other layers are each
 sequence's own. live_segments.py says where a prompt is cut.
 
@@ -277,7 +277,7 @@ class SegmentedKVCache(Segmented, KVCache):
 
 
 class SegmentedQuantisedKVCache(Segmented, QuantisedKVCache):
-    """Of one sequence, packed. But for our kernel on CUDA, segments and the tail are unpacked in each pass.
+    """Of one sequence, packed. Segments and the tail are unpacked in each pass, but for a backend's kernel.
 
     SmolLM2's shape in float32, 8,192 tokens that rows share and 500 of each's own, 2 CPUs beside other work,
     OpenBLAS, median step by MLX's products of packed KV in one piece and in segments
