@@ -286,7 +286,7 @@ def test_a_model_with_checkpoints_is_computed_where_that_is_faster(family: str, 
             assert rig.store.flusher is not None
             assert rig.store.flusher.writer.stats.written <= 2
             rig.on_engine(lambda: check_pool(rig.pool, {}))
-        disk = SlowDisk(0.06)
+        disk = SlowDisk(0.5)
         with Rig(model, cache, record=True, fs=disk) as rig:  # Not known before.
             tell(rig, 0, 0.01)
             output = rig.run(tokens, 8)

@@ -46,7 +46,8 @@ def test_memory_is_given_back_while_one_is_made():
     told = """
 import threading, time
 import mlx.core as mx
-from omlxd.engine.mlx_adapter import arrays as blank, give_memory_back, limits, set_limits
+from omlxd.engine.mlx_adapter import give_memory_back, limits, set_limits
+from omlxd.engine.mlx_adapter.runtime import arrays as blank
 from omlxd.wire import Budget
 inside, readinto = threading.Event(), blank._Unwritten.readinto
 def slow(self, buffer):
