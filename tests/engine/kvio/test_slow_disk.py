@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backends import use_backend
 from cold_run import Reference, assert_same, outputs, prompt, same_bits
 from families import build_family
 from fast_or_slow import rest_slow
@@ -101,6 +102,7 @@ def cache(written: Path, tmp_path: Path) -> Path:
 @pytest.fixture(params=["direct", "staged"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "staged":
+        use_backend(monkeypatch, "mlx", keep_on_host=lambda view: "no GPU here")
         monkeypatch.setattr(staging, "_chosen", StagedTransport())
 
 

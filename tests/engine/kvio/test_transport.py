@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import use_backend
 from cache_folder import flip
 from cold_run import Reference, assert_same, prompt
 from families import build_family
@@ -35,6 +36,7 @@ FAMILIES = ("qwen3", "deepseek_v3", "gemma3_text", "qwen3_next", "mamba2")
 
 @pytest.fixture(autouse=True)
 def staged(monkeypatch: pytest.MonkeyPatch) -> StagedTransport:
+    use_backend(monkeypatch, "mlx", keep_on_host=lambda view: "no GPU here")  # Staging does without.
     transport = StagedTransport()
     monkeypatch.setattr(staging, "_chosen", transport)
     return transport
