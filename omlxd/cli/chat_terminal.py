@@ -174,7 +174,7 @@ class Terminal:
         return session
 
     def _kept(self) -> History:
-        """Keep questions in the same object until `/set history` changes it."""
+        """Return the history of questions: the same object until `/set history` changes it."""
         return self._histories[self._shown["history"]]
 
     def _take(self, line: str) -> None:

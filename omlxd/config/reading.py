@@ -294,7 +294,7 @@ class _File:
     def _entries(
         self, entries: Mapping[str, Any], names: list[str], *table: str
     ) -> dict[str, tuple[str, Any]]:
-        """Yield name → (key as written, value)."""
+        """Map name → (key as written, value)."""
         got: dict[str, tuple[str, Any]] = {}
         for key, value in entries.items():
             name = key.replace("-", "_")

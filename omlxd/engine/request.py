@@ -25,7 +25,7 @@ INSPECTED = 8192
 
 @dataclass(slots=True, frozen=True)
 class CheckedRequest:
-    """What a sequence is made of.
+    """The checked parts of a request, of which its sequence is made.
 
     tokens      of the prompt, images' included
     images      those of the prompt; None: it has none
@@ -54,7 +54,7 @@ class CheckedRequest:
 
 
 class RequestChecks:
-    """Those of one model. Thread-safe.
+    """Checks the requests to one model. Thread-safe.
 
     kv_off  why no prompt cache is taken; None: they are
     """
@@ -72,7 +72,7 @@ class RequestChecks:
         images: PromptImages | None,
         context: int,
     ) -> CheckedRequest:
-        """Raises OmlxdError.
+        """Check a request; returns the parts of its sequence. Raises OmlxdError.
 
         tokens   of the prompt, images' included
         context  tokens of prompt and answer at most
@@ -103,7 +103,7 @@ class RequestChecks:
         return CheckedRequest(tokens, images, room, wanted, labels, prediction, constraint, eos, file)
 
     def _open_cache(self, request: GenerateRequest, tokens: int) -> PromptCacheFile:
-        """Raises InvalidRequest where the file can't hold the KV of this prompt's first tokens."""
+        """Open the prompt cache. Raises InvalidRequest if it can't be that of this prompt's first tokens."""
         file = mlx_adapter.open_prompt_cache(Path(request.kv_from), self._loaded, self._block)
         if self._kv_off is not None:
             raise InvalidRequest(f"The prompt cache is not taken: {self._kv_off} is on.")

@@ -191,7 +191,7 @@ def train_tokenizer(vocab: int) -> Any:
 
 
 def _corpus() -> Iterator[str]:
-    """Return training text: each word often enough to be one token, with endings; syllables."""
+    """Yield training text: each word often enough to be one token, with endings; syllables."""
     yield PROSE
     for rank, word in enumerate(WORDS):
         yield f" {word}" * (6 if rank < 400 else 5) + f"\n{word}"

@@ -199,7 +199,7 @@ ModelKind = Literal["chat", "embedding", "rerank"]
 
 
 def kind_of(folder: Path, config: dict[str, Any]) -> ModelKind:
-    """Return whether the model in `folder` chats, embeds, or scores pairs of texts."""
+    """Return what the model in `folder` does: chat, embed, or score pairs of texts."""
     family, names = str(config.get("model_type")), config.get("architectures")
     if family in ENCODERS:
         scores = isinstance(names, list) and any(str(n).endswith("ForSequenceClassification") for n in names)
@@ -265,7 +265,7 @@ def _int(config: dict[str, Any], *names: str, default: int = 0) -> int:
 
 
 def _element(folder: Path, config: dict[str, Any]) -> int:
-    """Return the bytes of a number in computation: that of the norms, which nobody quantises."""
+    """Return the bytes of a number that the model computes with, as its norms: nobody quantises those."""
     for file in sorted(weight_files(folder)):
         for name, tensor in _header(file).items():
             if "norm" in name and tensor.dtype in _HEADER_BYTES:

@@ -126,7 +126,7 @@ class AnthropicStream:
         return self._begun(event) + self._encoded(event)
 
     def _begun(self, event: chat.Event) -> bytes:
-        """Yield `message_start`, before anything else."""
+        """Return `message_start`, before anything else."""
         if self._started:
             return b""
         self._started = True

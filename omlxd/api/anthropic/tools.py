@@ -146,7 +146,7 @@ class Tools:
         changes = list(changes)
         later = _added_later(changes)
         self._tools: dict[str, Tool | None] = {}
-        """Name → tool; None: it runs at the server. None: it runs at the server."""
+        """Name → tool; None: it runs at the server."""
         listed = []
         for index, param in enumerate(params):
             tool = _tool(param, f"tools.{index}")
@@ -222,7 +222,7 @@ class Tools:
 
 
 def _changed(change: ToolChange) -> tuple[str, Tool | None]:
-    """Return the tool's name, "" for an MCP server's, and the tool where the change itself defines it."""
+    """Return a tool's name ("" for an MCP server's), and the tool if `change` holds its definition."""
     if isinstance(change.tool, ByName):
         return change.tool.name, None
     if not isinstance(change.tool, ByDefinition):

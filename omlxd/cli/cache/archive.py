@@ -104,7 +104,7 @@ class _Header(tarfile.TarInfo):
         _check_size(self.size, MOST_BYTES)
 
     def _no_sparse(self, *_: Any) -> None:
-        """Read a PAX header of a sparse file; tarfile calls it before it reads the file's map."""
+        """Refuse a sparse file; tarfile calls it before it reads the file's map. Raises tarfile.ReadError."""
         raise tarfile.ReadError("it has a sparse file, which no export has")
 
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _no_sparse

@@ -77,9 +77,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
 
 
 def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
-    """Collect the statistics; a cache dir that isn't there is an empty one. Raises OSError where a folder
-    can't be read; a cache dir that isn't there is an empty one.
-    """
+    """Collect the statistics; a missing cache dir is empty. Raises OSError for an unreadable folder."""
     infos: dict[str, NamespaceInfo | None] = {}
     with contextlib.suppress(FileNotFoundError):
         infos = inventory.namespaces(root)

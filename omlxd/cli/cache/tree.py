@@ -228,7 +228,7 @@ def _siblings(blocks: dict[str, _Block], names: list[str]) -> Iterator[tuple[str
 
 
 def files_below(heads: Heads, namespace: str, id: str) -> Iterator[str]:
-    """Return the files of node `id` and below, children first; "": all of the namespace."""
+    """Yield the files of node `id` and below, children first; "": all of the namespace."""
     blocks, others = read_blocks(heads, namespace)
     roots = [name for name in blocks if name.startswith(id) and (id or blocks[name].parent not in blocks)]
     for name in _upwards(blocks, roots):

@@ -32,10 +32,12 @@ LAUNCHD_NAME = "Listeners"
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A job of the service manager.
-    environ   variables on top of those that the manager gives
+
+    program     absolute path of the interpreter, then its arguments
+    environ     variables on top of those that the manager gives
     host, port  where the manager listens for us
-    log_file  where the daemon logs; None: standard error
-    at_login  start at login, and again after a failure, rather than at the first connection
+    log_file    where the daemon logs; None: standard error
+    at_login    start at login, and again after a failure, rather than at the first connection
     """
 
     program: tuple[str, ...]

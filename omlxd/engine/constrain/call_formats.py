@@ -333,7 +333,7 @@ def format_name(tokenizer: Any) -> str:
 
 
 def unreadable(call_format: CallFormat, name: str, tool: bool) -> bool:
-    """Say why the format can't hold `name`, of a tool or else of a parameter."""
+    """Return whether the format can't hold `name`, of a tool or else of a parameter."""
     if isinstance(call_format, ValueCalls) and call_format.python:
         return re.fullmatch(r"[\w./-](?:[\w.:/-]*[\w./-])?" if tool else r"[^\W\d]\w*", name) is None
     if isinstance(call_format, TagCalls):

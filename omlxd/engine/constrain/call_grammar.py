@@ -75,7 +75,7 @@ class CallGrammar:
         return opening_of(self._format)
 
     def rules(self, many: bool, opened: bool = False) -> str:
-        """Return rule `calls`: one call, with `many` more. `opened`: the `opening` is already there."""
+        """Return rule `calls`: one call, or with `many` several. `opened`: the `opening` is already there."""
         self._skip = len(self.opening) if opened else 0
         row, literal = self._format, self._literal
         names = [f"call_{index}" for index in range(len(self._tools))]
@@ -168,7 +168,7 @@ class CallGrammar:
         return [f"{rule}: {' '.join(terms)} {self._literal(row.after)}", *rules.rules]
 
     def _parameters(self, row: TagCalls | ValueCalls, rules: ValueRules) -> list[tuple[str, Any, bool]]:
-        """Yield (name, schema, whether it is required) of each parameter. Raises Unenforceable."""
+        """Return (name, schema, whether it is required) of each parameter. Raises Unenforceable."""
         schema = rules.one_object(rules.root)
         properties = schema.get("properties") or {}
         required = schema.get("required") or ()
@@ -269,7 +269,7 @@ def note_left_out(where: str, left_out: Sequence[str]) -> list[str]:
 
 @functools.lru_cache(256)
 def _say_left_out(notes: tuple[str, ...]) -> None:
-    """Log each list once; as a request's text it is for debug alone."""
+    """Log each list once; the keywords are a request's text, which debug alone shows."""
     log.warning(
         "%d keywords of a schema are not enforced (usage.omlxd.not_enforced names them); "
         "with `strict` it is refused",

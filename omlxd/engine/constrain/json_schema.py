@@ -167,7 +167,7 @@ def _judged(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
 
 
 def _typed(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return `schema` for each of its types."""
+    """Yield `schema` for each of its types."""
     if "const" in schema:
         schema = {**schema, "enum": [schema["const"]]}
     declared = schema.get("type")

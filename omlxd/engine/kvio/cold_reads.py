@@ -71,7 +71,7 @@ class Way(Enum):
 
 @dataclass(slots=True, frozen=True)
 class MatchPlan:
-    """What a sequence takes of its cached prefix, and from where.
+    """The way by which a sequence gets its cached prefix.
 
     cold        names of its blocks, and of its checkpoint, that the disk alone has; all others are hot
     live        segments that running sequences hold, which it begins with, and which nobody reads

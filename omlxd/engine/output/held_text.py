@@ -87,6 +87,6 @@ class TrailingSpaces:
         self._held = ""
 
     def flush(self) -> str:
-        """Drop the held space at the end."""
+        """Return the held space, behind which no text follows."""
         held, self._held = self._held, ""
         return held

@@ -28,7 +28,7 @@ Work = Callable[[], list[tuple[int, chat.Event]]]
 
 
 MOST_EVENTS = 256
-"""Events of a frame: more would hold it back while tokens come as fast as they are parsed."""
+"""Events of a frame at most: without a bound, none is sent while tokens come as fast as they are parsed."""
 
 
 class OutputThread:

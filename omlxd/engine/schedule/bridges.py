@@ -9,7 +9,7 @@ from ..sequence import Sequence
 
 
 class Bridges(dict[Adapter | None, KVBridge]):
-    """That of the model, by None, and those of its adapters, whose KV is their own; none: no reuse."""
+    """Maps an adapter, or None for the model, to its bridge: each has its own KV. Without one: no reuse."""
 
     def of(self, sequence: Sequence) -> KVBridge | None:
         return self.get(sequence.adapter)

@@ -1,4 +1,4 @@
-"""Tokens that a scheduler's passes took, by whose they are."""
+"""Counts the work of one scheduler: tokens, steps and seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tokens = Counter[Adapter | None]
 
 
 class Counts:
-    """Tokens count for an adapter, or for None: the model itself. Any thread may read.
+    """Tokens by adapter, or by None for the model itself; steps and seconds of all. Any thread may read.
 
     prefilled      of prompts, that were computed
     restored_hot, restored_cold  of prompts, that were cached: once the first token is there, or it ends

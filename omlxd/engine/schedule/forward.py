@@ -51,7 +51,7 @@ class Interrupted(Exception):
 
 
 class Turn(Protocol):
-    """What a pass asks of the scheduler, in whose turn it is computed.
+    """The scheduler as a pass sees it, in whose turn it is computed.
 
     memory   is told of chunks; None: nobody looks after it
     decodes  whether any sequence does
@@ -71,7 +71,7 @@ class Turn(Protocol):
         ...
 
     def join(self, sequences: Seq[Sequence], add: Callable[[DecodeBatch], None]) -> None:
-        """`sequences` decode from now on, in the batch that `add` adds them to."""
+        """Let `sequences` decode, in the batch that `add` adds them to."""
         ...
 
     def end(self, sequence: Sequence, error: Exception | None = None, *, spoiled: bool = False) -> None:

@@ -270,7 +270,7 @@ class Scheduler:
     # ----------------------------------------------------------------- decode
 
     def join(self, sequences: Seq[Sequence], add: Callable[[DecodeBatch], None]) -> None:
-        """`sequences` decode from now on, in the batch that `add` adds them to. If that fails, it raises."""
+        """Let `sequences` decode, in the batch that `add` adds them to. Raises what `add` raises."""
         batch = self._batch_for(max(sequences, key=lambda sequence: sequence.kv.length))
         with self._dropped_if_joined(batch, sequences[0]):
             add(batch)

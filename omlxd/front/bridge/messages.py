@@ -113,7 +113,7 @@ _named = msgspec.json.Decoder(_Named)
 
 
 def decode_request(line: bytes) -> AnyRequest:
-    """Decode a line, whatever its bytes are. Raises InvalidRequest, whatever the bytes are."""
+    """Decode a line. Raises InvalidRequest, and nothing else, for any bytes."""
     try:
         return decode(_requests, line)
     except InvalidRequest as error:

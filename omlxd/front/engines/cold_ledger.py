@@ -345,10 +345,7 @@ class ColdLedger:
         return await self._ask(settle)
 
     async def settle_own(self, message: Reserve | Stored | Released) -> int:
-        """Account for files that this process writes, without evicting; returns the bytes granted: all or 0.
-
-        Bytes granted: all or 0.
-        """
+        """Account for files that this process writes, without evicting; returns bytes granted: all or 0."""
 
         def settle(ledger: Ledger) -> int:
             if isinstance(message, Reserve) and ledger.check_folder() and message.nbytes > ledger.room():

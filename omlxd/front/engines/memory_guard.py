@@ -232,7 +232,7 @@ class MemoryGuard:
         )
 
     async def _float32_fits(self, engine: ModelEngine, device: Device, need: int, free: int) -> str:
-        """Say from which memory on float32 weights, which `need` these bytes, fit."""
+        """Say how much memory, or which limit, float32 weights of `need` bytes require."""
         enough = math.ceil(need / FLOAT32_FRACTION)
         if limit := self.memory_limit_bytes:
             more = limit + enough - free

@@ -79,7 +79,7 @@ class Turns:
 
 
 class Connection(TCPServer):
-    """Stops the idle timer while there is nothing to read."""
+    """Stops the idle timer, and starts none again, once the client sends no more."""
 
     _over = False
 
@@ -210,7 +210,7 @@ class Http1(H11Protocol):
 
     @property
     def takes_probes(self) -> bool:
-        """Whether the client may be probed: HTTP/1.0 may not, as nginx closes its connection then."""
+        """Whether the client skips probes: with HTTP/1.1 alone. nginx speaks 1.0, and closes by itself."""
         return getattr(self.connection, "their_http_version", None) == b"1.1"
 
     def probe(self) -> bytes:

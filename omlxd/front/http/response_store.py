@@ -123,7 +123,7 @@ class InputItems(msgspec.Struct):
 
 
 MOST_ITEMS = 100
-"""Items of one page at most, as OpenAI's. OpenAI's."""
+"""Items of one page at most, as OpenAI's."""
 
 
 def input_items(stored: StoredResponse, id: str) -> list[dict[str, Any]]:

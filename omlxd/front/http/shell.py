@@ -171,7 +171,7 @@ class _Body:
         self._complete = False
 
     def check_announced(self, scope: Scope) -> None:
-        """Check the headers alone. Raises RequestTooLarge and RouteError from the headers alone."""
+        """Check a request by its headers alone. Raises RequestTooLarge and RouteError."""
         for name, value in scope["headers"]:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 packed = value[:40].decode("latin-1")

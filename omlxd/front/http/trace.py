@@ -254,7 +254,7 @@ def trace_of(scope: Any) -> RequestTrace:
 def client_of(scope: Any) -> str:
     """Return the client for fairness: the name of its key, else its address; "" over a Unix socket.
 
-    The key of `--api-key` may be everybody's, so it says nothing. "": over a Unix socket.
+    The key of `--api-key` may be everybody's, so it says nothing.
     """
     key, address = trace_of(scope).key, scope.get("client")
     return key if key not in ("", OWN) else str(address[0]) if address else ""

@@ -71,7 +71,7 @@ async def _refuse_sdk(told: dict[str, Any], receive: Receive, send: Send) -> Non
 
 
 async def _is_gone(receive: Receive) -> bool:
-    """Wait for the client's first message; return whether it closed instead. True: it closed instead."""
+    """Wait for the client's first message; return whether it closed instead."""
     while True:
         message: Message = await receive()
         if message["type"] in ("websocket.receive", "websocket.disconnect"):

@@ -98,7 +98,7 @@ class MissLog:
         write_atomic(self._path, b"".join(reversed(kept)))
 
     def newest_first(self) -> Iterator[LoggedRequest]:
-        """Return the last week's requests, newest first, without unreadable lines. Raises OSError."""
+        """Yield the last week's requests, newest first, without unreadable lines. Raises OSError."""
         since = self._clock() - KEPT_S
         for line in reversed(self._lines()):
             try:

@@ -23,7 +23,7 @@ from ..files.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
 log = logging.getLogger(__name__)
 
 AHEAD = 64 << 20
-"""Bytes granted to an engine at a time."""
+"""Bytes by which the file is ahead of the sum: as many as an engine is granted at a time."""
 _NOTHING = 1 << 20
 _MOST = 4096
 """Bytes that the file may have."""
@@ -61,8 +61,7 @@ class WriteBudget:
         self.outstanding: Callable[[], int] = lambda: 0
 
     def open(self) -> None:
-        """Continue with this day's sum: the file's, or this object's own if that is more. Never raises
-        OSError.
+        """Continue with this day's sum: the file's, or this object's own if that is more.
 
         Never raises OSError.
         """

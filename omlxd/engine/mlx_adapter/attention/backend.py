@@ -1,4 +1,4 @@
-"""What computes attention: one interface for MLX's own, and for kernels that stand beside it (cuda/).
+"""Backends of attention: one interface for MLX's own, and for kernels that stand beside it (cuda/).
 
 The road of a Mac (`runtime`, `attention`, `cache`, `model`) asks `current()` and imports no backend but MLX's
 own, whose answers are the defaults of `AttentionBackend`. A package that has another registers it, by the
@@ -19,7 +19,7 @@ from . import by_rows
 
 
 class AttentionCall(NamedTuple):
-    """What a model asks of attention: (rows, heads, new tokens, width).
+    """One call of attention by a model. Its result is (rows, heads, new tokens, width).
 
     queries       (rows, heads, new tokens, width)
     keys, values  (rows, KV heads, tokens, width) that a cache gave out; packed: lists of parts
@@ -37,7 +37,7 @@ class AttentionCall(NamedTuple):
 
 
 class DecodeStep(Protocol):
-    """Decode steps of one model in another way than its own forward.
+    """Computes decode steps of one model in another way than its own forward.
 
     compiles  whether the newest call was the first of its shape
     most_new  tokens of a row in a call, at most
@@ -49,7 +49,7 @@ class DecodeStep(Protocol):
     def __call__(
         self, tokens: mx.array, cache: Any, steps: int, counts: Sequence[int] = ()
     ) -> mx.array | None:
-        """Logits of `tokens` (rows, n); None: the model's own forward must compute them.
+        """Return the logits of `tokens` (rows, n); None: the model's own forward must compute them.
 
         steps   that the batch has done since its rows changed
         counts  tokens of each row, where `tokens` is (any,): those of the first row, of the second, and so
@@ -57,12 +57,12 @@ class DecodeStep(Protocol):
         """
 
     def most_tokens(self, cache: Any) -> int:
-        """Tokens of a call, of all rows, that has the bits of steps; 0: none has them."""
+        """Return the most tokens, of all rows, of a call with the bits of steps; 0: none has them."""
         return 0
 
 
 class OwnForward(DecodeStep):
-    """The model's own forward, and nothing else."""
+    """Leaves every step to the model's own forward."""
 
     compiles = False
     most_new = 1
@@ -74,8 +74,8 @@ class OwnForward(DecodeStep):
 
 
 class AttentionBackend(Protocol):
-    """Kernels, and what the engine has to know of the device that they run on. Subclass it: a default is what
-    holds for MLX's own attention.
+    """Attention kernels, and the facts of their device that the engine needs. Subclass it: the defaults are
+    those of MLX's own attention.
 
     pads_last_chunks  last chunks of several prompts may share a forward, padded to the longest
     compiles_late     MLX compiles kernels in the requests that need them first: a load rehearses some
@@ -100,22 +100,22 @@ class AttentionBackend(Protocol):
     loads_beside_cpu: bool = False
 
     def install(self) -> None:
-        """Patch what the kernels need of mlx-lm. Called at each load, before the model is read."""
+        """Patch mlx-lm as the kernels need it. Called at each load, before the model is read."""
 
     def forward(self, call: AttentionCall) -> mx.array | None:
-        """Attention to KV of a cache that does not attend by itself; None: by MLX's own."""
+        """Attend to KV of a cache that does not attend by itself; None: MLX's own attention must."""
         return None
 
     def over_segments(self, call: AttentionCall) -> mx.array | None:
-        """Attention of one row to its segments, and to its tail, which `keys` and `values` are; None: by
-        MLX's own products. `cache` is a `Segmented`, and the mask hides what comes after a token."""
+        """Attend with one row to its segments, and to its tail, which `keys` and `values` are; None: MLX's
+        own products must. `cache` is a `Segmented`, and the mask hides what comes after a token."""
         return None
 
     def before_weights(self, model: Any) -> None:
-        """Called before MLX computes, or reads the weights of `model`."""
+        """Prepare the process before MLX computes, or reads the weights of `model`."""
 
     def beside_weights(self, model: Any) -> None:
-        """Called on another thread while the weights of `model` are read."""
+        """Prepare kernels for `model` on another thread while its weights are read."""
 
     def prepare(self, model: Any) -> None:
         """Check and install what replaces modules of `model`, whose weights are read."""
@@ -124,14 +124,14 @@ class AttentionBackend(Protocol):
         """Compile and check, in no request, what a batch needs. Called last, for models that batch."""
 
     def decode_step(self, model: Any) -> DecodeStep:
-        """What computes decode steps of `model`. It keeps what it compiles."""
+        """Return the `DecodeStep` of `model`, which keeps what it compiles."""
         return OwnForward()
 
     def remembered(
         self, what: str, model: Any, depends: tuple[object, ...], check: Callable[[], bool]
     ) -> bool:
-        """What `check` of `model` gives, or gave at an earlier load. The result depends on `depends`, the
-        model and the machine. Raises what `check` raises."""
+        """Return the result of `check`, or that of an earlier load of `model` on this machine with the same
+        `what` and `depends`. Raises what `check` raises."""
         return check()
 
     def rows_pay(self) -> bool:
@@ -152,8 +152,9 @@ class AttentionBackend(Protocol):
         return False
 
     def row_batch(self, rows: Sequence[Any], kind: str) -> Any | None:
-        """A layer of a batch, a `RowBatch`, of `rows`, the caches of one sequence each; None: cache/rows.py
-        has it. `kind` is a name of cache/kinds.py. Raises RuntimeError where it reads no such rows."""
+        """Return a layer of a batch, a `RowBatch`, of `rows`, the caches of one sequence each; None: that of
+        cache/rows.py serves. `kind` is a name of cache/kinds.py. Raises RuntimeError for rows that the
+        backend can't read."""
         return None
 
     @property
@@ -163,7 +164,7 @@ class AttentionBackend(Protocol):
 
     @property
     def masked_cost(self) -> float:
-        """Times the KV bytes that a batch of unequal rows costs, beside one of equal rows."""
+        """How many times the KV bytes a batch of unequal rows costs."""
         return 1.0
 
     def reads_own_rows(self) -> bool:
@@ -174,18 +175,18 @@ class AttentionBackend(Protocol):
         """Keep kernels and passed checks in `folder`, whose parent exists. Call before MLX computes."""
 
     def chunk(self, *, final: bool) -> AbstractContextManager[None]:
-        """Around a forward: whether it is a prompt's last chunk or a decode step (`final`), or one before."""
+        """Surround a forward: `final` for a prompt's last chunk or a decode step, else a chunk before."""
         return nullcontext()
 
     def trim_memory(self) -> None:
         """Give back what was freed, where memory is short."""
 
     def free_memory(self) -> int | None:
-        """Bytes of the device's memory that can be had; None: MLX's figures say it."""
+        """Return the free bytes of the device's memory; None: MLX's figures tell them."""
         return None
 
     def keep_on_host(self, view: memoryview) -> str:
-        """Keep the memory of `view` with the host, mapped by the device. Returns why not; empty: it is."""
+        """Keep the memory of `view` with the host, mapped by the device. Returns why not; "": it is."""
         return ""
 
     def wait(self) -> None:
@@ -209,12 +210,12 @@ _current: AttentionBackend | None = None
 
 
 def register(of_device: str, make: Callable[[], AttentionBackend]) -> None:
-    """Have `make` give the backend of a device: a name that `device.backend` gives."""
+    """Have `make` give the backend of a device, named as `device.backend` names it."""
     _made[of_device] = make
 
 
 def current() -> AttentionBackend:
-    """The backend of MLX's default device, which the first call asks for."""
+    """Return the backend of MLX's default device, for which MLX is asked once."""
     global _current
     if _current is None:
         _current = _made.get(device(), MlxBackend)()

@@ -5,9 +5,9 @@ CPU it is two products for each query head, so that a KV head is read as often a
 the query heads of a KV head are the rows of one product. On Metal a row is a call of MLX's own kernel.
 
 At the first pass of a model, which is at its load, both ways are timed on this machine (`Costs`); `omlxd
-doctor` says what came out. Where
-attention by rows pays, each row of a batch keeps its KV in its own arrays (cache/rows.py): windows and packed
-KV too, which MLX's own attention reads, row by row. It has not run on a Mac.
+doctor` says what came out. Where attention by rows pays, each row of a batch keeps its KV in its own arrays
+(cache/rows.py): windows and packed KV too, which MLX's own attention reads, row by row. It has not run on a
+Mac.
 
 SmolLM2's heads (9 on 3 of 64, float32), processor milliseconds a layer on two CPUs beside other work, the
 least of seven:

@@ -12,11 +12,10 @@ A window's row is read from its oldest token on, wherever in its ring that lies,
 from there: its column depends on when the row joined whom, so that spans of columns would give other bits in
 other company.
 
-They take over for up to `MOST_NEW`
-tokens of each row of a `KVCache`, a window or a batch of either, in 16 bits, also with sinks, once a check
-beside MLX's own passed. Everything else goes on to MLX: heads that are no multiple of 8 wide, or over 256 and
-not 512; keys and values of unequal width (MiMo V2); what is derived from the KV that a cache holds.
-Latents of MLA have a kernel of their own (latent_kernel.py).
+They take over for up to `MOST_NEW` tokens of each row of a `KVCache`, a window or a batch of either, in 16
+bits, also with sinks, once a check beside MLX's own passed. Everything else goes on to MLX: heads that are no
+multiple of 8 wide, or over 256 and not 512; keys and values of unequal width (MiMo V2); what is derived from
+the KV that a cache holds. Latents of MLA have a kernel of their own (latent_kernel.py).
 """
 
 from __future__ import annotations

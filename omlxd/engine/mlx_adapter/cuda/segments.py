@@ -1,4 +1,4 @@
-"""What kernels are told of the segments that rows share (cache/segments.py): where each lies."""
+"""Addresses of the segments that rows share (cache/segments.py), for kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load compiles and checks of a model's steps on CUDA, so that no request does."""
+"""Compiles and checks a model's decode steps at its load, so that no request does."""
 
 from __future__ import annotations
 
