@@ -98,9 +98,9 @@ ADDED = {
     ),
     "labels in shared passes": ("engine/schedule/scoring.py",),
     "attention kernels, compiled steps": (
-        *("engine/mlx_adapter/cuda/attention*.py", "engine/mlx_adapter/cuda/compiled_step.py"),
-        *("engine/mlx_adapter/cuda/nvrtc.py", "engine/mlx_adapter/cuda/fused_*.py"),
-        "engine/mlx_adapter/cuda/products*.py",
+        *("engine/mlx_adapter/cuda/attention/attention*.py", "engine/mlx_adapter/cuda/step/compiled_step.py"),
+        *("engine/mlx_adapter/cuda/compile/nvrtc.py", "engine/mlx_adapter/cuda/*/fused_*.py"),
+        "engine/mlx_adapter/cuda/products/products*.py",
     ),
     "OpenBLAS on CPUs": ("engine/blas.py",),
     "hostile model folders": (

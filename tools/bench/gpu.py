@@ -29,8 +29,8 @@ from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import DirectBuffers, MLXPayload, append_blocks, copy_blocks, read_payload
 from omlxd.engine.kvio.transport import transport
-from omlxd.engine.mlx_adapter.cuda.attention_kernel import Kernel
-from omlxd.engine.mlx_adapter.cuda.prompt_attention import PromptKernel
+from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Kernel
+from omlxd.engine.mlx_adapter.cuda.attention.prompt_attention import PromptKernel
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
 from omlxd.engine.speculate.controller import WIDTHS
 from omlxd.kv.cold.tier import ColdTier

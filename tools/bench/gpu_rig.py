@@ -18,8 +18,8 @@ from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import MLXPayload, copy_blocks
 from omlxd.engine.kvio.transport import transport
 from omlxd.engine.mlx_adapter.attention import hooks as attention
-from omlxd.engine.mlx_adapter.cuda import products
-from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
+from omlxd.engine.mlx_adapter.cuda.products import products
+from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
 from omlxd.engine.sampling import BatchSampler, RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.scheduler import Scheduler

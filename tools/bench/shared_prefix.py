@@ -30,8 +30,8 @@ from omlxd.engine import mlx_adapter  # noqa: E402
 from omlxd.engine.mlx_adapter import Cache, LoadedModel, Quantisation, Segment  # noqa: E402
 from omlxd.engine.mlx_adapter.attention import hooks as attention  # noqa: E402
 from omlxd.engine.mlx_adapter.cache.packed import PARTS  # noqa: E402
-from omlxd.engine.mlx_adapter.cuda import products  # noqa: E402
-from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep  # noqa: E402
+from omlxd.engine.mlx_adapter.cuda.products import products  # noqa: E402
+from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep  # noqa: E402
 from tools.bench.gpu_rig import row  # noqa: E402
 from tools.bench.shapes import SHAPES, Shape, build  # noqa: E402
 

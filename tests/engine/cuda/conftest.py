@@ -16,18 +16,19 @@ from mlx_lm.models.cache import RotatingKVCache
 from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.attention import hooks as attention
-from omlxd.engine.mlx_adapter.cuda import (
-    addressed_rows,
+from omlxd.engine.mlx_adapter.cuda.attention import (
     attend,
     attention_kernel,
     attention_packed,
-    compiled_step,
-    fused_step,
+    checks,
     latent_kernel,
     segment_attention,
 )
-from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
-from omlxd.engine.mlx_adapter.cuda.segment_attention import Shared
+from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.attention.segments import Shared
+from omlxd.engine.mlx_adapter.cuda.compile import launch
+from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
+from omlxd.engine.mlx_adapter.cuda.step import compiled_step, fused_step
 
 
 class Reference:
@@ -279,8 +280,8 @@ def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         arrays.update(zip(numbers, given, strict=True))
         return mx.array(numbers, mx.uint64)
 
-    monkeypatch.setattr(segment_attention, "addresses_of", addresses_of)
-    for module in (addressed_rows, compiled_step, latent_kernel, segment_attention):
+    monkeypatch.setattr(launch, "addresses_of", addresses_of)
+    for module in (addressed_rows, compiled_step, latent_kernel, checks):
         monkeypatch.setattr(module, "put", put_by_number)
 
 

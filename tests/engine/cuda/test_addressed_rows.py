@@ -20,9 +20,11 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.cache.packed import PARTS, QuantisedKVCache
 from omlxd.engine.mlx_adapter.cache.segments import Segment, SegmentedKVCache, SegmentedQuantisedKVCache
-from omlxd.engine.mlx_adapter.cuda import addressed_rows, attention_packed, compiled_step
-from omlxd.engine.mlx_adapter.cuda.addressed_rows import AddressedKVCache, Tail
-from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
+from omlxd.engine.mlx_adapter.cuda.attention import attention_packed
+from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
+from omlxd.engine.mlx_adapter.cuda.rows.addressed_rows import AddressedKVCache, Tail
+from omlxd.engine.mlx_adapter.cuda.step import compiled_step
+from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
 from omlxd.engine.mlx_adapter.model import load as loading
 
 from ..mlx_adapter.test_own_rows import PACKED, WINDOWS, load, prefilled

@@ -15,8 +15,8 @@ from mlx_lm.models.cache import KVCache
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.attention import hooks as attention
-from omlxd.engine.mlx_adapter.cuda import attend, attention_source
-from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.attention import attend, attention_source
+from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Tails
 
 from .conftest import Reference, known_addresses
 

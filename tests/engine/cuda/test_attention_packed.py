@@ -15,8 +15,9 @@ from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.attention import hooks as attention
 from omlxd.engine.mlx_adapter.cache.packed import QuantisedBatchKVCache, QuantisedKVCache
-from omlxd.engine.mlx_adapter.cuda import attention_packed, compiled_step
-from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
+from omlxd.engine.mlx_adapter.cuda.attention import attention_packed
+from omlxd.engine.mlx_adapter.cuda.step import compiled_step
+from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
 
 from .conftest import PackedReference, Reference, known_addresses
 from .test_compiled_step import STEPS, Steps, batch_of

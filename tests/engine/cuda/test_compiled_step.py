@@ -12,8 +12,8 @@ from mlx_lm.models.cache import ArraysCache
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.cache.kinds import leaves
-from omlxd.engine.mlx_adapter.cuda import compiled_step, warm_up
-from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
+from omlxd.engine.mlx_adapter.cuda.step import compiled_step, warm_up
+from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
 
 from .conftest import Reference
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from omlxd.engine.mlx_adapter.cuda import embedding_kernel
+from omlxd.engine.mlx_adapter.cuda.products import embedding_kernel
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The machine over guesses with cuda/fused_step.py's flat passes, by MLX's ops in place of its kernels."""
+"""The machine over guesses with cuda/step/fused_step.py's flat passes, by MLX's ops in place of kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.mlx_adapter.cuda import compiled_step, kernel_store
-from omlxd.engine.mlx_adapter.cuda.fused_step import FusedStep, Unfusable
+from omlxd.engine.mlx_adapter.cuda.compile import kernel_store
+from omlxd.engine.mlx_adapter.cuda.step import compiled_step
+from omlxd.engine.mlx_adapter.cuda.step.fused_step import FusedStep, Unfusable
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 

@@ -16,13 +16,19 @@ from fast_or_slow import SOME_FAMILIES, rest_slow
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.cuda import backend as cuda_backend
-from omlxd.engine.mlx_adapter.cuda import compiled_step, fused_step
-from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
-from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
-from omlxd.engine.mlx_adapter.cuda.fused_attention import MOST_NEW, FusedAttention, Heads, Shape, source_of
-from omlxd.engine.mlx_adapter.cuda.fused_step import FusedStep, Unfusable
-from omlxd.engine.mlx_adapter.cuda.products_kernel import FORMS, SET
-from omlxd.engine.mlx_adapter.cuda.segment_attention import Shared
+from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.attention.fused_attention import (
+    MOST_NEW,
+    FusedAttention,
+    Heads,
+    Shape,
+    source_of,
+)
+from omlxd.engine.mlx_adapter.cuda.attention.segments import Shared
+from omlxd.engine.mlx_adapter.cuda.products.products_kernel import FORMS, SET
+from omlxd.engine.mlx_adapter.cuda.step import compiled_step, fused_step
+from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
+from omlxd.engine.mlx_adapter.cuda.step.fused_step import FusedStep, Unfusable
 from omlxd.engine.mlx_adapter.model import load as loading
 from omlxd.engine.speculate.controller import flat_size
 
@@ -38,7 +44,7 @@ VARIANTS = {
 
 
 class Attend:
-    """What cuda/fused_attention.py's kernel computes. Counts its calls."""
+    """What cuda/attention/fused_attention.py's kernel computes. Counts its calls."""
 
     def __init__(self, heads: Heads):
         self.heads, self.calls, self.by_address = heads, 0, 0

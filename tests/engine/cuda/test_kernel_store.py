@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.engine.mlx_adapter.cuda import kernel_store
+from omlxd.engine.mlx_adapter.cuda.compile import kernel_store
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.mlx_adapter.cuda import latent_kernel, segment_attention
-from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.attention import latent_kernel
+from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.compile import kernel_store
 
 from .conftest import LatentReference, known_addresses
 from .test_segment_attention import Watched
@@ -107,7 +108,7 @@ def test_sources_are_complete():
 def test_two_launches_read_all_rows(monkeypatch: pytest.MonkeyPatch):
     watched = Watched()
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", watched, raising=False)
-    monkeypatch.setattr(segment_attention.nvrtc, "machine_code", lambda source: b"")
+    monkeypatch.setattr(kernel_store, "machine_code", lambda source: b"")
     kernel = latent_kernel.LatentKernel(256, 64, mx.float16)
     tails, queries, rope = (
         Tails(mx.zeros((2, 4), mx.uint64), 1024),

@@ -10,11 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from omlxd.engine.mlx_adapter.cuda import fused_attention, layer_products, products
-from omlxd.engine.mlx_adapter.cuda.fused_attention import FusedAttention, Heads, Launch
-from omlxd.engine.mlx_adapter.cuda.layer_products import MOST_SHARED, LayerProducts
-from omlxd.engine.mlx_adapter.cuda.products_kernel import FORMS, SET, WARPS, form_of
-from omlxd.engine.mlx_adapter.cuda.segment_attention import Shared
+from omlxd.engine.mlx_adapter.cuda.attention import fused_attention
+from omlxd.engine.mlx_adapter.cuda.attention.fused_attention import FusedAttention, Heads, Launch
+from omlxd.engine.mlx_adapter.cuda.attention.segments import Shared
+from omlxd.engine.mlx_adapter.cuda.products import layer_products, products
+from omlxd.engine.mlx_adapter.cuda.products.layer_products import MOST_SHARED, LayerProducts
+from omlxd.engine.mlx_adapter.cuda.products.products_kernel import FORMS, SET, WARPS, form_of
 
 HIDDEN, WIDE, FFN = 64, 96, 144
 
@@ -82,7 +83,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     monkeypatch.setattr(layer_products.mx, "compile", lambda function: function)
     monkeypatch.setattr(layer_products.cuda_driver, "multiprocessors", lambda: 2)
     for module in (layer_products, fused_attention):
-        monkeypatch.setattr(module.nvrtc, "machine_code", lambda source: source.encode())
+        monkeypatch.setattr(module.kernel_store, "machine_code", lambda source: source.encode())
     for cached in (layer_products.code, layer_products._launch, layer_products._counters):
         cached.cache_clear()
     yield asked

@@ -14,7 +14,7 @@ from families import build_family
 from mlx_lm.models import deepseek_v3
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter.cuda import products, products_kernel
+from omlxd.engine.mlx_adapter.cuda.products import products, products_kernel
 from omlxd.engine.mlx_adapter.model import load as loading
 
 K, N = 64, 40

@@ -14,7 +14,8 @@ from family_configs import WINDOW
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.attention import hooks as attention
-from omlxd.engine.mlx_adapter.cuda import attend, prompt_attention, prompt_shapes
+from omlxd.engine.mlx_adapter.cuda import prompt_shapes
+from omlxd.engine.mlx_adapter.cuda.attention import attend, prompt_attention
 
 CHUNK = 128
 

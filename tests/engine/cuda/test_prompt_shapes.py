@@ -21,7 +21,8 @@ from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import hooks as attention
 from omlxd.engine.mlx_adapter.attention.backend import MlxBackend
 from omlxd.engine.mlx_adapter.cache.packed import QuantisedKVCache
-from omlxd.engine.mlx_adapter.cuda import products, prompt_shapes
+from omlxd.engine.mlx_adapter.cuda import prompt_shapes
+from omlxd.engine.mlx_adapter.cuda.products import products
 from omlxd.engine.mlx_adapter.cuda.prompt_shapes import (
     FINE,
     MOST_MORE,

@@ -19,23 +19,20 @@ from guesses import guess_by, half_right
 from rig import Rig
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter.cuda import (
-    addressed_rows,
+from omlxd.engine.mlx_adapter.cuda.attention import (
     attend,
     attention_kernel,
-    attention_source,
-    compiled_step,
-    driver,
-    fused_attention,
     segment_attention,
     segment_kernel,
 )
-from omlxd.engine.mlx_adapter.cuda.addressed_rows import AddressedKVCache
-from omlxd.engine.mlx_adapter.cuda.attention_kernel import Tails
-from omlxd.engine.mlx_adapter.cuda.compiled_step import CompiledStep
-from omlxd.engine.mlx_adapter.cuda.fused_attention import FusedAttention, Heads
-from omlxd.engine.mlx_adapter.cuda.segment_attention import places_of
-from omlxd.engine.mlx_adapter.cuda.segments import shared_in
+from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Tails
+from omlxd.engine.mlx_adapter.cuda.attention.fused_attention import FusedAttention, Heads
+from omlxd.engine.mlx_adapter.cuda.attention.segments import places_of, shared_in
+from omlxd.engine.mlx_adapter.cuda.compile import driver, kernel_store, launch, source
+from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
+from omlxd.engine.mlx_adapter.cuda.rows.addressed_rows import AddressedKVCache
+from omlxd.engine.mlx_adapter.cuda.step import compiled_step
+from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
 from omlxd.engine.schedule import decode_batch, end_steps
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 
@@ -280,7 +277,7 @@ def test_rows_that_begin_as_copies_write_to_arrays_of_their_own(folder: Path, re
     monkeypatch.setattr(compiled_step, "fused_step", fuse)
     reference()
     loaded = load(folder, SEGMENT)
-    own, asked = segment_attention.addresses_of, list[int]()
+    own, asked = launch.addresses_of, list[int]()
     single = row(loaded, 0, LENGTHS[0])
     copied = mlx_adapter.copied(single)
     cache = mlx_adapter.merge([single])
@@ -292,7 +289,7 @@ def test_rows_that_begin_as_copies_write_to_arrays_of_their_own(folder: Path, re
         asked.append(len(arrays))
         return numbers if asked[1:] else mx.repeat(numbers.reshape(-1, 2, 2)[:, :1], 2, axis=1).reshape(-1)
 
-    monkeypatch.setattr(segment_attention, "addresses_of", equal_at_first)
+    monkeypatch.setattr(launch, "addresses_of", equal_at_first)
     tables = addressed_rows.tails_of(cache, 1, 1)
     assert asked == [4 * len(cache), 2 * len(cache)], "those of the second row are copied"
     for table in tables:
@@ -516,8 +513,7 @@ class Watched:
 def test_a_launch_reads_all_segments(monkeypatch):
     watched = Watched()
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", watched, raising=False)
-    for module in (segment_attention.nvrtc, attention_kernel.nvrtc):
-        monkeypatch.setattr(module, "machine_code", lambda source: b"")
+    monkeypatch.setattr(kernel_store, "machine_code", lambda source: b"")
     kernel = segment_attention.SegmentKernel(attention_kernel.Kernel(64, 4, mx.float16))
     held = [(mx.zeros((1, 2, 1024, 64)), mx.zeros((1, 2, 1024, 64))) for _ in range(19)]
     shared = segment_attention._shared_of(held, [list(range(19)), [0], []])
@@ -526,7 +522,7 @@ def test_a_launch_reads_all_segments(monkeypatch):
     out = kernel(mx.zeros((3, 8, 1, 64)), shared, tails, tails, ([0] * 3, [9] * 3), 0.1)
     assert out.shape == (3, 8, 1, 64)
     assert [name for name, _, _ in watched.launches[:asked]] == ["omlxd_addresses_24"] * asked
-    assert asked == -(-2 * 19 // segment_attention.AT_ONCE)
+    assert asked == -(-2 * 19 // launch.AT_ONCE)
     names, counts, grids = zip(*watched.launches[asked:], strict=True)
     kinds = ["omlxd_decode_spans", "omlxd_segments", "omlxd_segments_merge"]
     assert [name.split("_float16")[0] for name in names] == kinds, "one launch for any number of segments"
@@ -537,8 +533,7 @@ def test_a_launch_reads_all_segments(monkeypatch):
 def test_a_fused_launch_reads_tails_and_segments(monkeypatch):
     watched = Watched()
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", watched, raising=False)
-    for module in (segment_attention.nvrtc, fused_attention.nvrtc):
-        monkeypatch.setattr(module, "machine_code", lambda source: b"")
+    monkeypatch.setattr(kernel_store, "machine_code", lambda source: b"")
     heads = Heads(128, 8, 2, 128, False, False, 0.1, 0.0, mx.bfloat16)
     attend = FusedAttention(heads)
     held = [(mx.zeros((1, 2, 2048, 128)), mx.zeros((1, 2, 2048, 128))) for _ in range(3)]
@@ -556,10 +551,7 @@ def test_a_fused_launch_reads_tails_and_segments(monkeypatch):
 
 def test_a_source_for_each_kind_of_heads():
     kinds = [
-        (width, group, dtype)
-        for width in (64, 128, 256)
-        for group in (1, 3, 16)
-        for dtype in attention_source.TYPES
+        (width, group, dtype) for width in (64, 128, 256) for group in (1, 3, 16) for dtype in source.TYPES
     ]
     sources = [segment_kernel.segments_source(*kind) for kind in kinds]
     sources += [

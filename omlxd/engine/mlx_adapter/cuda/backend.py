@@ -12,11 +12,15 @@ import mlx.core as mx
 
 from ..attention.backend import AttentionBackend, AttentionCall
 from ..cache.kinds import INDEX, LATENTS
-from . import attend, driver, early_compile, kernel_store, products, prompt_shapes, warm_up
-from .addressed_rows import AddressedKVCache
-from .compiled_step import CompiledStep, kind_of, packed_share, reads_by_address, steps_share
-from .fused_step import may_fuse
-from .mla_rows import AddressedLatentsKVCache
+from . import prompt_shapes
+from .attention import attend
+from .compile import driver, kernel_store
+from .products import products
+from .rows.addressed_rows import AddressedKVCache
+from .rows.mla_rows import AddressedLatentsKVCache
+from .step import early_compile, warm_up
+from .step.compiled_step import CompiledStep, kind_of, packed_share, reads_by_address, steps_share
+from .step.fused_step import may_fuse
 
 MASKED_COST = 6.0
 """Times the KV bytes of rows of unequal length, where attention with a mask leaves its fused kernel.

@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ....common.units import PREFILL_CHUNK
-from . import kernel_store
+from .compile import kernel_store
 
 log = logging.getLogger(__name__)
 

@@ -28,13 +28,15 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
-from ....common.units import PREFILL_CHUNK
-from ..attention.backend import AttentionCall
-from ..attention.hooks import giver_of, giver_of_keys, is_causal_mask, mlx_own, note_given, note_mask
-from ..cache.batch import round_up
-from ..cache.packed import PackedKV
-from ..cache.segments import SegmentedQuantisedKVCache
-from . import attention_packed, kernel_store, prompt_attention, prompt_shapes, segment_attention, segments
+from .....common.units import PREFILL_CHUNK
+from ...attention.backend import AttentionCall
+from ...attention.hooks import giver_of, giver_of_keys, is_causal_mask, mlx_own, note_given, note_mask
+from ...cache.batch import round_up
+from ...cache.packed import PackedKV
+from ...cache.segments import SegmentedQuantisedKVCache
+from .. import prompt_shapes
+from ..compile import kernel_store, launch
+from . import attention_packed, checks, prompt_attention, segment_attention, segments
 from .attention_kernel import MOST_NEW, SPAN, Kernel, Tails
 from .segment_attention import SegmentKernel
 
@@ -163,7 +165,7 @@ def _packed_by_address(queries: mx.array, cache: SegmentedQuantisedKVCache, scal
     if (kernel := attention_packed.kernel_for(queries, cache.keys, cache.values, cache.how)) is None:
         return None
     arrays = [*cache.keys, *cache.values]
-    own = cast(list[int], segment_attention.addresses_of(arrays).tolist())
+    own = cast(list[int], launch.addresses_of(arrays).tolist())
     most = round_up(len(cache.segments), segments.MOST_STEP)
     before = segments.addresses_before(cache.segments, cache.layer, most, 6)
     table = mx.array([[*own, arrays[0].shape[2], *before]], mx.uint64)
@@ -380,9 +382,7 @@ class _Check:
             ]
             for row in range(2)
         ]
-        return segment_attention.over_tails_of(
-            self._kernel, queries, rows, (starts, ends), newest, self._scale, **how
-        )
+        return checks.over_tails_of(self._kernel, queries, rows, (starts, ends), newest, self._scale, **how)
 
     def step_difference(self) -> float:
         """The largest of what `Kernel.step` gives and puts, from what it should, and of a row of one span in

@@ -9,18 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import Any, cast
 
 import mlx.core as mx
 
-from ..cache.packed import parts_of
-from ..runtime.arrays import rows_at
-from . import kernel_store, nvrtc, segment_kernel
-from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept, put
+from ...runtime.arrays import rows_at
+from ..compile import kernel_store, launch
+from ..compile.launch import Code
+from . import segment_kernel
+from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept
 from .fused_attention import MOST_GROUP, WIDTHS, Heads
 from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, merge_source, segments_source
+from .segments import Shared, places_of
 
 log = logging.getLogger(__name__)
 
@@ -28,156 +29,6 @@ Pair = tuple[mx.array, mx.array]
 
 CLOSE = 0.02
 """As attention/hooks.py's."""
-
-
-class Places(NamedTuple):
-    """Which rows hold which segments: the same for all layers.
-
-    holders  (row, index) of a holder of each segment
-    table    (segments, 1 + 2 * rows) in int32: how many rows hold one, then each such row and the segment's
-             index among its own
-    counts   (rows,) in int32: segments of each row
-    most     of these, the largest
-    widest   rows that hold one, at most
-    """
-
-    holders: list[tuple[int, int]]
-    table: mx.array
-    counts: mx.array
-    most: int
-    widest: int
-
-
-def places_of(rows: Sequence[Sequence[object]]) -> Places:
-    """Of these rows' segments."""
-    known: dict[int, int] = {}
-    return _places(tuple(tuple(known.setdefault(id(one), len(known)) for one in row) for row in rows))
-
-
-@lru_cache(64)
-def _places(rows: tuple[tuple[int, ...], ...]) -> Places:
-    held: dict[int, list[tuple[int, int]]] = {}
-    for row, numbers in enumerate(rows):
-        for index, number in enumerate(numbers):
-            held.setdefault(number, []).append((row, index))
-    every, width = list(held.values()), 2 * len(rows)
-    table = mx.array([[len(own), *sum(own, ()), *[0] * (width - 2 * len(own))] for own in every], mx.int32)
-    counts = mx.array([len(numbers) for numbers in rows], mx.int32)
-    mx.eval(table, counts)
-    return Places([own[0] for own in every], table, counts, max(map(len, rows)), max(map(len, every)))
-
-
-class Shared(NamedTuple):
-    """KV of a layer that rows hold in segments.
-
-    addresses  (segments, 2) in uint64: of keys and values, each (1, KV heads, tokens, width)
-    The rest as `Places` has it.
-    """
-
-    addresses: mx.array
-    table: mx.array
-    counts: mx.array
-    tokens: int
-    most: int
-    widest: int
-
-
-def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
-    """Where each of `arrays`, in one piece each, lies in the GPU's memory, in uint64, evaluated.
-
-    A kernel is told them, since MLX gives none that stays: an array that Python looks at moves for good. So
-    does what a view of it shares: let nobody have one of these.
-    """
-    mx.eval(list(arrays))
-    code, found = _addresses_code(), list[mx.array]()
-    for first in range(0, len(arrays), AT_ONCE):
-        some = arrays[first : first + AT_ONCE]
-        found += code.run(
-            "",
-            [*some, *[some[0]] * (AT_ONCE - len(some))],
-            [],
-            grid=(1, 1, 1),
-            threadgroup=(1, 1, 1),
-            output_shapes=[(AT_ONCE,)],
-            output_dtypes=[mx.uint64],
-            ensure_row_contiguous=False,  # A copy's address would be that of nothing.
-        )
-    addresses = mx.contiguous(mx.concatenate(found)[: len(arrays)])
-    mx.eval(addresses)
-    return addresses
-
-
-def over_tails_of(
-    kernel: Any,
-    queries: mx.array,
-    rows: Sequence[Sequence[mx.array]],
-    places: tuple[Sequence[int], Sequence[int]],
-    newest: Sequence[Any],
-    scale: float,
-    *,
-    before: Sequence[Sequence[mx.array]] = (),
-    **how: Any,
-) -> mx.array:
-    """What `kernel.over_tails` gives of `rows`, the arrays of each, once the `newest` tokens are put there.
-
-    newest  keys and values of as many tokens of each row as there are queries, or their parts; what the rows
-            have in their place is wiped out first
-    before  packed, a segment of each row; its tokens come first in `places`
-    """
-    new, each = queries.shape[2], before[0][0].shape[2] if before else 0
-    parts = [part for held in newest for part in parts_of(held)]
-    ends = [end - each for end in places[1]]
-    for arrays, end in zip(rows, ends, strict=True):
-        for array in arrays:
-            for column in (at % array.shape[2] for at in range(end - new, end)):
-                array[:, :, column : column + 1] = mx.zeros_like(array[:, :, :1])
-    addresses = addresses_of([array for arrays in rows for array in arrays]).reshape(len(rows), -1)
-    more = [[each]] * len(rows) if len(parts) > 2 else [[]] * len(rows)
-    others = mx.array([[arrays[0].shape[2], *own] for arrays, own in zip(rows, more, strict=True)], mx.uint64)
-    table = [addresses, others]
-    if before:
-        table.append(addresses_of([array for arrays in before for array in arrays]).reshape(len(rows), -1))
-    most = max(arrays[0].shape[2] for arrays in rows) + each
-    tails = Tails(mx.concatenate(table, axis=1), most, each)
-    behind = put(parts, tails, mx.array(ends, mx.int32)) if new > 1 else None
-    out = kernel.over_tails(
-        queries, tails, places, scale, fresh=() if new > 1 else newest, behind=behind, **how
-    )
-    mx.eval(out)
-    return out
-
-
-AT_ONCE = 24
-"""Arrays of a launch that asks for addresses."""
-
-
-_machine_code = cache(lambda source: nvrtc.machine_code(source))
-
-
-class Code:
-    """Machine code by what a source is made of. Raises what NVRTC and the driver raise."""
-
-    def __init__(self, sources: dict[Any, tuple[str, str]]):
-        with ThreadPoolExecutor(len(sources), thread_name_prefix="nvrtc") as aside:
-            codes = list(aside.map(lambda source: _machine_code(source[1]), sources.values()))
-        self._held = {
-            key: (source[0], code) for (key, source), code in zip(sources.items(), codes, strict=True)
-        }
-
-    def run(self, key: Any, inputs: list[mx.array], scalars: list[int], **how: Any) -> list[mx.array]:
-        function, code = self._held[key]
-        return mx.fast.precompiled_cuda_kernel(
-            name=function,
-            compiled_source=code,
-            inputs=inputs,
-            scalars=scalars,
-            **{"ensure_row_contiguous": True, **how},
-        )
-
-
-@cache
-def _addresses_code() -> Code:
-    return Code({"": segment_kernel.addresses_source(AT_ONCE)})
 
 
 class SegmentKernel:
@@ -333,7 +184,7 @@ def _shared_of(held: Sequence[Pair], rows: Sequence[Sequence[int]]) -> Shared:
     """Of rows that hold these of the segments `held`, by number, which must stay."""
     places = places_of([[held[number] for number in row] for row in rows])
     arrays = [array for row, index in places.holders for array in held[rows[row][index]]]
-    addresses = addresses_of(arrays).reshape(-1, 2)
+    addresses = launch.addresses_of(arrays).reshape(-1, 2)
     return Shared(addresses, places.table, places.counts, held[0][0].shape[2], places.most, places.widest)
 
 

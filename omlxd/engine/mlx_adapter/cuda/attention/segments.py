@@ -1,31 +1,83 @@
-"""Addresses of the segments that rows share (cache/segments.py), for kernels."""
+"""Which rows hold which segments (cache/segments.py), and where these lie: what kernels are told of them."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from ..cache.segments import Segment, Segmented
-from . import segment_attention
-from .segment_attention import Shared
+from ...cache.segments import Segment, Segmented
+from ..compile import launch
 
 MOST_STEP = 4
 """Segments. A step over packed ones is compiled anew for each multiple of these that a row has."""
 
 
+class Places(NamedTuple):
+    """Which rows hold which segments: the same for all layers.
+
+    holders  (row, index) of a holder of each segment
+    table    (segments, 1 + 2 * rows) in int32: how many rows hold one, then each such row and the segment's
+             index among its own
+    counts   (rows,) in int32: segments of each row
+    most     of these, the largest
+    widest   rows that hold one, at most
+    """
+
+    holders: list[tuple[int, int]]
+    table: mx.array
+    counts: mx.array
+    most: int
+    widest: int
+
+
+def places_of(rows: Sequence[Sequence[object]]) -> Places:
+    """Of these rows' segments."""
+    known: dict[int, int] = {}
+    return _places(tuple(tuple(known.setdefault(id(one), len(known)) for one in row) for row in rows))
+
+
+@lru_cache(64)
+def _places(rows: tuple[tuple[int, ...], ...]) -> Places:
+    held: dict[int, list[tuple[int, int]]] = {}
+    for row, numbers in enumerate(rows):
+        for index, number in enumerate(numbers):
+            held.setdefault(number, []).append((row, index))
+    every, width = list(held.values()), 2 * len(rows)
+    table = mx.array([[len(own), *sum(own, ()), *[0] * (width - 2 * len(own))] for own in every], mx.int32)
+    counts = mx.array([len(numbers) for numbers in rows], mx.int32)
+    mx.eval(table, counts)
+    return Places([own[0] for own in every], table, counts, max(map(len, rows)), max(map(len, every)))
+
+
+class Shared(NamedTuple):
+    """KV of a layer that rows hold in segments.
+
+    addresses  (segments, 2) in uint64: of keys and values, each (1, KV heads, tokens, width)
+    The rest as `Places` has it.
+    """
+
+    addresses: mx.array
+    table: mx.array
+    counts: mx.array
+    tokens: int
+    most: int
+    widest: int
+
+
 class Addresses:
     """Where the arrays of a segment lie: a backend keeps it with the segment.
 
-    table  (layers, parts): of each layer's `parts`, as `segment_attention.addresses_of` has them
+    table  (layers, parts): of each layer's `parts`, as `launch.addresses_of` has them
     """
 
     def __init__(self, segment: Segment):
         self._layers = segment.layers
         arrays = [array for layer in self._layers for array in segment.parts(layer)]
-        self.table = segment_attention.addresses_of(arrays).reshape(len(self._layers), -1)
+        self.table = launch.addresses_of(arrays).reshape(len(self._layers), -1)
         self._numbers: dict[str, list[int]] = {}
 
     def of_layer(self, layer: str) -> list[int]:
@@ -62,7 +114,7 @@ def addresses_before(held: Sequence[Segment], layer: str, most: int, parts: int)
 
 def shared_of(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
     """What these rows hold, in a layer; one of them has a segment."""
-    places = segment_attention.places_of(rows)
+    places = places_of(rows)
     held = [rows[row][index] for row, index in places.holders]
     at = _addresses(held)[held[0].layers.index(layer)]
     return Shared(at, places.table, places.counts, held[0].tokens, places.most, places.widest)

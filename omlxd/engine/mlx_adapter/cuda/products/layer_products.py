@@ -59,11 +59,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from . import driver as cuda_driver
-from . import nvrtc
-from .attention_source import TYPES
-from .fused_attention import ARGUMENTS, OWN, Heads, Launch, Shape, device_source, shared_bytes
-from .products_kernel import FORMS, MOST_ROWS, SET, SQUARES, WARPS, call_of, form_of, kernel_source
+from ..attention.fused_attention import ARGUMENTS, OWN, Heads, Launch, Shape, device_source, shared_bytes
+from ..compile import driver as cuda_driver
+from ..compile import kernel_store
+from ..compile.source import MOST_ROWS, TYPES
+from .products_kernel import FORMS, SET, SQUARES, WARPS, call_of, form_of, kernel_source
 
 MOST_SHARED = 228 * 1024 // 2 - 1024
 """Bytes of shared memory of a block, where two share an H100's multiprocessor. CUDA takes 1,024 of each."""
@@ -252,7 +252,7 @@ def _chosen(name: str, layers: int) -> str:
 def code(*form: Any) -> tuple[str, bytes]:
     """(function, machine code)."""
     function, source = source_of(*form)
-    return function, nvrtc.machine_code(source)
+    return function, kernel_store.machine_code(source)
 
 
 @cache

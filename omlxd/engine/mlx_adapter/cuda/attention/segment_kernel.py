@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention_source import COPIES, HEADER, TYPES
+from ..compile.source import COPIES, HEADER, TYPES
 
 SPAN = 512
 """Tokens of a segment that one block of threads reads. Others were not told apart: the host was slower."""
@@ -302,14 +302,6 @@ def _constants(**numbers: int) -> str:
 def most_tiles(width: int) -> int:
     """Eights of columns that a block's registers have room for."""
     return 2 if width > 128 else 4
-
-
-def addresses_source(count: int) -> tuple[str, str]:
-    """(function, CUDA source) of a launch that gives the addresses of its `count` arrays."""
-    name = f"omlxd_addresses_{count}"
-    arguments = ", ".join(f"const void* x{i}" for i in range(count))
-    body = " ".join(f"out[{i}] = (unsigned long long)x{i};" for i in range(count))
-    return name, f'extern "C" __global__ void {name}({arguments}, unsigned long long* out) {{ {body} }}\n'
 
 
 def read_source(query: str = _COPY_QUERY) -> str:

@@ -17,12 +17,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..runtime.device import backend
-from . import driver as cuda_driver
-from . import embedding_kernel, fused_attention, fused_step, layer_products, products_kernel
-from .attention_kernel import Kernel
-from .prompt_attention import PromptKernel
-from .segment_attention import SegmentKernel
+from ...runtime.device import backend
+from ..attention import fused_attention
+from ..attention.attention_kernel import Kernel
+from ..attention.prompt_attention import PromptKernel
+from ..attention.segment_attention import SegmentKernel
+from ..compile import driver as cuda_driver
+from ..products import embedding_kernel, layer_products, products_kernel
+from . import fused_step
 
 log = logging.getLogger(__name__)
 

@@ -37,28 +37,22 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from ..attention import hooks as attention
-from ..attention.backend import DecodeStep, current
-from ..cache.batch import EvenBatchKVCache, WindowBatchKVCache
-from ..cache.kinds import COPIED, KINDS, Cache, arrays_of, leaves
-from ..cache.mla_rows import same_parts
-from ..cache.packed import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
-from ..cache.segments import SegmentedKVCache
-from . import (
-    attend,
-    attention_packed,
-    kernel_store,
-    latent_kernel,
-    segment_attention,
-    segments,
-)
-from . import driver as cuda_driver
-from .addressed_rows import AddressedKVCache, Tail, tails_of
-from .attention_kernel import Tails, put
-from .fused_attention import ARCHITECTURES, MOST_NEW, owners_of
+from ...attention import hooks as attention
+from ...attention.backend import DecodeStep, current
+from ...cache.batch import EvenBatchKVCache, WindowBatchKVCache
+from ...cache.kinds import COPIED, KINDS, Cache, arrays_of, leaves
+from ...cache.mla_rows import same_parts
+from ...cache.packed import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
+from ...cache.segments import SegmentedKVCache
+from ..attention import attend, attention_packed, latent_kernel, segment_attention, segments
+from ..attention.attention_kernel import Tails, put
+from ..attention.fused_attention import ARCHITECTURES, MOST_NEW, owners_of
+from ..attention.segments import Shared
+from ..compile import driver as cuda_driver
+from ..compile import kernel_store
+from ..rows.addressed_rows import AddressedKVCache, Tail, tails_of
+from ..rows.mla_rows import AddressedLatentsKVCache
 from .fused_step import Between, FusedStep, Layer, Unfusable
-from .mla_rows import AddressedLatentsKVCache
-from .segment_attention import Shared
 
 log = logging.getLogger(__name__)
 

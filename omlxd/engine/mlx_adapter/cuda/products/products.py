@@ -23,11 +23,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from ..runtime.device import backend
-from . import embedding_kernel, kernel_store, layer_products, prompt_shapes
-from .fused_attention import Heads, Launch, Shape
+from ...runtime.device import backend
+from .. import prompt_shapes
+from ..attention.fused_attention import Heads, Launch, Shape
+from ..compile import kernel_store
+from ..compile.source import MOST_ROWS, TYPES
+from . import embedding_kernel, layer_products
 from .layer_products import LayerProducts
-from .products_kernel import FORMS, MOST_ROWS, SET, TYPES, run
+from .products_kernel import FORMS, SET, run
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
-from . import products, segment_attention
-from .attention_kernel import Tails
-from .fused_attention import FusedAttention, Heads, fits, owners_of
-from .layer_products import AT_ONCE, LayerProducts
-from .segment_attention import Shared
+from ..attention.attention_kernel import Tails
+from ..attention.fused_attention import FusedAttention, Heads, fits, owners_of
+from ..attention.segments import Shared
+from ..compile import launch
+from ..products import products
+from ..products.layer_products import AT_ONCE, LayerProducts
 
 log = logging.getLogger(__name__)
 
@@ -423,7 +424,7 @@ def _are_equal(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
 
 def _tails_of(arrays: Sequence[mx.array]) -> Tails:
     """Of keys and values of each row, evaluated, which must stay."""
-    addresses, capacity = segment_attention.addresses_of(arrays).reshape(-1, 2), arrays[0].shape[2]
+    addresses, capacity = launch.addresses_of(arrays).reshape(-1, 2), arrays[0].shape[2]
     return Tails(mx.concatenate([addresses, mx.full((len(addresses), 1), capacity, mx.uint64)], 1), capacity)
 
 

@@ -39,9 +39,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from . import kernel_store, nvrtc
+from ..compile import kernel_store
+from ..compile.source import COPIES, HEADER, TYPES
 from .attention_kernel import NO_WINDOW, constant
-from .attention_source import COPIES, HEADER, TYPES
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class PromptKernel:
     def __init__(self, width: int, group: int, dtype: Any, sinks: bool = False):
         self._width, self._dtype = width, dtype
         self._function, source = source_of(width, group, dtype, sinks)
-        self._code = nvrtc.machine_code(source)
+        self._code = kernel_store.machine_code(source)
 
     def __call__(
         self,

@@ -23,15 +23,16 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..cache.batch import MOST_ROOM, round_up
-from ..cache.packed import parts_of
-from ..cache.rows import RowBatch, offsets_of
-from ..cache.segments import OWN_MASK, Pair, Segment
-from ..runtime.arrays import CLOSE, distance
-from . import attend, attention_packed, segment_attention, segments
-from . import driver as cuda_driver
-from .attention_kernel import Tails, constant, put
-from .segment_attention import Shared
+from ...cache.batch import MOST_ROOM, round_up
+from ...cache.packed import parts_of
+from ...cache.rows import RowBatch, offsets_of
+from ...cache.segments import OWN_MASK, Pair, Segment
+from ...runtime.arrays import CLOSE, distance
+from ..attention import attend, attention_packed, segments
+from ..attention.attention_kernel import Tails, constant, put
+from ..attention.segments import Shared
+from ..compile import driver as cuda_driver
+from ..compile import launch
 
 TAIL_STEP = 1024
 """Tokens. A step is compiled anew for each multiple of these that the longest tail passes."""
@@ -136,7 +137,7 @@ class AddressedKVCache(RowBatch):
     latents = False
     """Whether it keeps latents of MLA."""
     gives_views = False
-    """A kernel writes where it was told that an array lies (`segment_attention.addresses_of`)."""
+    """A kernel writes where it was told that an array lies (`launch.addresses_of`)."""
 
     def __init__(self, rows: Sequence[Any]):
         super().__init__()
@@ -389,7 +390,7 @@ def tails_of(layers: Sequence[AddressedKVCache], new: int, more: int = 0) -> lis
         unknown = [tail for layer in layers for tail in layer.tails if not tail.is_known]
         while unknown:
             arrays = [part for tail in unknown for part in tail.parts]
-            found = iter(cast(list[int], segment_attention.addresses_of(arrays).tolist()))
+            found = iter(cast(list[int], launch.addresses_of(arrays).tolist()))
             shared: list[Tail] = []
             for tail in unknown:
                 tail.address = [*islice(found, len(tail.parts)), tail.capacity]

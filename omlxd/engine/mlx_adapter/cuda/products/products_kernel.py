@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from . import driver as cuda_driver
-from . import nvrtc
-from .attention_source import HEADER, TYPES
-
-MOST_ROWS = 128
+from ..compile import driver as cuda_driver
+from ..compile import kernel_store
+from ..compile.source import HEADER, TYPES
 
 SET = 32
 """Rows of x that a block of threads computes at most. Of more, other blocks compute the next ones, at the
@@ -413,7 +411,7 @@ def kernel_source(
 def code(*form: Any) -> tuple[str, bytes]:
     """(function, machine code)."""
     function, source = source_of(*form)
-    return function, nvrtc.machine_code(source)
+    return function, kernel_store.machine_code(source)
 
 
 @lru_cache(512)

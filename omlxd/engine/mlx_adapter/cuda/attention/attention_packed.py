@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
-from . import nvrtc, segment_attention
+from ..compile import kernel_store
+from ..compile.source import HEADER, TYPES
+from . import checks
 from .attention_kernel import MOST_NEW, Tails, constant, constants_of, kept
-from .attention_source import HEADER, TYPES, WARPS
+from .attention_source import WARPS
 from .attention_source import source_of as merge_source
 
 if TYPE_CHECKING:
-    from ..cache.packed import Parts, Quantisation
+    from ...cache.packed import Parts, Quantisation
 
 log = logging.getLogger(__name__)
 
@@ -497,13 +499,13 @@ def difference(kernel: Any, width: int, group: int, dtype: Any, how: Quantisatio
         for parts in packed
     ]
     held = [[part[row : row + 1] + 0 for part in (*packed[0], *packed[1])] for row in range(2)]
-    by_address = segment_attention.over_tails_of(kernel, queries, held, (starts, ends), newest, scale)
+    by_address = checks.over_tails_of(kernel, queries, held, (starts, ends), newest, scale)
     if not mx.array_equal(by_address, got).item():
         return float("inf")
     at = [0, 0], ends
     before = [[part[row : row + 1, :, :SPAN] + 0 for part in (*packed[0], *packed[1])] for row in range(2)]
     held = [[part[row : row + 1, :, SPAN:] + 0 for part in (*packed[0], *packed[1])] for row in range(2)]
-    shared = segment_attention.over_tails_of(kernel, queries, held, at, newest, scale, before=before)
+    shared = checks.over_tails_of(kernel, queries, held, at, newest, scale, before=before)
     if not mx.array_equal(shared, kernel(queries, *packed, at, scale)).item():
         return float("inf")
     return far if far == far else float("inf")
@@ -633,7 +635,7 @@ class PackedKernel:
             source = (
                 merge_source(name, *shape, SPAN) if name == "merge" else source_of(name, *shape, self.how)
             )
-            self._code[name] = source[0], nvrtc.machine_code(source[1])
+            self._code[name] = source[0], kernel_store.machine_code(source[1])
         function, code = self._code[name]
         return mx.fast.precompiled_cuda_kernel(
             name=function,

@@ -13,7 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import nvrtc
+from ..compile import kernel_store
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _own = nn.Embedding.__call__, nn.QuantizedEmbedding.__call__
 
 @cache
 def code() -> bytes:
-    return nvrtc.machine_code(_SOURCE)
+    return kernel_store.machine_code(_SOURCE)
 
 
 def rows_of(table: mx.array, tokens: mx.array) -> mx.array:

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..cache.mla_rows import LatentRows
-from ..cache.segments import Pair
-from . import latent_kernel
+from ...cache.mla_rows import LatentRows
+from ...cache.segments import Pair
+from ..attention import latent_kernel
 from .addressed_rows import AddressedKVCache, tails_of
 
 

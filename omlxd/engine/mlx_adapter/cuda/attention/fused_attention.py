@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
-from . import nvrtc
+from ..compile import kernel_store
+from ..compile.source import COPIES, HEADER, MOST_ROWS, TYPES
 from .attention_kernel import Held, Tails
-from .attention_source import COPIES, HEADER, TYPES, most_heads
-from .products_kernel import MOST_ROWS
+from .attention_source import most_heads
 from .segment_kernel import read_source
 
 if TYPE_CHECKING:
-    from .segment_attention import Shared
+    from .segments import Shared
 
 WIDTHS, MOST_GROUP = (64, 128, 256), 16
 
@@ -567,7 +567,7 @@ def source_of(heads: Heads, shape: Shape) -> tuple[str, str]:
 @cache
 def compiled(heads: Heads, shape: Shape) -> tuple[str, bytes]:
     function, source = source_of(heads, shape)
-    return function, nvrtc.machine_code(source)
+    return function, kernel_store.machine_code(source)
 
 
 def owners_of(counts: Sequence[int], size: int) -> mx.array:

@@ -15,11 +15,10 @@ import sys
 from functools import cache
 from typing import Any
 
-from . import driver as cuda_driver
-from . import kernel_store, nvrtc_child
+from . import nvrtc_child
 from .nvrtc_child import CompileError
 
-__all__ = ["CompileError", "compiled", "machine_code", "release"]
+__all__ = ["CompileError", "compiled", "release"]
 
 NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
@@ -51,11 +50,6 @@ def release() -> str:
     numbers = [ctypes.c_int(), ctypes.c_int()]
     _library().nvrtcVersion(*map(ctypes.byref, numbers))
     return ".".join(str(number.value) for number in numbers)
-
-
-def machine_code(source: str) -> bytes:
-    """A cubin for this machine's GPU, kept on disk (kernel_store.py). Raises CompileError, DriverError."""
-    return kernel_store.code(source, lambda: compiled(source, f"sm_{cuda_driver.architecture()}"))
 
 
 def compiled(source: str, architecture: str) -> bytes:

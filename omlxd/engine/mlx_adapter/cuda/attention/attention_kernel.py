@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from . import nvrtc
+from ..compile import kernel_store
 from .attention_source import WARPS, heads_at_once, put_source, source_of
 
 SPAN = 512
@@ -138,7 +138,7 @@ class Kernel:
 
     def _compile(self, key: tuple[str, int]) -> None:
         function, source = source_of(key[0], self.width, self.group, self.dtype, key[1], **self._with)
-        self._code[key] = function, nvrtc.machine_code(source)
+        self._code[key] = function, kernel_store.machine_code(source)
 
     def __call__(
         self,
@@ -322,7 +322,7 @@ def put(fresh: Sequence[mx.array], tails: Tails, ends: mx.array) -> mx.array:
 @cache
 def _put_code(parts: int) -> tuple[str, bytes]:
     function, source = put_source(parts)
-    return function, nvrtc.machine_code(source)
+    return function, kernel_store.machine_code(source)
 
 
 def constants_of(places: Sequence[Sequence[int]], window: int = 0) -> tuple[mx.array, mx.array]:

@@ -31,9 +31,10 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ....common.files import read_small, write_atomic
-from ..runtime.device import backend
+from .....common.files import read_small, write_atomic
+from ...runtime.device import backend
 from . import driver as cuda_driver
+from . import nvrtc
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,6 +66,11 @@ def use_folder(folder: Path) -> None:
     os.environ.setdefault(VARIABLE, str(own))
     _folder = folder
     _passed.update(_read(folder / "checks.json"))
+
+
+def machine_code(source: str) -> bytes:
+    """A cubin for this machine's GPU. Raises CompileError, DriverError."""
+    return code(source, lambda: nvrtc.compiled(source, f"sm_{cuda_driver.architecture()}"))
 
 
 def code(source: str, compile: Callable[[], bytes]) -> bytes:
@@ -167,8 +173,6 @@ def _digest(*parts: str) -> str:
 
 @cache
 def _gpu() -> str:
-    from . import nvrtc
-
     return f"{cuda_driver.architecture()} {nvrtc.release()}"
 
 
@@ -181,6 +185,7 @@ def _machine() -> str:
 def _sources() -> str:
     """A digest of mlx_adapter's own files: kernels, and what checks them."""
     state = xxhash.xxh3_128()
-    for file in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        state.update(file.read_bytes())
+    for file in sorted(Path(__file__).parents[2].rglob("*")):
+        if file.suffix in (".py", ".cu"):
+            state.update(file.read_bytes())
     return state.hexdigest()

@@ -17,10 +17,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..runtime.arrays import rows_at
-from . import segment_attention
+from ...runtime.arrays import rows_at
+from ..compile import launch
+from ..compile.launch import Code
+from ..compile.source import COPIES, HEADER, TYPES
 from .attention_kernel import Tails, constant, put
-from .attention_source import COPIES, HEADER, TYPES
 from .attention_source import source_of as merge_source
 
 log = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ class LatentKernel:
         self._width, self._part, self._dtype = width, part, dtype
         sources = {name: source_of(width, part, dtype, name == "chosen") for name in ("spans", "chosen")}
         sources["merge"] = merge_source("merge", width, 1, dtype, SPAN)
-        self._code = segment_attention.Code(sources)
+        self._code = Code(sources)
         # As `Kernel`'s.
         self._compiled = lru_cache(64)(
             lambda queries, **how: cast(Any, mx.compile(partial(self._attend, **how)))
@@ -362,7 +363,7 @@ def tails_behind(rows: Sequence[Sequence[mx.array]], cut: int) -> tuple[Tails, l
     as long)."""
     parts = [part for row in rows for part in row]
     own, before = [part[:, :, cut:] + 0 for part in parts], [part[:, :, :cut] + 0 for part in parts if cut]
-    found = [segment_attention.addresses_of(arrays) for arrays in (own, before) if arrays]
+    found = [launch.addresses_of(arrays) for arrays in (own, before) if arrays]
     numbers = [addresses.reshape(len(rows), 2) for addresses in found]
     capacity = parts[0].shape[2]
     numbers.insert(1, mx.array([[capacity - cut, cut]] * len(rows), mx.uint64))

@@ -1,0 +1,1 @@
+"""Kernels of attention on CUDA, and what says when each runs."""

@@ -1,0 +1,1 @@
+"""Kernels of products on CUDA, and of a layer's products in one launch."""

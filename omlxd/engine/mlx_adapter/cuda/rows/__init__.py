@@ -1,0 +1,1 @@
+"""Batches on CUDA whose rows keep arrays of their own, told by address."""
