@@ -1,7 +1,7 @@
 """The conversation form and the event stream: what crosses between front and engine.
 
 Each HTTP protocol translates into `GenerateRequest` and out of `Event`; the engine knows no protocol and a
-protocol no model. The structs are also the wire format (`wire.py`) and the bridge's JSON Lines.
+protocol no model. The structs are also the wire format (`wire/`) and the bridge's JSON Lines.
 """
 
 from __future__ import annotations

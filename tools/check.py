@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERYBODY = ("chat.py", "wire.py", "errors.py", "explanation.py", "token_bytes.py")
+EVERYBODY = ("chat.py", "errors.py", "wire")
 """Files of omlxd/ that every room imports. Their tests: those of api/, which are the fastest to use them."""
 READERS = ("tests/config/test_config.py", "tests/tools/test_documents.py")
 """Tests that read documents and example files."""
@@ -116,7 +116,7 @@ def room_of(root: Path, path: Path) -> Path:
     """The folder of tests for a file of omlxd/ or tools/: the nearest one that exists."""
     if path.parts[0] == "tools":
         return root / "tests" / "tools"
-    if path.parts[0] != "omlxd" or (len(path.parts) == 2 and path.name in EVERYBODY):
+    if path.parts[0] != "omlxd" or path.parts[1] in EVERYBODY:
         return root / "tests" / "api"
     room = root / "tests" / Path(*path.parts[1:-1])
     while not any(room.glob("test_*.py")) and room != root / "tests":

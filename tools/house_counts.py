@@ -48,50 +48,59 @@ ADDED = {
     ),
     "Ollama's API": ("api/ollama/*",),
     "discovery by clients": (
-        *("front/http/discovery.py", "front/http/model_list.py", "front/http/router_events.py"),
+        *(
+            "front/http/listing/discovery.py",
+            "front/http/listing/model_list.py",
+            "front/http/listing/router_events.py",
+        ),
     ),
-    "message threads": ("api/anthropic/threads.py", "front/http/thread_store.py"),
+    "message threads": ("api/anthropic/threads.py", "front/http/stores/thread_store.py"),
     "the page": (
         *(
             "front/owner/page.py",
             "front/owner/live.py",
             "front/owner/pull.py",
-            "front/owner/cache_tree.py",
-            "front/owner/cache_index.py",
+            "front/owner/cache/tree.py",
+            "front/owner/cache/index.py",
         ),
-        *("front/http/last_hour.py", "cli/cache/tree.py", "cli/cache/said.py"),
+        *("front/http/observe/last_hour.py", "cli/cache/listing/tree.py", "cli/cache/listing/said.py"),
     ),
-    "pinned prefixes": ("cli/cache/pin.py", "front/engines/pins.py", "front/owner/pins.py"),
+    "pinned prefixes": ("cli/cache/pin.py", "front/engines/ledger/pins.py", "front/owner/cache/pins.py"),
     "weights by mmap": ("engine/mlx_adapter/runtime/mapped.py",),
     "embeddings, rerank, scores": (
-        *("api/embeddings.py", "front/http/embeddings.py", "engine/embedding.py"),
+        *("api/embeddings.py", "front/http/embeddings.py", "engine/server/embedding.py"),
         *("engine/mlx_adapter/model/embedder.py", "api/openai/scores.py"),
     ),
     "GGUF files": ("models/gguf/*",),
     "models of other programs": ("models/local_stores.py",),
-    "a default model that answers": ("models/smollm.py", "models/offer.py", "models/builder.py"),
-    "omlxd chat": ("cli/chat.py", "cli/own_daemon.py", "front/process/start_page.py"),
+    "a default model that answers": ("models/fetch/smollm.py", "models/fetch/offer.py", "models/builder.py"),
+    "omlxd chat": ("cli/chat/command.py", "cli/daemon/own.py", "front/process/start_page.py"),
     "omlxd bench, perplexity": (
         "cli/bench.py",
-        "engine/perplexity.py",
+        "engine/server/perplexity.py",
         "engine/mlx_adapter/model/perplexity.py",
     ),
     "LoRA training": (
-        "cli/tune.py",
-        "engine/tune.py",
+        "cli/models/tune.py",
+        "engine/server/tune.py",
         "engine/mlx_adapter/model/tuning.py",
         "models/tuning.py",
     ),
     "cache export, import, warm": (
-        *("cli/cache/carry.py", "cli/cache/warm.py", "cli/cache/archive.py", "cli/cache/prompt_cache.py"),
-        *("engine/mlx_adapter/model/prompt_cache_file.py", "front/owner/carry.py"),
+        *(
+            "cli/cache/transfer/carry.py",
+            "cli/cache/warm.py",
+            "cli/cache/transfer/archive.py",
+            "cli/cache/transfer/prompt_cache.py",
+        ),
+        *("engine/mlx_adapter/model/prompt_cache_file.py", "front/owner/cache/carry.py"),
     ),
     "LoRA adapters, served": (
-        *("engine/adapters.py", "engine/mlx_adapter/model/lora.py", "front/engines/adapters.py"),
+        *("engine/server/adapters.py", "engine/mlx_adapter/model/lora.py", "front/engines/adapters.py"),
         *("front/engines/guest.py", "models/adapters.py"),
     ),
     "load or compute": ("engine/kvio/rates.py", "engine/kvio/read.py"),
-    "memory and key inspection": ("cli/memory.py", "engine/mlx_adapter/model/inspection.py"),
+    "memory and key inspection": ("cli/watch/memory.py", "engine/mlx_adapter/model/inspection.py"),
     "guessed tokens": (
         *("engine/speculate/controller.py", "engine/speculate/draft_model.py", "engine/speculate/mtp.py"),
         "engine/mlx_adapter/model/mtp.py",
@@ -102,14 +111,14 @@ ADDED = {
         *("engine/mlx_adapter/cuda/compile/nvrtc.py", "engine/mlx_adapter/cuda/*/fused_*.py"),
         "engine/mlx_adapter/cuda/products/products*.py",
     ),
-    "OpenBLAS on CPUs": ("engine/blas.py",),
+    "OpenBLAS on CPUs": ("engine/process/blas.py",),
     "hostile model folders": (
-        *("common/child_process.py", "common/child_loop.py", "engine/prompt/template_process.py"),
-        *("engine/prompt/template_child.py", "engine/prompt/token_bound.py"),
+        *("common/child_process.py", "common/child_loop.py", "engine/prompt/template/process.py"),
+        *("engine/prompt/template/child.py", "engine/prompt/token_bound.py"),
     ),
 }
 """What 2744a18 could not do → files below omlxd/ that came for it alone."""
-REPLACED = {"front/http/model_list.py": 71, "api/openai/scores.py": 89}
+REPLACED = {"front/http/listing/model_list.py": 71, "api/openai/scores.py": 89}
 """Lines of 2744a18 for what such a file did there: these stay counted."""
 
 HERE = Path(__file__).resolve().parents[1]

@@ -32,6 +32,8 @@ from pathlib import Path
 from check import SUBJECT
 from house_counts import HERE, checkout_of, imports_of, modules_of, show
 
+MOST_BOXES = 12
+MOST_FLOORS = 8
 LONG = 60
 COMMITS = 200
 SPECULATION = (
@@ -237,7 +239,9 @@ def measures(root: Path, commit: str, details: bool) -> dict[str, int]:
     tests = [path for path in (root / "tests").rglob("*.py") if timed(ast.parse(path.read_text()))]
     if details:
         print(f"{root}\n boxes")
-        for name, graph in sorted(inner.items(), key=lambda pair: -len(pair[1]))[:8]:
+        for name, graph in sorted(inner.items(), key=lambda pair: -len(pair[1])):
+            if len(graph) <= MOST_BOXES and floors(graph) <= MOST_FLOORS:
+                continue
             print(f"  {len(graph):3} boxes, {floors(graph):2} floors  {name}")
         for title, lines in (
             ("circles", [" ".join(group) for group in circles]),

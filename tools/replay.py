@@ -51,7 +51,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omlxd.api.anthropic import request as anthropic
-from omlxd.api.body import ParsedRequest
+from omlxd.api.fields.body import ParsedRequest
 from omlxd.api.openai import chat_request
 from omlxd.api.responses import request as openai_responses
 from omlxd.engine.prompt.pipeline import PromptPipeline

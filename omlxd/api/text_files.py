@@ -6,7 +6,7 @@ import re
 
 from ..chat import DocumentPart, TextPart
 from ..errors import InvalidRequest, bad_field
-from .body import DATA_URL, NOT_FETCHED, PDF, from_base64, misplaced, pdf
+from .fields.body import DATA_URL, NOT_FETCHED, PDF, from_base64, misplaced, pdf
 
 MAX_BYTES = 8 * 1024 * 1024
 """Bytes of one text at most; a PDF may be as large as a request."""

@@ -23,13 +23,13 @@ import msgspec
 from ..common.units import human
 from ..config import add_flags, settings_of
 from ..errors import ConfigError
-from .conversation import Answer, Chunk, ask_body
-from .daemon_client import Daemon, DaemonError, Usage
+from .chat.conversation import Answer, Chunk, ask_body
+from .daemon.client import Daemon, DaemonError, Usage
+from .daemon.own import own_daemon
+from .daemon.owner_api import InstalledStatuses, ModelStatus
 from .launch import find_target
-from .models import as_listed
-from .own_daemon import own_daemon
-from .owner_api import InstalledStatuses, ModelStatus
-from .status import as_json
+from .models.command import as_listed
+from .watch.status import as_json
 
 TEXT = Path(__file__).parents[1] / "models" / "bench_text.txt"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -283,7 +283,7 @@ class _Bench:
 def perplexity(folder: Path, tokens: int, float32: bool) -> Generator[KVResult]:
     """Measure the perplexity of each KV type, in a program of its own: it needs MLX. Raises DaemonError."""
     arguments = [str(folder), str(TEXT), str(tokens), str(int(float32))]
-    command = [sys.executable, "-m", "omlxd.engine.perplexity", *arguments]
+    command = [sys.executable, "-m", "omlxd.engine.server.perplexity", *arguments]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as log,
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process,

@@ -20,7 +20,7 @@ import msgspec
 from ..common.files import write_atomic
 from ..config import closest, is_loopback
 from ..errors import ConfigError, OmlxdError
-from .daemon_client import KEY_VARIABLE, Daemon, DaemonError, add_url, find_daemon
+from .daemon.client import KEY_VARIABLE, Daemon, DaemonError, add_url, find_daemon
 
 LOADING_S = 900.0
 MAX_OUTPUT_TOKENS = 32_000

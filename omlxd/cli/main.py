@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..config import OPTIONS, add_grouped_flags, closest, load_settings, warnings_of, where_else
 from ..errors import ConfigError, OmlxdError
-from .agent import name_verb
+from .daemon.agent import name_verb
 
 USAGE_ERROR = 2
 """Exit status when a flag, a variable or a line of the file makes no sense."""
@@ -33,9 +33,9 @@ VERBS = {
         "cli.cache.command",
         "look at the SSD cache, verify it, clear it; works beside a running daemon",
     ),
-    "chat": ("cli.chat", "talk to a model in the terminal; starts a daemon if none runs"),
-    "key": ("cli.key", "make, list and revoke API keys; a running daemon follows at once"),
-    "config": ("cli.config", "show each setting, and where its value comes from"),
+    "chat": ("cli.chat.command", "talk to a model in the terminal; starts a daemon if none runs"),
+    "key": ("cli.settings.key", "make, list and revoke API keys; a running daemon follows at once"),
+    "config": ("cli.settings.config", "show each setting, and where its value comes from"),
     "doctor": (
         "cli.doctor.command",
         "find what in this machine or its settings keeps omlxd from working well",
@@ -44,17 +44,17 @@ VERBS = {
         "front.bridge.command",
         "speak JSON Lines on standard input and output, to be embedded in another program",
     ),
-    "run": ("cli.run", "talk to the model that is named first, as Ollama does; downloads it if need be"),
+    "run": ("cli.chat.run", "talk to the model that is named first, as Ollama does; downloads it if need be"),
     "launch": ("cli.launch", "start Claude Code, Codex or another coding agent with this daemon's models"),
-    "memory": ("cli.memory", "what each loaded model holds in memory; give some of it back"),
+    "memory": ("cli.watch.memory", "what each loaded model holds in memory; give some of it back"),
     "models": (
-        "cli.models",
+        "cli.models.command",
         "list, show, pull, import, load, unload, pin and name the models of this machine",
     ),
     "service": ("cli.service.command", "have launchd or systemd run the daemon"),
-    "status": ("cli.status", "models, memory, tiers and requests of the running daemon"),
-    "tune": ("cli.tune", "train a LoRA adapter of a model, which is then served as MODEL:NAME"),
-    "top": ("cli.top", "what `omlxd status` shows, live"),
+    "status": ("cli.watch.status", "models, memory, tiers and requests of the running daemon"),
+    "tune": ("cli.models.tune", "train a LoRA adapter of a model, which is then served as MODEL:NAME"),
+    "top": ("cli.watch.top", "what `omlxd status` shows, live"),
 }
 """Every verb but `serve`: its module, whose `main(argv, parser)` returns the exit status, and its help."""
 

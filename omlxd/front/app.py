@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
-from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
+from ..api.fields.body import ParsedRequest, keep_alive_of, mended, with_timeout
 from ..api.gemini.answer import TokenCount as GeminiTokenCount
 from ..api.gemini.body import CountTokensBody
 from ..api.gemini.request import parse_count
@@ -35,7 +35,6 @@ from ..chat import Conversation, RawPrompt, first_image
 from ..errors import OmlxdError, bad_field
 from .engines.model import ModelEngine
 from .engines.pool import EnginePool
-from .http.discovery import Discovery
 from .http.embeddings import Embeddings
 from .http.generation import (
     CLASSIFY,
@@ -56,28 +55,29 @@ from .http.generation import (
     responses_dialect,
 )
 from .http.guard import Guard
-from .http.recent_requests import RecentRequests
-from .http.request_metrics import Requests
-from .http.response_store import ResponseStore, StoredResponses
-from .http.router_events import RouterEvents
+from .http.listing.discovery import Discovery
+from .http.listing.router_events import RouterEvents
+from .http.observe.recent_requests import RecentRequests
+from .http.observe.request_metrics import Requests
+from .http.observe.trace import RequestTrace, client_of, trace_of
 from .http.routes import Operation, get, json_route, post
+from .http.sending.slow_reader import PacedApp
+from .http.sending.streams import SSE, as_json
 from .http.settings import HttpSettings
 from .http.shell import Shell, raise_route_error
-from .http.slow_reader import PacedApp
-from .http.streams import SSE, as_json
-from .http.thread_store import ThreadStore
-from .http.trace import RequestTrace, client_of, trace_of
-from .owner.cache_index import TreePiece
-from .owner.cache_tree import CacheTree
-from .owner.carry import Carrying
+from .http.stores.response_store import ResponseStore, StoredResponses
+from .http.stores.thread_store import ThreadStore
+from .owner.cache.carry import Carrying
+from .owner.cache.index import TreePiece
+from .owner.cache.miss_log import MissLog
+from .owner.cache.pins import Pinning
+from .owner.cache.tree import CacheTree
+from .owner.cache.why_miss import Explaining
 from .owner.engine_metrics import MetricsOf
 from .owner.live import Live
 from .owner.metrics import Metrics
-from .owner.miss_log import MissLog
 from .owner.page import Page
-from .owner.pins import Pinning
 from .owner.status import Admin
-from .owner.why_miss import Explaining
 
 LARGE_BODY = 2 << 20
 """Bytes: 30 MB would hold the event loop for 0.15 s."""

@@ -1,6 +1,6 @@
 """Estimates a model's memory from config.json and the headers of its weights.
 
-Once it runs, front/engines/model_book.py keeps a factor for it.
+Once it runs, front/engines/names/model_book.py keeps a factor for it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ..errors import ModelError
 from .json_files import BrokenJSON, decode_json, read_json
 
 DEFAULT_ID = "SmolLM2-135M-Instruct"
-"""Id of the default model, once it was fetched (models/smollm.py)."""
+"""Id of the default model, once it was fetched (models/fetch/smollm.py)."""
 DEMO_ID = "omlxd-demo"
 """Id of the model of random weights; the default one where no other is."""
 IMPORTED = "omlxd_import.json"
@@ -97,7 +97,7 @@ def default_folder(base_path: Path) -> Path:
 
 async def fetch_default_model(base_path: Path) -> Path:
     """Return the folder of `DEFAULT_ID`, downloaded and converted if need be. Raises ModelError."""
-    return await _run_builder("omlxd.models.smollm", str(default_folder(base_path)))
+    return await _run_builder("omlxd.models.fetch.smollm", str(default_folder(base_path)))
 
 
 async def fetch_from_hub(repo: str, note: Callable[[int, int], None] | None = None) -> Path:
@@ -107,7 +107,7 @@ async def fetch_from_hub(repo: str, note: Callable[[int, int], None] | None = No
     """
     if not _HUB_ID.fullmatch(repo):
         raise ModelError(f"{repo!r} is no hub id; write ORG/NAME.")
-    return await _run_builder("omlxd.models.hub", repo, *(["--progress"] if note else []), note=note)
+    return await _run_builder("omlxd.models.fetch.hub", repo, *(["--progress"] if note else []), note=note)
 
 
 def imported_folder(file: str, base_path: Path) -> Path:
@@ -160,7 +160,7 @@ async def _run_builder(module: str, *arguments: str, note: Callable[[int, int], 
             await process.wait()
     if process.returncode:
         # A network that is away, or pip, which downloads, may do so later.
-        is_passing = process.returncode == os.EX_TEMPFAIL or module == "omlxd.models.smollm"
+        is_passing = process.returncode == os.EX_TEMPFAIL or module == "omlxd.models.fetch.smollm"
         raise ModelError(
             last or f"{module} failed with status {process.returncode}; its reason is in the log.",
             code="unavailable" if is_passing else None,

@@ -52,7 +52,7 @@ class Example(msgspec.Struct, omit_defaults=True):
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """For `python -m omlxd.engine.tune`, as JSON on its standard input. Names as mlx-lm's tuner has them.
+    """For `omlxd.engine.server.tune`, as JSON on its standard input. Names as mlx-lm's tuner has them.
 
     memory_limit  bytes that MLX keeps to
     resume        go on with the adapter in `adapter_path`

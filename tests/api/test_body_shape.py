@@ -10,7 +10,7 @@ from app_client import body as body_of
 from fake_engine import FakeEngine, app_of
 
 from omlxd.api.anthropic import request
-from omlxd.api.body import MOST_CONTAINERS, check_shape
+from omlxd.api.fields.body import MOST_CONTAINERS, check_shape
 from omlxd.api.openai import chat_request
 from omlxd.chat import Conversation
 from omlxd.errors import InvalidRequest

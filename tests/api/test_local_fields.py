@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from omlxd.api.answer.local_fields import session_of, thinking_of
 from omlxd.api.anthropic import request as anthropic
-from omlxd.api.local_fields import session_of, thinking_of
 from omlxd.api.ollama.request import parse_chat
 from omlxd.api.openai import chat_request, completions
 from omlxd.api.responses import request as openai_responses

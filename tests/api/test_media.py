@@ -16,7 +16,7 @@ from sdk_clients import claude, gpt
 
 from omlxd import chat
 from omlxd.api.anthropic import request as anthropic_request
-from omlxd.api.body import MOST_IMAGE_BYTES, from_base64, image_url
+from omlxd.api.fields.body import MOST_IMAGE_BYTES, from_base64, image_url
 from omlxd.api.ollama import request as ollama_request
 from omlxd.api.openai import chat_request
 from omlxd.api.responses import request as responses_request

@@ -20,7 +20,7 @@ from msgspec import inspect
 
 import omlxd.api
 import omlxd.front
-from omlxd.api.body import convert, decode
+from omlxd.api.fields.body import convert, decode
 from omlxd.api.openai.chat_request import ChatBody
 from omlxd.errors import InvalidRequest
 from omlxd.front.http.routes import Operation

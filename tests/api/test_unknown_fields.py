@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omlxd.api.anthropic.request import MessagesBody
-from omlxd.api.body import decode
+from omlxd.api.fields.body import decode
+from omlxd.api.fields.unknown_fields import MOST_BYTES, MOST_MEMBERS, MOST_NAMES, noting, unknown_fields
 from omlxd.api.ollama.request import ChatBody as OllamaBody
 from omlxd.api.openai.chat_request import ChatBody
 from omlxd.api.openai.completions import CompletionsBody
 from omlxd.api.openai.scores import ClassifyBody
 from omlxd.api.responses.request import ResponsesBody
-from omlxd.api.unknown_fields import MOST_BYTES, MOST_MEMBERS, MOST_NAMES, noting, unknown_fields
 
 TEXT = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"anything": {"of": "mine"}}, "my_own": 1}

@@ -16,7 +16,7 @@ import pytest
 from daemon import demo_model, family_model
 
 from omlxd.cli import bench
-from omlxd.cli.daemon_client import Daemon
+from omlxd.cli.daemon.client import Daemon
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -32,11 +32,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from terminal_screen import shown
 
-from omlxd.cli import chat, conversation
 from omlxd.cli import main as command
-from omlxd.cli.chat_terminal import Terminal, in_words
-from omlxd.cli.chat_writer import split_done
-from omlxd.cli.daemon_client import DaemonError, Usage
+from omlxd.cli.chat import command as chat
+from omlxd.cli.chat import conversation
+from omlxd.cli.chat.terminal import Terminal, in_words
+from omlxd.cli.chat.writer import split_done
+from omlxd.cli.daemon.client import DaemonError, Usage
 from omlxd.cli.launch import Target
 from omlxd.config.keys import add_key, keys_path
 from omlxd.errors import ConfigError, OmlxdError

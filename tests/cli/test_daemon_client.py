@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from omlxd.cli import daemon_client
-from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
+from omlxd.cli.daemon import client as daemon_client
+from omlxd.cli.daemon.client import Daemon, DaemonError, NoDaemon
 from omlxd.config import load_settings
 from omlxd.config.address import FILE_NAME, record_address
 

@@ -16,10 +16,10 @@ import pytest
 from daemon import Daemon, free_port, wait_until
 
 from omlxd.cli import main
-from omlxd.cli.daemon_client import Daemon as DaemonClient
+from omlxd.cli.daemon.client import Daemon as DaemonClient
+from omlxd.cli.daemon.owner_api import InstalledStatus, InstalledStatuses, ModelStatus
 from omlxd.cli.doctor import command, disk, machine, models, network
 from omlxd.cli.doctor.finding import Finding
-from omlxd.cli.owner_api import InstalledStatus, InstalledStatuses, ModelStatus
 from omlxd.common.units import LEFT_FREE
 from omlxd.config import Settings, load_settings
 from omlxd.kv.files.paths import LOCK_NAME

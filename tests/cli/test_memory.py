@@ -13,9 +13,9 @@ from host import Host, finished, raw
 from msgspec.structs import replace
 
 from omlxd.chat import Finished, TextDelta, Usage
-from omlxd.cli import memory
-from omlxd.cli.daemon_client import Daemon, DaemonError
-from omlxd.engine.model_load import cpu_speed
+from omlxd.cli.daemon.client import Daemon, DaemonError
+from omlxd.cli.watch import memory
+from omlxd.engine.server.model_load import cpu_speed
 from omlxd.errors import ConfigError
 from omlxd.models import demo
 

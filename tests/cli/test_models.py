@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.cli import daemon_client as client
-from omlxd.cli.models import as_listed, as_page
-from omlxd.cli.owner_api import InstalledStatus
+from omlxd.cli.daemon import client as client
+from omlxd.cli.daemon.owner_api import InstalledStatus
+from omlxd.cli.models.command import as_listed, as_page
 from omlxd.config import load_settings
 from tests.front.process.test_serve import REPO, Daemon, start  # noqa: F401
 from tests.models.test_resolve import make

@@ -13,10 +13,11 @@ import pytest
 from daemon import REPO, Daemon, prose
 from rich.console import Console
 
-from omlxd.cli import main, top
-from omlxd.cli.daemon_client import DaemonError, NoDaemon
-from omlxd.cli.owner_api import ColdStatus, DaemonStatus, ModelStatus
-from omlxd.cli.status import as_text, duration, hit_rate, rate
+from omlxd.cli import main
+from omlxd.cli.daemon.client import DaemonError, NoDaemon
+from omlxd.cli.daemon.owner_api import ColdStatus, DaemonStatus, ModelStatus
+from omlxd.cli.watch import top
+from omlxd.cli.watch.status import as_text, duration, hit_rate, rate
 
 URL = "http://127.0.0.1:8000"
 

@@ -22,13 +22,13 @@ import pytest
 from daemon import alive, wait_until
 from fast_or_slow import rest_slow
 
-from omlxd.cli import tune
-from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
-from omlxd.cli.owner_api import InstalledStatus
+from omlxd.cli.daemon.client import Daemon, DaemonError, NoDaemon
+from omlxd.cli.daemon.owner_api import InstalledStatus
+from omlxd.cli.models import tune
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model import tuning
-from omlxd.engine.tune import LossCurve, draw
+from omlxd.engine.server.tune import LossCurve, draw
 from omlxd.errors import ConfigError, ModelError
 from omlxd.models import demo
 from omlxd.models.catalog import Catalog

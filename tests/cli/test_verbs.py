@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from omlxd.cli import main as command
-from omlxd.cli import models, run
 from omlxd.cli.cache import command as cache
 from omlxd.cli.cache.warm import read_requests
-from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
-from omlxd.cli.owner_api import InstalledStatus, InstalledStatuses
+from omlxd.cli.chat import run
+from omlxd.cli.daemon.client import Daemon, DaemonError, NoDaemon
+from omlxd.cli.daemon.owner_api import InstalledStatus, InstalledStatuses
+from omlxd.cli.models import command as models
 from omlxd.config import OPTIONS
 from omlxd.config.settings import groups
 from omlxd.errors import ConfigError, NotFound
-from omlxd.front.engines.names import resolve_name
+from omlxd.front.engines.names.names import resolve_name
 from omlxd.models.remove import removable, remove_folder
 from tests.models.test_resolve import make
 

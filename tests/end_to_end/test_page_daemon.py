@@ -19,7 +19,7 @@ from fake_engine import FakeEngine, app_of, served
 
 from omlxd.config import load_settings
 from omlxd.front.app import create_app
-from omlxd.front.owner.cache_index import CacheIndex
+from omlxd.front.owner.cache.index import CacheIndex
 from omlxd.kv.hashing import hash_blocks
 from tests.end_to_end.test_page import until
 from tests.front.owner.test_cache_tree import cached

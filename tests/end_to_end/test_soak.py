@@ -140,7 +140,7 @@ def test_an_engine_is_killed_again_and_again_under_load_and_comes_back_warm(tmp_
         wait_until(lambda: _served_warm(daemon), 300, daemon.logged)
         for child in front.children():  # The cache's reader would stay for two minutes.
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "omlxd.cli.cache.tree" in child.cmdline():
+                if "omlxd.cli.cache.listing.tree" in child.cmdline():
                     child.terminate()
         # One engine and no zombie, no file of a dead engine.
         wait_until(lambda: len(daemon.engines()) == len(front.children()) == 1, 240, lambda: children(front))

@@ -17,7 +17,7 @@ from daemon import BLOCK, Daemon, own_usage, prose, wait_until
 from PIL import Image as Pillow
 from vision_families import VISION_FAMILIES, build_vision_family, picture
 
-from omlxd.cli.cache.verify import Verifier
+from omlxd.cli.cache.checks.verify import Verifier
 
 
 def block(seed: int, width: int = 112) -> dict[str, Any]:

@@ -18,11 +18,11 @@ import mlx.core
 import numpy as np
 import pytest
 
-from omlxd.engine import blas
+from omlxd.engine.process import blas
 
 ASK = """
 import json, sys
-from omlxd.engine import blas
+from omlxd.engine.process import blas
 blas.SYSTEM, sys.prefix = (), sys.argv[1]
 blas.put_first()
 import mlx.core as mx

@@ -13,9 +13,9 @@ from embedders import EMBEDDERS, build_embedder, reference
 
 from omlxd import wire
 from omlxd.chat import Conversation, EmbedRequest, Message, RawPrompt, TextPart
-from omlxd.engine import embedding
-from omlxd.engine.embedding import EmbedderHost
 from omlxd.engine.mlx_adapter.model.embedder import Embedder
+from omlxd.engine.server import embedding
+from omlxd.engine.server.embedding import EmbedderHost
 from omlxd.errors import InvalidRequest
 from omlxd.models.footprint import kind_of, read_config
 

@@ -16,9 +16,9 @@ from daemon import wait_until
 
 from omlxd import wire
 from omlxd.chat import RawPrompt
-from omlxd.engine import service as service_module
 from omlxd.engine.kvio.lease import LEASE_BYTES
-from omlxd.engine.service import EngineService
+from omlxd.engine.server import service as service_module
+from omlxd.engine.server.service import EngineService
 
 
 @pytest.fixture

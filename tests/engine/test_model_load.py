@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from omlxd import wire
-from omlxd.engine import mlx_adapter, model_load
+from omlxd.engine import mlx_adapter
+from omlxd.engine.server import model_load
 
 
 @pytest.mark.parametrize(

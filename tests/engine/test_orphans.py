@@ -23,7 +23,7 @@ from fast_or_slow import rest_slow
 
 from omlxd import wire
 from omlxd.chat import GenerateRequest, Progress, RawPrompt, Sampling, TextDelta
-from omlxd.engine import service
+from omlxd.engine.server import service
 
 GONE_S = service.ORPHAN_FLUSH_S + 60.0
 """An orphan that does not notice would be there for good."""
@@ -77,7 +77,8 @@ class Engine:
 BROKEN = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from omlxd.engine import __main__, service
+from omlxd.engine import __main__
+from omlxd.engine.server import service
 
 def run(self):
     ThreadPoolExecutor(1).submit(threading.Event().wait)  # As a read of a disk that hangs.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.engine.__main__ import use_own_temporary_folder
+from omlxd.engine.process.prepare import use_own_temporary_folder
 
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="elsewhere the temporary folder is the user's own")

@@ -16,10 +16,11 @@ from gguf_files import Type, write_gguf
 
 from omlxd.api.errors import message_of
 from omlxd.config import Settings, load_settings
-from omlxd.engine.sampling import SamplingDefaults
+from omlxd.engine.sequence.sampling import SamplingDefaults
 from omlxd.errors import ModelError, PromptTooLong
-from omlxd.models import catalog, smollm
-from omlxd.models import offer as default_model
+from omlxd.models import catalog
+from omlxd.models.fetch import offer as default_model
+from omlxd.models.fetch import smollm
 from omlxd.models.resolve import DEFAULT_ID, DEMO_ID
 from tests.models.test_resolve import make
 

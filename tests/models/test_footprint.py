@@ -12,8 +12,8 @@ from daemon import demo_model, family_model
 from families import FAMILIES
 from fast_or_slow import SOME_FAMILIES, rest_slow
 
-from omlxd.cli import models
-from omlxd.cli.owner_api import InstalledStatus
+from omlxd.cli.daemon.owner_api import InstalledStatus
+from omlxd.cli.models import command as models
 from omlxd.common.files import SMALL
 from omlxd.config import load_settings
 from omlxd.models.catalog import describe

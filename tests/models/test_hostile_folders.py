@@ -24,9 +24,9 @@ from omlxd.common.child_process import ChildLost
 from omlxd.common.files import read_small
 from omlxd.config import load_settings
 from omlxd.config.keys import read_keys
-from omlxd.engine import service
-from omlxd.engine.prompt import template_process
-from omlxd.engine.prompt.template_process import TemplateProcesses, TemplateRefusal
+from omlxd.engine.prompt.template import process as template_process
+from omlxd.engine.prompt.template.process import TemplateProcesses, TemplateRefusal
+from omlxd.engine.server import service
 from omlxd.errors import ConfigError, ModelError, OmlxdError
 from omlxd.front.engines import watch
 from omlxd.models import demo

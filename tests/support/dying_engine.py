@@ -29,7 +29,7 @@ from omlxd import wire
 from omlxd.engine import mlx_adapter
 from omlxd.engine.schedule import forward as prompt_passes
 from omlxd.engine.schedule.decode_batch import DecodeBatch
-from omlxd.engine.service import EngineService
+from omlxd.engine.server.service import EngineService
 from omlxd.kv.files.fs import FileSystem
 
 MOMENTS = ("loading", "prefill", "decode", "writing")

@@ -34,16 +34,16 @@ from omlxd.chat import (
     Vectors,
 )
 from omlxd.errors import Unavailable
-from omlxd.explanation import Explanation
 from omlxd.front.app import create_app
-from omlxd.front.engines.cold_ledger import ColdLedger
+from omlxd.front.engines.ledger.cold_ledger import ColdLedger
 from omlxd.front.engines.model import Card
-from omlxd.front.engines.names import resolve_name
+from omlxd.front.engines.names.names import resolve_name
 from omlxd.front.http.settings import HttpSettings
 from omlxd.front.owner.pull import Pulling
 from omlxd.kv.ledger.evicted_log import EvictedLog, Removal
 from omlxd.kv.ledger.ledger import LedgerStats
 from omlxd.wire import ModelInfo
+from omlxd.wire.explanation import Explanation
 
 Step = Event | float | Exception
 

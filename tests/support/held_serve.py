@@ -17,10 +17,10 @@ from typing import Any
 
 MOMENTS = {
     "settings": ("omlxd.cli.main", "load_settings"),
-    "cache lock": ("omlxd.front.engines.cold_ledger", "ColdLedger.claim"),
+    "cache lock": ("omlxd.front.engines.ledger.cold_ledger", "ColdLedger.claim"),
     "drain": ("omlxd.front.engines.client", "EngineProcess.drain"),
     "flush": ("omlxd.front.engines.link", "EngineLink.close"),
-    "cache closes": ("omlxd.front.engines.cold_ledger", "ColdLedger.close"),
+    "cache closes": ("omlxd.front.engines.ledger.cold_ledger", "ColdLedger.close"),
     "all has ended": ("omlxd.front.process.serve", "leave"),
     "log closes": ("logging", "shutdown"),
 }

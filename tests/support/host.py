@@ -22,9 +22,9 @@ from omlxd.chat import (
     TextDelta,
     TextPart,
 )
-from omlxd.engine.host import EngineHost
 from omlxd.engine.output.sink import OutputThread
-from omlxd.engine.sequence import Sequence
+from omlxd.engine.sequence.sequence import Sequence
+from omlxd.engine.server.host import EngineHost
 
 
 class Host:

@@ -20,9 +20,9 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.checkpointer import Checkpointer
 from omlxd.engine.mlx_adapter.runtime import arrays
-from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
-from omlxd.engine.sequence import LabelScores, Prompt, Sequence, SequenceKV
+from omlxd.engine.sequence.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.sequence.sequence import LabelScores, Prompt, Sequence, SequenceKV
 from omlxd.engine.speculate.controller import Speculation
 from omlxd.engine.speculate.draft_model import DraftModel
 from omlxd.engine.speculate.mtp import MtpModel

@@ -19,7 +19,7 @@ from fast_or_slow import rest_slow
 from templates import QWEN3
 
 from omlxd.chat import Conversation, Message, Sampling, TextPart, Tool
-from omlxd.engine.sampling import UNNAMED, BatchSampler, RowSampling
+from omlxd.engine.sequence.sampling import UNNAMED, BatchSampler, RowSampling
 from tools.clients.agents import write_files
 from tools.clients.own_daemon import OwnDaemon, first_model
 from tools.clients.played import Played

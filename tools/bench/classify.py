@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from omlxd.engine import blas
+from omlxd.engine.process import blas
 
 blas.put_first()  # As an engine does, before anything imports MLX.
 

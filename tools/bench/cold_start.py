@@ -44,7 +44,7 @@ from front_start import free_port
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from omlxd.cli.cache.verify import Verifier  # noqa: E402
+from omlxd.cli.cache.checks.verify import Verifier  # noqa: E402
 from omlxd.kv.ledger.ledger import Ledger  # noqa: E402
 from omlxd.models.demo import build_demo  # noqa: E402
 

@@ -25,12 +25,12 @@ import mlx.core as mx
 import numpy as np
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import DirectBuffers, MLXPayload, append_blocks, copy_blocks, read_payload
 from omlxd.engine.kvio.transport import transport
 from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Kernel
 from omlxd.engine.mlx_adapter.cuda.attention.prompt_attention import PromptKernel
+from omlxd.engine.process.prepare import set_backend_defaults
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
 from omlxd.engine.speculate.controller import WIDTHS
 from omlxd.kv.cold.tier import ColdTier

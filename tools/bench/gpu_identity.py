@@ -15,7 +15,7 @@ row's name; `--dtype` and `--kv-bits` make further rows of the families that hav
 and `first` and `all` of the requests that hit KV of prompts alone, which the same passes computed: on a
 CPU 0 there. On CUDA, cuDNN's attention for one token sums in another order from run to run, in bfloat16
 and above 256 tokens: two cold runs differ too. `MLX_CUDA_USE_CUDNN_SDPA=0` in the environment has MLX's own
-kernel do it, always alike; omlxd/engine/__main__.py says what that costs.
+kernel do it, always alike; omlxd/engine/process/prepare.py says what that costs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.mlx_adapter import versions
+from omlxd.engine.process.prepare import set_backend_defaults
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 

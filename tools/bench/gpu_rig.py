@@ -20,10 +20,10 @@ from omlxd.engine.kvio.transport import transport
 from omlxd.engine.mlx_adapter.attention import hooks as attention
 from omlxd.engine.mlx_adapter.cuda.products import products
 from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
-from omlxd.engine.sampling import BatchSampler, RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.scheduler import Scheduler
-from omlxd.engine.sequence import Prompt, Sequence, SequenceKV, State
+from omlxd.engine.sequence.sampling import BatchSampler, RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.sequence.sequence import Prompt, Sequence, SequenceKV, State
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.cold.flusher import Flusher
 from omlxd.kv.cold.tier import ColdTier

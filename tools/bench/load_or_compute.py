@@ -27,8 +27,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.kvio.rates import Rates
+from omlxd.engine.process.prepare import set_backend_defaults
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.kv.files.fs import FileSystem
 

@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omlxd.engine import blas
+from omlxd.engine.process import blas
 
 blas.put_first()  # As an engine does, before anything imports MLX.
 
 from omlxd.engine.schedule.scheduler import Scheduler  # noqa: E402
-from omlxd.engine.sequence import Sequence  # noqa: E402
+from omlxd.engine.sequence.sequence import Sequence  # noqa: E402
 from tools.bench.gpu_rig import Bench, Collector, row  # noqa: E402
 
 ALONE = 16

@@ -19,15 +19,15 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from omlxd.engine import blas
+from omlxd.engine.process import blas
 
 blas.put_first()  # As an engine does, before anything imports MLX.
 
 from omlxd import wire  # noqa: E402
 from omlxd.chat import Failed, Finished, GenerateRequest, RawPrompt, Sampling  # noqa: E402
-from omlxd.engine.host import EngineHost  # noqa: E402
 from omlxd.engine.output.sink import OutputThread  # noqa: E402
-from omlxd.engine.sequence import Drawn, Sequence  # noqa: E402
+from omlxd.engine.sequence.sequence import Drawn, Sequence  # noqa: E402
+from omlxd.engine.server.host import EngineHost  # noqa: E402
 from tools.bench.gpu_rig import row  # noqa: E402
 
 BEFORE = 25

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from omlxd.engine.prompt.template_child import answer
-from omlxd.engine.prompt.template_process import TemplateProcesses
+from omlxd.engine.prompt.template.child import answer
+from omlxd.engine.prompt.template.process import TemplateProcesses
 from omlxd.models.demo import TEMPLATE
 
 

@@ -48,8 +48,8 @@ print(time.perf_counter() - began)
 """
 
 LOAD = """
-omlxd.engine.service:EngineService._run_engine
-omlxd.engine.host:load_model
+omlxd.engine.server.service:EngineService._run_engine
+omlxd.engine.server.host:load_model
 omlxd.engine.mlx_adapter.model.load:read_model
 omlxd.engine.mlx_adapter.model.load:_model_and_config
 omlxd.engine.mlx_adapter.model.load:load_tokenizer
@@ -66,18 +66,18 @@ omlxd.engine.mlx_adapter.cuda.compile.kernel_store:remembered
 omlxd.engine.mlx_adapter.cuda.compile.kernel_store:code
 omlxd.engine.mlx_adapter.cuda.prompt_shapes:check_ahead
 omlxd.engine.mlx_adapter.cuda.prompt_shapes:check_products
-omlxd.engine.host:rehearse
-omlxd.engine.host:ModelStore
-omlxd.engine.host:PromptPipeline
+omlxd.engine.server.host:rehearse
+omlxd.engine.server.host:ModelStore
+omlxd.engine.server.host:PromptPipeline
 """
 
 PROMPT = """
 omlxd.front.http.shell:Shell.__call__
 omlxd.front.engines.client:EngineProcess.generate
-omlxd.engine.service:EngineService._generate
-omlxd.engine.prompt.template:Renderer.text
+omlxd.engine.server.service:EngineService._generate
+omlxd.engine.prompt.template.template:Renderer.text
 omlxd.engine.prompt.token_cache:TokenCache.encode
-omlxd.engine.host:hash_blocks
+omlxd.engine.server.host:hash_blocks
 omlxd.engine.schedule.scheduler:Scheduler._admit
 omlxd.kv.store:KVStore.extend_match
 omlxd.kv.store:KVStore._record_use

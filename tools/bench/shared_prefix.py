@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omlxd.engine import blas
+from omlxd.engine.process import blas
 
 blas.put_first()  # As an engine does, before anything imports MLX.
 

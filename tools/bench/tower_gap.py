@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from omlxd.engine import blas
+from omlxd.engine.process import blas
 
 blas.put_first()  # As an engine does, before anything imports MLX.
 

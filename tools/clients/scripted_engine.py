@@ -31,11 +31,11 @@ from clients.played import Played  # noqa: E402
 from clients.script import answer_to, written  # noqa: E402
 from omlxd.chat import Conversation, GenerateRequest  # noqa: E402
 from omlxd.engine import __main__ as program  # noqa: E402
-from omlxd.engine import sampling  # noqa: E402
-from omlxd.engine.host import EngineHost  # noqa: E402
 from omlxd.engine.schedule import decode_batch  # noqa: E402
 from omlxd.engine.schedule.scheduler import Scheduler  # noqa: E402
-from omlxd.engine.sequence import Sequence, State  # noqa: E402
+from omlxd.engine.sequence import sampling  # noqa: E402
+from omlxd.engine.sequence.sequence import Sequence, State  # noqa: E402
+from omlxd.engine.server.host import EngineHost  # noqa: E402
 
 LOG = "OMLXD_SCRIPT_LOG"
 PACE = "OMLXD_SCRIPT_STEP_S"

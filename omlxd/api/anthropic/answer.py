@@ -15,8 +15,8 @@ import msgspec
 
 from ... import chat
 from ...errors import OmlxdError
+from ..answer.sse import OpenCall, UsageExtension, named_event, usage_extension
 from ..errors import error_body
-from ..sse import OpenCall, UsageExtension, named_event, usage_extension
 from .tools import shown_id
 
 _STOP_REASON: dict[chat.FinishReason, str] = {

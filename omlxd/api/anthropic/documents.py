@@ -20,7 +20,7 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import NOT_FETCHED, PDF, free_json, from_base64, image, image_url, is_pdf, pdf
+from ..fields.body import NOT_FETCHED, PDF, free_json, from_base64, image, image_url, is_pdf, pdf
 from . import blocks
 
 MAX_DOCUMENT_BYTES = 8 << 20

@@ -14,8 +14,10 @@ import msgspec
 
 from ... import chat
 from ...errors import InvalidRequest, bad_field
-from ..answer_format import ResponseFormat, format_of, only
-from ..body import (
+from ..answer.answer_format import ResponseFormat, format_of, only
+from ..answer.local_fields import effort_word
+from ..conversation import begun_answer, conversation, tool_result
+from ..fields.body import (
     MAX_TOKENS,
     ParsedRequest,
     decode,
@@ -29,9 +31,7 @@ from ..body import (
     session_header,
     stops,
 )
-from ..conversation import begun_answer, conversation, tool_result
-from ..field_types import MAX_INT64, Temperature, TopK, TopP
-from ..local_fields import effort_word
+from ..fields.types import MAX_INT64, Temperature, TopK, TopP
 from ..text_files import file_part
 from . import blocks, threads
 from .documents import browser_state_text, document_parts, image_block, search_result_text

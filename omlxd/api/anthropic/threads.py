@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidRequest, OmlxdError, ThreadError
-from ..body import ParsedRequest
+from ..fields.body import ParsedRequest
 
 FIXED = ("system", "tools")
 """Fields that a thread's first request fixes."""

@@ -14,7 +14,7 @@ import msgspec
 
 from ...chat import Tool
 from ...errors import bad_field
-from ..body import checked_name, free_json, stable_json
+from ..fields.body import checked_name, free_json, stable_json
 from .blocks import ByDefinition, ByName, ToolAddition, ToolChange, ToolParam, ToolRemoval
 
 _ENGINE_ID = re.compile(r"call_([0-9a-f]{24})")

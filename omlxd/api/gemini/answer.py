@@ -23,9 +23,9 @@ from ...chat import (
     Usage,
 )
 from ...errors import OmlxdError
+from ..answer.sse import UsageExtension, data_event, usage_extension
 from ..errors import error_body
 from ..openai.choices import ChoicesCollector, logprobs_of
-from ..sse import UsageExtension, data_event, usage_extension
 from .body import Proto
 from .request import GeminiRequest
 

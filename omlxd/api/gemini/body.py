@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 
 from ...errors import InvalidRequest
-from ..body import check_shape, decode
-from ..field_types import Count, Penalty, Seed, Temperature, TopK, TopLogprobs, TopP
+from ..fields.body import check_shape, decode
+from ..fields.types import Count, Penalty, Seed, Temperature, TopK, TopLogprobs, TopP
 from ..openai.fields import MAX_CHOICES
 
 T = TypeVar("T")

@@ -14,8 +14,9 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..answer_format import MAX_CHOICES, only
-from ..body import (
+from ..answer.answer_format import MAX_CHOICES, only
+from ..conversation import conversation
+from ..fields.body import (
     MAX_TOKENS,
     ParsedRequest,
     checked_name,
@@ -26,7 +27,6 @@ from ..body import (
     session_header,
     stops,
 )
-from ..conversation import conversation
 from . import body as bodies
 from .body import (
     Content,

@@ -14,8 +14,8 @@ from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...errors import OmlxdError
+from ..answer.sse import UsageExtension, named_event, usage_extension
 from ..errors import openai_detail
-from ..sse import UsageExtension, named_event, usage_extension
 from .request import ChatRequest
 
 Keep = Callable[[str, tuple[chat.Message, ...]], None]

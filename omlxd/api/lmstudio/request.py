@@ -13,9 +13,9 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import MAX_TOKENS, ParsedRequest, decode, image_url, nucleus, refuse, session_header
 from ..conversation import History, conversation, earlier_turns
-from ..field_types import Count, LocalTemperature, MinP, RepetitionPenalty, TopK, TopP
+from ..fields.body import MAX_TOKENS, ParsedRequest, decode, image_url, nucleus, refuse, session_header
+from ..fields.types import Count, LocalTemperature, MinP, RepetitionPenalty, TopK, TopP
 from ..openai.content import Content, content_part
 
 

@@ -10,10 +10,10 @@ from msgspec import UNSET, UnsetType
 
 from ...chat import Event, Finished, ReasoningDelta, TextDelta, TokenLogprob, ToolCall, ToolCallCut
 from ...errors import OmlxdError
+from ..answer.sse import UsageExtension, usage_extension
 from ..errors import error_body
 from ..openai.choices import ChoicesCollector, logprobs_of, text_of
 from ..openai.fields import ChatLogprob, chat_logprobs
-from ..sse import UsageExtension, usage_extension
 from .request import OllamaRequest
 
 

@@ -14,8 +14,10 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..answer_format import ANY_OBJECT
-from ..body import (
+from ..answer.answer_format import ANY_OBJECT
+from ..answer.local_fields import DialectFields, effort_of, session_of, thinking_of
+from ..conversation import conversation, tool_result
+from ..fields.body import (
     MAX_TOKENS,
     ParsedRequest,
     decode,
@@ -29,8 +31,7 @@ from ..body import (
     session_header,
     stops,
 )
-from ..conversation import conversation, tool_result
-from ..field_types import (
+from ..fields.types import (
     MAX_INT64,
     LocalTemperature,
     MinP,
@@ -41,7 +42,6 @@ from ..field_types import (
     TopLogprobs,
     TopP,
 )
-from ..local_fields import DialectFields, effort_of, session_of, thinking_of
 from ..openai.chat_tools import ChatTool, chat_tools
 from ..openai.content import Content, content_parts, runs_of
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ... import chat
-from ..sse import OpenCall
+from ..answer.sse import OpenCall
 from .chat_tools import FUNCTIONS, CallShape
 from .choices import ChoicesCollector, ChoicesStream, ids_of, logprobs_of, text_of
 from .fields import FINISH_REASON, ChatLogprobs, Timings, UsageBody, chat_logprobs, timings_of, usage_body

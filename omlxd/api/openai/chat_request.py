@@ -12,9 +12,9 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import ParsedRequest, decode, free_json, lenient_arguments, refuse
 from ..conversation import begun_answer, conversation, tool_result
-from ..field_types import TopLogprobs
+from ..fields.body import ParsedRequest, decode, free_json, lenient_arguments, refuse
+from ..fields.types import TopLogprobs
 from .chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
 from .content import Content, content_parts, runs_of, text_of
 from .fields import (

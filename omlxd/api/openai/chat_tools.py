@@ -15,7 +15,7 @@ import msgspec
 
 from ...chat import Struct, Tool
 from ...errors import bad_field
-from ..body import checked_name, free_json
+from ..fields.body import checked_name, free_json
 from .tool_choice import custom_tool, tool_choice
 
 _Name = Annotated[str, msgspec.Meta(min_length=1)]

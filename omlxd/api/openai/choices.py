@@ -14,8 +14,8 @@ from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...errors import OmlxdError
+from ..answer.sse import DONE, data_event
 from ..errors import Protocol, error_body
-from ..sse import DONE, data_event
 from .fields import Timings, UsageBody, timings_of, usage_body
 
 

@@ -13,10 +13,10 @@ from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...errors import OmlxdError, bad_field
-from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import OpenAIDetail, openai_detail
-from ..field_types import TopLogprobs
-from ..lenient import as_integer
+from ..fields.body import MAX_TOKENS, ParsedRequest, decode
+from ..fields.lenient import as_integer
+from ..fields.types import TopLogprobs
 from .choices import ChoicesCollector, ChoicesStream, ids_of, logprobs_of, text_of
 from .fields import (
     FINISH_REASON,

@@ -12,8 +12,8 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import free_json, image, image_url, lenient_arguments, misplaced, unsupported
 from ..conversation import tool_result
+from ..fields.body import free_json, image, image_url, lenient_arguments, misplaced, unsupported
 from ..text_files import file_part
 
 

@@ -10,11 +10,11 @@ from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...errors import bad_field
-from ..answer_format import ResponseFormat, format_of, guided, only
-from ..body import MAX_TOKENS, free_json, nucleus, refuse, session_header, stops
-from ..field_types import MAX_INT64, MinP, Penalty, RepetitionPenalty, Seed, Temperature, TopK, TopP
-from ..local_fields import DialectFields, effort_of, session_of, thinking_of
-from ..sse import UsageExtension, usage_extension
+from ..answer.answer_format import ResponseFormat, format_of, guided, only
+from ..answer.local_fields import DialectFields, effort_of, session_of, thinking_of
+from ..answer.sse import UsageExtension, usage_extension
+from ..fields.body import MAX_TOKENS, free_json, nucleus, refuse, session_header, stops
+from ..fields.types import MAX_INT64, MinP, Penalty, RepetitionPenalty, Seed, Temperature, TopK, TopP
 
 MAX_CHOICES = 8
 MOST_STOP_TOKENS = 128

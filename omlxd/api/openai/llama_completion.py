@@ -10,10 +10,10 @@ from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...errors import OmlxdError, bad_field
-from ..body import MAX_TOKENS, ParsedRequest, decode
+from ..answer.sse import UsageExtension, data_event, usage_extension
 from ..errors import error_body
-from ..field_types import MAX_INT64, RepetitionPenalty
-from ..sse import UsageExtension, data_event, usage_extension
+from ..fields.body import MAX_TOKENS, ParsedRequest, decode
+from ..fields.types import MAX_INT64, RepetitionPenalty
 from .choices import ChoicesCollector, ids_of, text_of
 from .completions import CompletionsBody, parsed_completion
 from .fields import Limit, Timings, timings_of

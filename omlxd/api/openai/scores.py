@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from ... import chat
 from ...errors import OmlxdError, bad_field
-from ..body import ParsedRequest, ScoresShape, decode
 from ..errors import OpenAIDetail, openai_detail
-from ..field_types import Temperature, TopLogprobs
+from ..fields.body import ParsedRequest, ScoresShape, decode
+from ..fields.types import Temperature, TopLogprobs
 from . import chat_request
 from .fields import TopLogprob, UsageBody, top_logprobs, usage_body
 

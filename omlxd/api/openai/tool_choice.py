@@ -12,9 +12,9 @@ import msgspec
 
 from ...chat import Tool
 from ...errors import InvalidRequest, bad_field
-from ..answer_format import MAX_GRAMMAR_CHARS
-from ..body import RAW_INPUT as CUSTOM_INPUT
-from ..body import convert, stable_json
+from ..answer.answer_format import MAX_GRAMMAR_CHARS
+from ..fields.body import RAW_INPUT as CUSTOM_INPUT
+from ..fields.body import convert, stable_json
 
 PARAM = "tool_choice"
 

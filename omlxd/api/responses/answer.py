@@ -18,11 +18,11 @@ from msgspec import UNSET
 
 from ... import chat
 from ...errors import OmlxdError
-from ..body import lenient_arguments
+from ..answer.sse import OpenCall, named_event, usage_extension
 from ..errors import message_of
+from ..fields.body import lenient_arguments
 from ..openai.fields import ChatLogprob, chat_logprobs
 from ..openai.tool_choice import custom_input
-from ..sse import OpenCall, named_event, usage_extension
 from . import objects as body
 from .items import SUMMARY, item_id, sealed
 from .request import ResponsesRequest

@@ -27,8 +27,8 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import convert, free_json, lenient_arguments, stable_json
 from ..conversation import tool_result
+from ..fields.body import convert, free_json, lenient_arguments, stable_json
 from ..openai.content import IMAGES, Content, content_parts, runs_of, text_of
 from ..openai.tool_choice import CUSTOM_INPUT
 from .tools import ResponseTools

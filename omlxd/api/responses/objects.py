@@ -7,8 +7,8 @@ from typing import Any, Literal, Union
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ..answer.sse import UsageExtension
 from ..openai.fields import ChatLogprob
-from ..sse import UsageExtension
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

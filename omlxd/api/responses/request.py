@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from ...chat import Message, TextPart
 from ...errors import bad_field
-from ..answer_format import ResponseFormat, format_of
-from ..body import ParsedRequest, decode, free_json, refuse, session_header
+from ..answer.answer_format import ResponseFormat, format_of
 from ..conversation import History, conversation, earlier_turns
-from ..field_types import Count, TopLogprobs
+from ..fields.body import ParsedRequest, decode, free_json, refuse, session_header
+from ..fields.types import Count, TopLogprobs
 from ..openai.fields import (
     NO_MODERATION,
     ChatFields,

@@ -19,7 +19,7 @@ import msgspec
 
 from ...chat import Struct, Tool
 from ...errors import bad_field
-from ..body import checked_name, convert, free_json, image_url, not_contacted
+from ..fields.body import checked_name, convert, free_json, image_url, not_contacted
 from ..openai.tool_choice import NamedTool, custom_tool
 
 

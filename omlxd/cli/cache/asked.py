@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ConfigError
-from ..owner_api import LAST, WhyMissBody
+from ..daemon.owner_api import LAST, WhyMissBody
 
 NAMED = (
     "a session; `last` or a request's id (req_…), as the log has it; or a file, - for stdin: of a request's "

@@ -20,7 +20,7 @@ from ...common.units import counted, human
 from ...kv.files.namespace import FILE_NAME, NamespaceInfo
 from ...kv.files.paths import disk_bytes, temp_owner
 from . import inventory
-from .check import check, summary
+from .checks.check import check, summary
 from .holder import DaemonRuns, Holder, exclusive
 from .inventory import CacheFile
 

@@ -17,15 +17,17 @@ from pathlib import Path
 from ...common.units import counted, human
 from ...config import Settings, add_flags, settings_of
 from ...errors import ConfigError, OmlxdError
-from ..daemon_client import DaemonError
+from ..daemon.client import DaemonError
 from ..main import UNWRITTEN
-from ..status import as_json
-from . import carry, holder, inventory, pin, stats, warm, why_miss
+from ..watch.status import as_json
+from . import holder, inventory, pin, warm, why_miss
 from .asked import NAMED
-from .check import check, summary
+from .checks.check import check, summary
 from .clear import named, plan, remove, scrub
 from .holder import DaemonRuns, exclusive
+from .listing import stats
 from .pinned import names_by_file, read_pins
+from .transfer import carry
 
 Verb = Callable[[argparse.Namespace, Settings, Path], int]
 """A verb: (arguments, settings, the cache dir) → exit status. Raises OmlxdError, OSError."""

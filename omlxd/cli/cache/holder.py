@@ -16,8 +16,8 @@ from ...config import Settings
 from ...config.address import recorded_address
 from ...errors import ConfigError, OmlxdError
 from ...kv.files.paths import LOCK_NAME
-from ..daemon_client import Daemon, DaemonError, find_daemon, holder
-from ..owner_api import DaemonStatus, Forget, Forgotten
+from ..daemon.client import Daemon, DaemonError, find_daemon, holder
+from ..daemon.owner_api import DaemonStatus, Forget, Forgotten
 
 
 class DaemonRuns(OmlxdError):

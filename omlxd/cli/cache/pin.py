@@ -10,11 +10,11 @@ import msgspec
 from ...common.units import human
 from ...config import Settings
 from ...errors import ConfigError
-from ..daemon_client import find_daemon
-from ..owner_api import PinBlocks, PinList
-from ..status import as_json, table
+from ..daemon.client import find_daemon
+from ..daemon.owner_api import PinBlocks, PinList
+from ..watch.status import as_json, table
 from .asked import NAMED, named_request
-from .stats import ago
+from .listing.stats import ago
 from .why_miss import ANSWER_S
 
 

@@ -18,7 +18,7 @@ import msgspec
 from ...common.units import counted
 from ...config import Settings
 from ...errors import ConfigError
-from ..daemon_client import STREAM_S, Daemon, DaemonError, Usage, find_daemon
+from ..daemon.client import STREAM_S, Daemon, DaemonError, Usage, find_daemon
 from .asked import NO_JSON, Recorded, read_data, recorded, text_of
 
 _LIMITS = {

@@ -18,13 +18,13 @@ import msgspec
 from ...common.units import counted
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
-from ...explanation import Explanation, OtherNamespace
-from ..daemon_client import NoDaemon, find_daemon
-from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
-from ..status import as_json, table
+from ...wire.explanation import Explanation, OtherNamespace
+from ..daemon.client import NoDaemon, find_daemon
+from ..daemon.owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
+from ..watch.status import as_json, table
 from . import inventory
 from .asked import NAMED, named_request
-from .stats import ago
+from .listing.stats import ago
 
 ANSWER_S = 120.0
 """Seconds for an answer: an engine may have to load first, and search through headers."""
@@ -35,7 +35,7 @@ _PARSERS = {
     "/v1/responses": "responses.request",
 }
 """Path → the module of `omlxd.api` whose `parse` reads a body."""
-_OFFLINE = (sys.executable, "-m", "omlxd.engine.explain")
+_OFFLINE = (sys.executable, "-m", "omlxd.engine.server.explain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +95,7 @@ def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyM
 
 
 class _Offline(msgspec.Struct):
-    """Input of `python -m omlxd.engine.explain`."""
+    """Input of `python -m omlxd.engine.server.explain`."""
 
     root: str
     request: Any

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from ...config import Settings, add_flags, flags_of, read_settings, warnings_of
 from ...config.address import recorded_address
 from ...errors import ConfigError
-from ..daemon_client import daemon_of, find_daemon
-from ..status import as_json
+from ..daemon.client import daemon_of, find_daemon
+from ..watch.status import as_json
 from . import disk, machine, models, network
 from .finding import Finding, bad, warn
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from ...config import Settings
 from ...errors import ConfigError
 from ...models.catalog import Catalog
-from ..daemon_client import DaemonError, daemon_of
-from ..owner_api import InstalledStatuses, ModelStatus
+from ..daemon.client import DaemonError, daemon_of
+from ..daemon.owner_api import InstalledStatuses, ModelStatus
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0

@@ -20,7 +20,7 @@ from ...config import Settings, is_loopback
 from ...config.address import recorded_address
 from ...errors import ConfigError
 from ...kv.files.paths import LOCK_NAME
-from ..daemon_client import DaemonError, daemon_of
+from ..daemon.client import DaemonError, daemon_of
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0

@@ -25,8 +25,8 @@ from .call_formats import (
     opening_of,
     unreadable,
 )
-from .enforceable import Check, enforce
-from .json_schema import NO_SCHEMA, Unenforceable, closed, why_not
+from .schema.enforceable import Check, enforce
+from .schema.json_schema import NO_SCHEMA, Unenforceable, closed, why_not
 from .value_grammar import Literal, ValueRules, ValueSyntax, but_not, plain, regex_of, text_regex
 
 log = logging.getLogger(__name__)

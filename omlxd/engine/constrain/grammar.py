@@ -14,9 +14,9 @@ from ...chat import AnswerFormat, Conversation, GenerateRequest, Tool
 from ...errors import InvalidRequest
 from .call_formats import carries_text
 from .call_grammar import JSON_OPTIONS, TEXT, CallGrammar, json_term, note_left_out
-from .enforceable import enforce
 from .harmony_grammar import CONTROLS, HarmonyGrammar
-from .json_schema import closed
+from .schema.enforceable import enforce
+from .schema.json_schema import closed
 from .value_grammar import ascii_classes
 
 if TYPE_CHECKING:

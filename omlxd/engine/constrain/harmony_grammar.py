@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...chat import Tool
 from .call_grammar import TEXT, enforceable, json_term, no_grammar_in_json, note_left_out
-from .enforceable import Check
+from .schema.enforceable import Check
 from .value_grammar import Literal
 
 _GO_ON = "<|end|><|start|>assistant"

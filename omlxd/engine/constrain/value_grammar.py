@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .enforceable import Check
-from .json_schema import LOOSE, NO_SCHEMA, Unenforceable, branches, why_not
+from .schema.enforceable import Check
+from .schema.json_schema import LOOSE, NO_SCHEMA, Unenforceable, branches, why_not
 
 Literal = Callable[[str], str]
 """Spells text as a term of Lark, special tokens as tokens."""

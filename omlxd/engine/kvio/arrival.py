@@ -17,7 +17,7 @@ from typing import Any
 from ...kv.layout import KVLayout
 from .. import mlx_adapter
 from ..mlx_adapter import Cache, LiveSegments, Segment
-from ..sequence import Sequence as Request
+from ..sequence.sequence import Sequence as Request
 from .payload import DirectBuffers, MLXPayload, append_blocks, read_payload
 from .transport import Load
 

@@ -30,7 +30,7 @@ from ...kv.layout import KVLayout
 from ...kv.store import KVStore
 from .. import mlx_adapter
 from ..mlx_adapter import LiveSegments
-from ..sequence import Sequence
+from ..sequence.sequence import Sequence
 from .checkpointer import MOST_RESTORES, Checkpointer
 from .cold_reads import ColdReads, MatchPlan
 from .copier import BlockCopier, Rows

@@ -30,7 +30,7 @@ from ...kv.hashing import BlockHash
 from ...kv.layout import KVLayout
 from .. import mlx_adapter
 from ..mlx_adapter import Cache, StateLayout
-from ..sequence import Sequence
+from ..sequence.sequence import Sequence
 from .payload import MLXPayload, copy_state, read_payload, view_state
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from ...kv.layout import KVLayout
 from ...kv.store import KVStore
 from .. import mlx_adapter
 from ..mlx_adapter import LiveSegments, Segment
-from ..sequence import Sequence
+from ..sequence.sequence import Sequence
 from .checkpointer import Checkpointer
 from .payload import MLXPayload, copy_blocks, read_payload
 from .rates import Rates

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ...kv.block_pool import BlockTable
 from ...kv.layout import KVLayout
 from ...kv.store import KVStore
-from ..sequence import Sequence as Request
+from ..sequence.sequence import Sequence as Request
 from .payload import copy_blocks
 
 RUN_BLOCKS = 32

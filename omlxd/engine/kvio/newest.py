@@ -21,7 +21,7 @@ from ...kv.checkpoint import checkpoint_name
 from ...kv.files.block_file import BlockKey
 from ...kv.files.paths import namespace_dir
 from ...kv.hashing import BlockHash, hash_blocks
-from ..children import block_files, read_claims
+from ..process.children import block_files, read_claims
 from .bridge import KVBridge
 from .payload import MLXPayload, read_payload
 

@@ -30,7 +30,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from ...kv.layout import KVLayout
 from ...kv.store import KVStore
 from ..mlx_adapter import LiveSegments, Segment
-from ..sequence import Sequence as Request
+from ..sequence.sequence import Sequence as Request
 from .arrival import DirectArrival, StagedArrival
 from .checkpointer import Checkpointer
 from .payload import MLXPayload

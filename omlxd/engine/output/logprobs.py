@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...chat import TokenLogprob
-from ..sequence import Likelihood
+from ..sequence.sequence import Likelihood
 from .detokenizer import bytes_of
 
 

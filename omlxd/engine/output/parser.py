@@ -16,7 +16,7 @@ from typing import Any
 from ... import chat
 from ..constrain.call_formats import CODER, HERMES, MAX_HEAD, begun_call, opening_of
 from ..constrain.harmony_grammar import CONTROLS
-from ..sequence import Likelihood
+from ..sequence.sequence import Likelihood
 from .call_writers import Writer, writer_for
 from .detokenizer import detokenizer
 from .harmony import HarmonySplitter

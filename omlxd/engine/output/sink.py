@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ... import chat
 from ...errors import OmlxdError
 from ..prompt.turn_memory import Answer
-from ..sequence import Drawn, LabelScores, Likelihood, Sequence
+from ..sequence.sequence import Drawn, LabelScores, Likelihood, Sequence
 from .parser import OutputParser
 from .unopened import GuessingParser
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from ...chat import Tool
 from ..constrain.call_formats import READINGS, VALUE_CALLS, TagReading
-from ..constrain.json_schema import Unenforceable, branches
-from ..prompt.messages import openai_tools
+from ..constrain.schema.json_schema import Unenforceable, branches
+from ..prompt.template.messages import openai_tools
 from .call_languages import gemma_calls, pythonic_calls
 
 MAX_NAME = 520

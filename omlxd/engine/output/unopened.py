@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from ... import chat
-from ..sequence import Likelihood
+from ..sequence.sequence import Likelihood
 from .parser import OutputParser
 
 log = logging.getLogger(__name__)

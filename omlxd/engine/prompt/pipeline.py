@@ -1,7 +1,7 @@
 """Turns a conversation into the model's tokens, on any thread but the engine's.
 
-Three steps, kept apart: engine/prompt/template.py applies the template, engine/prompt/splice.py puts turns
-back as they were generated, token_cache.py tokenises.
+Three steps, kept apart: template/template.py applies the template, splice.py puts turns back as
+they were generated, token_cache.py tokenises.
 
 `tool_choice: none` keeps the tools in the prompt, as vLLM does by default: leaving them out would
 change the head of the prompt and lose the cached prefix. Calls are then not looked for, so one that
@@ -18,7 +18,7 @@ from ...chat import Conversation, ImagePart, RawPrompt, media_of
 from ...errors import InvalidRequest, ModelError, PromptTooLong
 from .canonical import Digest, answer_of, chain_of, opening
 from .splice import Splicer
-from .template import Renderer, Text
+from .template.template import Renderer, Text
 from .token_cache import TokenCache
 from .tool_defaults import ToolDefaults
 from .turn_memory import REASONS, Answer, Place, PrefixDigest, Scope, Turn, TurnMemory

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from ...chat import Conversation, Message, Part, TextPart, ToolCallPart, ToolResultPart
 from ...errors import InvalidRequest
-from .template import Renderer, Text, special_tokens, unused_sentinels
+from .template.template import Renderer, Text, special_tokens, unused_sentinels
 from .token_cache import TokenCache
 from .turn_memory import PrefixDigest, Turn
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from ...token_bytes import FILLER, TokenBytes
+from ...wire.token_bytes import FILLER, TokenBytes
 
 _FILLER_LETTERS = str.maketrans("", "", FILLER.decode() + "ĠĊĉčċČ▁")
 _JOINTS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..kvio.bridge import KVBridge
 from ..kvio.copier import Rows
 from ..mlx_adapter import Adapter
-from ..sequence import Sequence
+from ..sequence.sequence import Sequence
 
 
 class Bridges(dict[Adapter | None, KVBridge]):

@@ -8,7 +8,7 @@ from collections import Counter
 import mlx.core as mx
 
 from ..mlx_adapter import Adapter
-from ..sequence import Sequence
+from ..sequence.sequence import Sequence
 
 Tokens = Counter[Adapter | None]
 

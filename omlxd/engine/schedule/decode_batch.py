@@ -25,8 +25,8 @@ import mlx.core as mx
 
 from .. import mlx_adapter
 from ..mlx_adapter import DecodeStep, LoadedModel
-from ..sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from ..sequence import Likelihood, SamplerRow, Sequence
+from ..sequence.sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
+from ..sequence.sequence import Likelihood, SamplerRow, Sequence
 from ..speculate.controller import (
     DRAFT,
     MOST_FLAT_ROWS,

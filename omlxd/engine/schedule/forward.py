@@ -28,8 +28,8 @@ from ...chat import Progress
 from ...errors import OmlxdError
 from .. import mlx_adapter
 from ..mlx_adapter import DecodeStep, LoadedModel, PromptCacheFile
-from ..sampling import sample_one
-from ..sequence import Drawn, Sequence, State
+from ..sequence.sampling import sample_one
+from ..sequence.sequence import Drawn, Sequence, State
 from ..speculate.controller import Speculation
 from ..speculate.draft_model import clock
 from .bridges import Bridges

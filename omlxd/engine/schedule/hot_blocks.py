@@ -20,7 +20,7 @@ from typing import Any
 
 from ...kv.block import Block
 from ...kv.store import KVStore
-from ..sequence import Sequence, State
+from ..sequence.sequence import Sequence, State
 
 
 @dataclass(frozen=True, slots=True)

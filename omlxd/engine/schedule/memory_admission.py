@@ -25,7 +25,7 @@ from ...wire import KV_RESERVE, Budget, Wants
 from .. import mlx_adapter
 from ..kvio.hot_budget import memory
 from ..mlx_adapter import Adapter, LoadedModel
-from ..sequence import Sequence, State
+from ..sequence.sequence import Sequence, State
 from ..speculate.draft_model import DraftModel
 from ..speculate.mtp import MtpModel
 from .hot_blocks import Held, HotBlocks, nbytes_of

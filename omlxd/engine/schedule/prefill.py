@@ -22,7 +22,7 @@ from collections.abc import Sequence as Seq
 
 from ...common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK
 from .. import mlx_adapter
-from ..sequence import Sequence
+from ..sequence.sequence import Sequence
 
 SLICE_S = 0.5
 """Seconds that a pass may take on Metal, as far as the measured rate foretells. Other GPUs are never so

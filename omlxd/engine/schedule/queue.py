@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ..sequence import Sequence
+from ..sequence.sequence import Sequence
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from ...common.units import PREFILL_CHUNK
 from ...kv.hashing import chain_root, hash_blocks
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
-from ..sampling import RowSampling
-from ..sequence import Prompt, SamplerRow, Sequence, SequenceKV
+from ..sequence.sampling import RowSampling
+from ..sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from .. import mlx_adapter
 from ..kvio.bridge import KVBridge
 from ..kvio.hot_budget import evict_unused
 from ..mlx_adapter import Adapter, LoadedModel
-from ..sampling import NO_TOKEN
-from ..sequence import Drawn, Sequence, State
+from ..sequence.sampling import NO_TOKEN
+from ..sequence.sequence import Drawn, Sequence, State
 from ..speculate.controller import Speculation
 from ..vision.images import Images
 from .bridges import Bridges

@@ -20,9 +20,9 @@ import mlx.core as mx
 
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
-from ..sampling import NO_TOKEN, BatchSampler
-from ..sampling import likelihoods as likelihoods_of
-from ..sequence import LabelScores, Likelihood, Sequence
+from ..sequence.sampling import NO_TOKEN, BatchSampler
+from ..sequence.sampling import likelihoods as likelihoods_of
+from ..sequence.sequence import LabelScores, Likelihood, Sequence
 from .prefill import TOGETHER
 
 COPIED = 1 << 30

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..constrain.constraint import Constraint
-from ..sequence import Sequence
+from ..sequence.sequence import Sequence
 from .draft_model import DraftModel
 from .mtp import MtpModel
 from .ngram import LONGEST_MATCH, NgramProposer

@@ -27,8 +27,8 @@ from ...common.units import CPU_PREFILL_CHUNK, DRAFT_CONTEXT
 from ...errors import ModelError
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
-from ..sampling import NEG_INF, BatchSampler, Masked, RowSampling
-from ..sequence import SamplerRow, Sequence
+from ..sequence.sampling import NEG_INF, BatchSampler, Masked, RowSampling
+from ..sequence.sequence import SamplerRow, Sequence
 
 CHUNK = 512
 """Tokens of them in a pass; on a CPU as few as of a prompt."""

@@ -18,8 +18,8 @@ from typing import cast
 import mlx.core as mx
 
 from .. import mlx_adapter
-from ..sampling import BatchSampler
-from ..sequence import Sequence
+from ..sequence.sampling import BatchSampler
+from ..sequence.sequence import Sequence
 from .draft_model import BEHIND, Wanted, clock, until_no_token
 
 MOST = 1024

@@ -14,16 +14,16 @@ import time
 from msgspec.structs import replace
 
 from ... import __version__
-from ...api.body import ParsedRequest
+from ...api.fields.body import ParsedRequest
+from ...api.fields.unknown_fields import UnknownFields, noting
 from ...api.openai import chat_request, completions, scores
-from ...api.unknown_fields import UnknownFields, noting
 from ...chat import Finished
 from ...config import Settings
 from ...errors import InvalidRequest, OmlxdError, Overloaded, RequestTooLarge
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
 from ..http.choices import scores_of
-from ..http.event_pump import EventPump
+from ..http.sending.event_pump import EventPump
 from ..owner.engine_metrics import MetricsOf
 from ..owner.inspect import inspect_prompt, parse_inspect
 from ..owner.status import Admin

@@ -28,12 +28,12 @@ from typing import Annotated, Any, Union
 import msgspec
 
 from ... import chat
-from ...api.body import NO_SUCH_FIELD, decode
-from ...api.field_types import TopLogprobs
+from ...api.answer.sse import usage_extension
+from ...api.fields.body import NO_SUCH_FIELD, decode
+from ...api.fields.types import TopLogprobs
 from ...api.openai.choices import ids_of
 from ...api.openai.fields import chat_logprobs
 from ...api.openai.scores import Labels, Scores
-from ...api.sse import usage_extension
 from ...errors import InvalidRequest, OmlxdError
 
 PROTOCOL = 1

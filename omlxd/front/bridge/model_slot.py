@@ -13,7 +13,7 @@ from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError, 
 from ...models.catalog import InstalledModel, default_model
 from ...models.resolve import check_folder, is_local, local_path
 from ..engines.model import ModelEngine
-from ..engines.names import resolve_name
+from ..engines.names.names import resolve_name
 from ..engines.pool import EnginePool
 
 Loading = asyncio.Task[ModelEngine]

@@ -1,4 +1,4 @@
 """Engine processes: start and watch them, share memory and disk among them.
 
-Rule: engines/ knows nothing of HTTP; it speaks wire.py with its engines.
+Rule: engines/ knows nothing of HTTP; it speaks wire/ with its engines.
 """

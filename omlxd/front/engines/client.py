@@ -19,7 +19,7 @@ from ... import wire
 from ...chat import Conversation, EmbedRequest, Failed, Finished, GenerateRequest, RawPrompt, Vectors
 from ...common.units import counted
 from ...errors import NotNow, Unavailable
-from ...explanation import Explanation
+from ...wire.explanation import Explanation
 from .in_flight import EngineStream, InFlight, Request, settle
 from .supervisor import UNLOAD_S, Spawn, State, Supervisor
 
@@ -36,7 +36,7 @@ class EngineProcess:
     """An engine and its requests. `max_concurrent`: requests that decode at once; it bounds how many more may
     wait.
 
-    channel      of its requests' ids (wire.py)
+    channel      of its requests' ids (wire/)
     on_change()  called when the state changes, or the last request in flight or a wait for a load ends
     on_want()    called when a prompt does not fit into what the engine may have
     options      of the Supervisor

@@ -1,7 +1,7 @@
 """An adapter in the engine process of its base: for its supervisor a link like any other, without a process.
 
 Its frames go over the base's link. By the ids in them the engine knows whose they are, and so does the base's
-supervisor, which gets the answers (wire.py, `CHANNEL`). It ends with the base's process, or once the engine
+supervisor, which gets the answers (wire/, `CHANNEL`). It ends with the base's process, or once the engine
 has dropped the adapter.
 """
 

@@ -95,7 +95,7 @@ class InFlight:
     slots     requests that decode at once; it bounds how many more may wait
     requests  by id, in the order in which they came
     on_end()  called when a request is in flight no more
-    channel   that ids begin with (wire.py)
+    channel   that ids begin with (wire/)
     """
 
     def __init__(self, slots: int, on_end: Callable[[], None], channel: int = 0):

@@ -25,7 +25,7 @@ from ...errors import InvalidRequest, NotNow
 from ...models.footprint import FLOAT32_FRACTION, PROCESS_BYTES, Footprint, expected, likely_backend
 from ...wire import Budget, Device, Wants
 from .model import ModelEngine
-from .model_book import ModelBook
+from .names.model_book import ModelBook
 
 SLACK = 64 << 20
 """Bytes that a hot tier may grow by beyond what it uses."""

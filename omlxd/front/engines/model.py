@@ -14,14 +14,14 @@ from ... import wire
 from ...chat import Conversation, EmbedRequest, GenerateRequest, RawPrompt, Struct, Vectors
 from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from ...errors import NotFound, PromptTooLong
-from ...explanation import Explanation
 from ...models.adapters import adapter_bytes
 from ...models.catalog import Description, InstalledModel, describe
 from ...models.footprint import Footprint, footprint
-from ...token_bytes import COUNTED_CONTEXTS
+from ...wire.explanation import Explanation
+from ...wire.token_bytes import COUNTED_CONTEXTS
 from .client import EngineProcess
 from .in_flight import EngineStream
-from .names import basename
+from .names.names import basename
 from .supervisor import State
 from .watch import resident
 
@@ -68,7 +68,7 @@ def for_next_load(old: ModelSettings, new: ModelSettings) -> list[str]:
 
 
 class Card(Struct, frozen=True, kw_only=True):
-    """A model's facts for clients; `front/http/discovery.py` writes them in four dialects.
+    """A model's facts for clients; `front/http/listing/discovery.py` writes them in four dialects.
 
     images        it takes images; tools: its template has a place for them; thinking: likewise
     blind         why a vision model takes no images; "": it takes them, or it is a text model

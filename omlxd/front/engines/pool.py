@@ -25,12 +25,12 @@ from ...models.resolve import check_folder, resolve_model
 from ...wire import Load
 from .adapters import find_host, join, take_up_changes, unusable
 from .client import EngineProcess
-from .cold_ledger import ColdLedger
+from .ledger.cold_ledger import ColdLedger
 from .link import ENGINE_COMMAND, EngineLink, in_background
 from .memory_guard import MemoryGuard
 from .model import ModelEngine, for_next_load, load_message, settings_of
-from .model_book import ModelBook
-from .names import basename, resolve_name
+from .names.model_book import ModelBook
+from .names.names import basename, resolve_name
 from .supervisor import Link
 
 log = logging.getLogger(__name__)

@@ -37,8 +37,8 @@ from ... import wire
 from ...chat import Failed
 from ...errors import AdapterError, InvalidRequest, ModelError, NotNow, OmlxdError, Unavailable
 from . import watch
-from .cold_ledger import Account, ColdLedger
 from .guest import SHARED, GuestLink, to_guests
+from .ledger.cold_ledger import Account, ColdLedger
 from .link import EngineLink, in_background, lower_priority, restore_priority
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ...api.body import ParsedRequest
+from ...api.fields.body import ParsedRequest
 from ...chat import ChoiceEvent, Event, Failed, Finished, GenerateRequest, Progress, Usage
 from ...errors import OmlxdError
 from ..engines.model import ModelEngine

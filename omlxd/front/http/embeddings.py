@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 
 from ...api import embeddings as api
-from ...api.body import ParsedRequest, keep_alive_of, mended
+from ...api.fields.body import ParsedRequest, keep_alive_of, mended
 from ...api.openai.scores import Scores
 from ...chat import (
     Conversation,
@@ -30,11 +30,11 @@ from ...chat import (
 )
 from ...errors import OmlxdError, bad_field
 from ..engines.model import ModelEngine
-from ..engines.names import PLACEHOLDERS
+from ..engines.names.names import PLACEHOLDERS
 from ..engines.pool import EnginePool
 from .choices import scores_of
+from .observe.trace import client_of, trace_of
 from .routes import Operation, post
-from .trace import client_of, trace_of
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """Instruction on what makes a document fit: Qwen3-Reranker's own default."""

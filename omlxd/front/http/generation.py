@@ -20,10 +20,11 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ...api.answer.sse import Collector, StreamEncoder
 from ...api.anthropic import request as anthropic
 from ...api.anthropic.answer import AnthropicCollector, AnthropicStream, Keep, MessageAnswer
 from ...api.anthropic.threads import ThreadRequest
-from ...api.body import ParsedRequest
+from ...api.fields.body import ParsedRequest
 from ...api.gemini import request as gemini
 from ...api.gemini.answer import GeminiCollector, GeminiStream, GenerateContentAnswer
 from ...api.gemini.body import GenerateContentBody
@@ -40,17 +41,16 @@ from ...api.responses.answer import OpenAIResponsesCollector, OpenAIResponsesStr
 from ...api.responses.items import new_response_id
 from ...api.responses.objects import Response as OpenAIResponse
 from ...api.responses.request import ResponsesRequest
-from ...api.sse import Collector, StreamEncoder
 from ...chat import Event, Failed, Finished, Restarted
 from ..engines.model import ModelEngine
 from .choices import events_of
-from .event_pump import EventPump
-from .request_metrics import Requests
-from .response_store import ResponseStore, item_finder
+from .observe.request_metrics import Requests
+from .observe.trace import RequestTrace, trace_of
+from .sending.event_pump import EventPump
+from .sending.streams import SSE, STREAM_HEADERS, unless_disconnected
 from .settings import HttpSettings
-from .streams import SSE, STREAM_HEADERS, unless_disconnected
-from .thread_store import ThreadStore
-from .trace import RequestTrace, trace_of
+from .stores.response_store import ResponseStore, item_finder
+from .stores.thread_store import ThreadStore
 
 P = TypeVar("P", bound=ParsedRequest)
 T = TypeVar("T")

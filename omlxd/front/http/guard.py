@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...api.errors import protocol_of
 from ...config.keys import NONE_LEFT
 from ...errors import InvalidRequest, Unauthorized
+from .observe.trace import trace_of
 from .settings import HttpSettings, KeyRing
-from .trace import trace_of
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")

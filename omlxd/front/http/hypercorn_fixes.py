@@ -33,7 +33,7 @@ from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.events import Response
 from hypercorn.protocol.h11 import H11Protocol
 
-from .trace import POLLED
+from .observe.trace import POLLED
 
 PROBE_S, MOST_PROBE_S = 0.05, 1.0
 """Seconds between two probes of a client that sends no more; each pause is twice the last."""

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...api.body import decode, mended
-from .streams import Awaited, as_json
+from ...api.fields.body import decode, mended
+from .sending.streams import Awaited, as_json
 
 
 class Operation(Route):

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...api.errors import Protocol, http_error, no_such_verb, protocol_of
 from ...errors import OmlxdError, Overloaded, RequestTooLarge
+from .observe.trace import METHOD_CHARS, RequestTrace, begin
+from .sending.slow_reader import TooSlow
+from .sending.websockets import refuse_websocket
 from .settings import HttpSettings
-from .slow_reader import TooSlow
-from .trace import METHOD_CHARS, RequestTrace, begin
-from .websockets import refuse_websocket
 
 _ABSENT = {
     "/v1/audio": "audio is neither transcribed, translated nor spoken here: no model of sound is served",

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from ...api.body import ParsedRequest, decode
+from ...api.fields.body import ParsedRequest, decode
 from ...api.openai import chat_request, completions
 from ...chat import Failed, Finished, GenerateRequest, Usage
-from ...cli.owner_api import Inspected, InspectedLayer
+from ...cli.daemon.owner_api import Inspected, InspectedLayer
 from ...common.files import safetensors_header
 from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ..engines.model import ModelEngine

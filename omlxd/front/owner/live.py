@@ -8,10 +8,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...api.sse import data_event
-from ...cli.owner_api import DaemonStatus
-from ..http.last_hour import SLOT_S, LastHour, Slot
-from ..http.streams import Watched
+from ...api.answer.sse import data_event
+from ...cli.daemon.owner_api import DaemonStatus
+from ..http.observe.last_hour import SLOT_S, LastHour, Slot
+from ..http.sending.streams import Watched
 from .status import Admin
 
 PERIOD_S = 2.0

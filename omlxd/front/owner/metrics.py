@@ -27,7 +27,7 @@ from starlette.responses import Response
 from ... import __version__
 from ...kv.ledger.ledger import LedgerStats
 from ..engines.pool import EnginePool
-from ..http.request_metrics import Requests
+from ..http.observe.request_metrics import Requests
 from .engine_metrics import COUNTER, EngineMetrics, MetricsOf
 
 MODEL = "model_name"

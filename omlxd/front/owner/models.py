@@ -9,7 +9,7 @@ import msgspec
 import psutil
 from starlette.requests import Request
 
-from ...cli.owner_api import (
+from ...cli.daemon.owner_api import (
     Inspected,
     InstalledStatus,
     InstalledStatuses,
@@ -29,7 +29,7 @@ from ...errors import ConfigError, InvalidRequest
 from ...models.local_stores import LocalModel, check_models, local_models
 from ...models.remove import removable
 from ..engines.model import ModelEngine
-from ..engines.names import basename
+from ..engines.names.names import basename
 from ..engines.pool import EnginePool
 from ..http.routes import Operation, get, post
 from .inspect import inspect_prompt, parse_inspect

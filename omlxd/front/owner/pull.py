@@ -20,16 +20,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ...api.body import decode
+from ...api.answer.sse import data_event
 from ...api.errors import OllamaError
-from ...api.sse import data_event
-from ...cli.owner_api import PullModel
+from ...api.fields.body import decode
+from ...cli.daemon.owner_api import PullModel
 from ...errors import InvalidRequest, NotFound, OmlxdError, Overloaded
 from ...models.resolve import DEFAULT_ID, fetch_default_model, fetch_from_hub, is_local
 from ..engines.pool import EnginePool
-from ..http.discovery import OllamaModelBody, OllamaStatus
+from ..http.listing.discovery import OllamaModelBody, OllamaStatus
 from ..http.routes import Operation
-from ..http.streams import SSE, Awaited, Streamed
+from ..http.sending.streams import SSE, Awaited, Streamed
 
 Event = dict[str, Any]
 

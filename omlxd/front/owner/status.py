@@ -14,7 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
-from ...cli.owner_api import ColdStatus, DaemonStatus, Forget, Forgotten, ModelStatus, Readiness, TidyMemory
+from ...cli.daemon.owner_api import (
+    ColdStatus,
+    DaemonStatus,
+    Forget,
+    Forgotten,
+    ModelStatus,
+    Readiness,
+    TidyMemory,
+)
 from ...common.heap import give_memory_back
 from ...errors import InvalidRequest
 from ...kv.files.paths import is_stored_path
@@ -24,7 +32,7 @@ from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
 from ..engines.watch import resident
 from ..http.routes import Operation
-from ..http.streams import as_json
+from ..http.sending.streams import as_json
 from .engine_metrics import EngineMetrics, MetricsOf
 
 _CANNOT = frozenset({"loading", "restarting", "failed"})

@@ -29,7 +29,7 @@ from ...config import Settings
 from ...config.keys import KEY_PATTERN
 from ...config.settings import BY_SERVICE
 from ...errors import ConfigError
-from ..http.trace import printable
+from ..http.observe.trace import printable
 
 HIDDEN = "***"
 _HEADERS = re.compile(

@@ -34,8 +34,8 @@ from ...config.settings import WITH_STDIN
 from ...errors import ConfigError, ModelError
 from ...models.builder import remove_leftovers
 from ...models.catalog import default_model
+from ...models.fetch.offer import offer_default_model
 from ...models.local_stores import check_gguf
-from ...models.offer import offer_default_model
 from ...models.resolve import check_folder, is_gguf, local_path
 from ..http.settings import KeyRing
 from .logs import Logs
@@ -188,7 +188,7 @@ def _make_app(
 ) -> Starlette:
     from ..app import create_app
     from ..http.settings import HttpSettings
-    from ..owner.miss_log import FILE_NAME as MISS_LOG
+    from ..owner.cache.miss_log import FILE_NAME as MISS_LOG
     from ..owner.models import admin_routes
 
     # The Host check goes by what we listen on, which a service manager may have chosen.

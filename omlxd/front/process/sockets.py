@@ -265,7 +265,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _why_not_bound(settings: Settings, error: OSError) -> str:
     host, port = settings.host, settings.port
     if error.errno == errno.EADDRINUSE:
-        from ...cli.daemon_client import DaemonError, daemon_of  # Else no daemon needs it.
+        from ...cli.daemon.client import DaemonError, daemon_of  # Else no daemon needs it.
 
         with contextlib.suppress(DaemonError):
             daemon = daemon_of(settings)

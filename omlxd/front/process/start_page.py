@@ -150,7 +150,7 @@ def command() -> str:
 
 def _is_default(url: str) -> bool:
     """Return whether commands look at `url` without a variable."""
-    from ...cli.daemon_client import daemon_of
+    from ...cli.daemon.client import daemon_of
 
     try:
         return daemon_of(load_settings({}, {})).url == url

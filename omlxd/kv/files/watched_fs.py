@@ -1,8 +1,8 @@
 """A file system that reports a call that hangs: a dead mount never answers.
 
 No thread that waits in the kernel can be called back. An engine whose threads do is ended
-(engine/service.py), and the next one serves without the SSD cache, which the front has found to hang
-(front/engines/cold_ledger.py). Only looks and reads count: behind writes nobody waits.
+(engine/server/service.py), and the next one serves without the SSD cache, which the front has found to hang
+(front/engines/ledger/cold_ledger.py). Only looks and reads count: behind writes nobody waits.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ models (kv/ledger/eviction_order.py). Requests touch their chain from leaf to ro
 older than its child and leaves go first; the touch is also written to the file's mtime, by whoever read it,
 so the order survives a restart without an index.
 
-Not thread-safe: one thread owns a ledger (front/engines/cold_ledger.py).
+Not thread-safe: one thread owns a ledger (front/engines/ledger/cold_ledger.py).
 """
 
 from __future__ import annotations

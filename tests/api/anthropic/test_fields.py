@@ -14,7 +14,7 @@ import anthropic_sdk as sdk
 import pytest
 
 from omlxd.api.anthropic import request
-from omlxd.api.body import ParsedRequest
+from omlxd.api.fields.body import ParsedRequest
 from omlxd.errors import InvalidRequest
 
 Fate = Literal["read", "ignored", "refused"]

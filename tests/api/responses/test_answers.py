@@ -32,7 +32,7 @@ from omlxd.chat import (
     ToolCall,
 )
 from omlxd.errors import InvalidRequest, NotFound, Overloaded, PromptTooLong, Unavailable
-from omlxd.front.http.response_store import ResponseStore
+from omlxd.front.http.stores.response_store import ResponseStore
 
 
 def test_every_event_in_order_and_of_the_shape_that_the_sdk_defines():

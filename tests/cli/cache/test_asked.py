@@ -10,7 +10,7 @@ import pytest
 
 from omlxd.cli.cache import pin, why_miss
 from omlxd.cli.cache.asked import NAMED, named_request
-from omlxd.cli.owner_api import WhyMissBody
+from omlxd.cli.daemon.owner_api import WhyMissBody
 from omlxd.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from cache_folder import (
 )
 from kv_fakes import LAYOUT, NAMESPACE, OTHER_NAMESPACE, block_format, payload_of
 
-from omlxd.cli.cache.verify import Verdict, Verifier
+from omlxd.cli.cache.checks.verify import Verdict, Verifier
 from omlxd.kv.checkpoint import checkpoint_name
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.files.block_file import BlockFormat, BlockKey

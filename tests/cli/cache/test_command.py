@@ -24,7 +24,7 @@ from daemon import REPO, Daemon, family_model, own_usage, prose
 from kv_fakes import BLOCK, NAMESPACE, OTHER_NAMESPACE
 
 from omlxd.cli.cache.holder import DaemonRuns, exclusive
-from omlxd.cli.daemon_client import holder
+from omlxd.cli.daemon.client import holder
 from omlxd.cli.main import main
 from omlxd.kv.files.namespace import read_namespace
 from omlxd.kv.files.paths import namespace_dir

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from kv_fakes import NAMESPACE
 
 from omlxd.cli.cache import command
-from omlxd.cli.cache.archive import MOST_BAD, MOST_BYTES, MOST_NAMESPACES, take_archive
-from omlxd.cli.owner_api import Imported
+from omlxd.cli.cache.transfer.archive import MOST_BAD, MOST_BYTES, MOST_NAMESPACES, take_archive
+from omlxd.cli.daemon.owner_api import Imported
 from omlxd.errors import InvalidRequest
 from omlxd.kv.files.paths import LOCK_NAME, PAGE, disk_bytes
 

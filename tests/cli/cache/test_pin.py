@@ -14,9 +14,9 @@ from daemon import Daemon, prose, wait_until
 from omlxd.cli.cache import command
 from omlxd.cli.cache.pinned import FILE_NAME, PinnedChain
 from omlxd.errors import ConfigError, InvalidRequest, NotFound, OmlxdError
-from omlxd.front.engines.cold_ledger import ColdLedger
-from omlxd.front.engines.model_book import ModelBook
-from omlxd.front.engines.pins import MOST_NAMES, Pins
+from omlxd.front.engines.ledger.cold_ledger import ColdLedger
+from omlxd.front.engines.ledger.pins import MOST_NAMES, Pins
+from omlxd.front.engines.names.model_book import ModelBook
 from omlxd.kv.ledger.eviction_order import FileOrder
 from omlxd.kv.ledger.ledger import Ledger
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from omlxd.cli.cache.said import MARKS, Reader, Said
+from omlxd.cli.cache.listing.said import MARKS, Reader, Said
 from omlxd.common.clients import client_of_prompt, client_of_request, own_words
 
 BLOCK = 16

@@ -10,9 +10,9 @@ import pytest
 from cache_folder import KEYS, Cache, blocks_in
 from kv_fakes import BLOCK, chain, payload_of
 
-from omlxd.cli.cache import tree as program
-from omlxd.cli.cache.tree import Heads, Node, Trees, files_below, main, pieces, tree_of
-from omlxd.cli.cache.verify import Verifier
+from omlxd.cli.cache.checks.verify import Verifier
+from omlxd.cli.cache.listing import tree as program
+from omlxd.cli.cache.listing.tree import Heads, Node, Trees, files_below, main, pieces, tree_of
 from omlxd.kv.files.namespace import read_namespace
 
 

@@ -16,9 +16,10 @@ from cache_folder import Cache, flip
 from daemon import REPO, Daemon, own_usage, prose, restored, wait_until
 from kv_fakes import NAMESPACE
 
-from omlxd.cli.cache import archive as archiving
-from omlxd.cli.cache import carry, command
+from omlxd.cli.cache import command
 from omlxd.cli.cache.asked import read_request
+from omlxd.cli.cache.transfer import archive as archiving
+from omlxd.cli.cache.transfer import carry
 from omlxd.cli.cache.warm import read_requests
 from omlxd.errors import ConfigError, OmlxdError
 from omlxd.kv.files.fs import FileSystem
@@ -305,7 +306,7 @@ def test_kill_9_leaves_nothing_damaged(tmp_path: Path, verb: str):
     goal = tmp_path / ("goal" if verb == "import" else "goal.tar")
     code = (
         "import os, sys, argparse, tarfile\n"
-        "from omlxd.cli.cache import archive, command\n"
+        "from omlxd.cli.cache import command\nfrom omlxd.cli.cache.transfer import archive\n"
         "from omlxd.kv.files import fs\n"
         "count = 0\n"
         "def dies(real):\n"

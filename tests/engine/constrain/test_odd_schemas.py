@@ -14,7 +14,7 @@ from host import chat
 from parsing import tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import Tool
-from omlxd.engine.constrain.json_schema import TYPES
+from omlxd.engine.constrain.schema.json_schema import TYPES
 from omlxd.engine.constrain.value_grammar import text_regex
 from omlxd.engine.output.tool_calls import ToolCallReader
 from omlxd.errors import InvalidRequest

@@ -13,7 +13,7 @@ from host import chat
 from parsing import tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import AnswerFormat, Tool
-from omlxd.engine.constrain.schema_faults import without_circles
+from omlxd.engine.constrain.schema.faults import without_circles
 from omlxd.errors import InvalidRequest
 from tests.engine.constrain.test_forced_calls import compiler_of, spelled
 from tests.engine.constrain.test_odd_schemas import broken

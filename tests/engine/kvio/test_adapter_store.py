@@ -13,10 +13,10 @@ import pytest
 from adapters import make_adapter
 from host import Host
 
-from omlxd.engine.adapters import MOST_GONE
-from omlxd.engine.host import EngineHost
 from omlxd.engine.kvio.hot_budget import HotTiers
 from omlxd.engine.kvio.open_store import ModelStore
+from omlxd.engine.server.adapters import MOST_GONE
+from omlxd.engine.server.host import EngineHost
 from omlxd.errors import NotNow
 from omlxd.models import demo
 from omlxd.wire import CacheSettings, Load, LoadAdapter

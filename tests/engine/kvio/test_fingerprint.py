@@ -18,9 +18,9 @@ from kv_machines import QUICK
 
 from omlxd import wire
 from omlxd.engine import mlx_adapter
-from omlxd.engine.host import EngineHost
 from omlxd.engine.kvio import fingerprint
 from omlxd.engine.kvio.fingerprint import file_identities, weight_fingerprints
+from omlxd.engine.server.host import EngineHost
 from omlxd.errors import ModelError
 
 

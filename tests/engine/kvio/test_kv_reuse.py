@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ConcatenateKVCache
 from rig import Rig
 
 from omlxd import wire
-from omlxd.engine.host import EngineHost
+from omlxd.engine.server.host import EngineHost
 
 
 class Unheard(ConcatenateKVCache):

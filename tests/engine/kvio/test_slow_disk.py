@@ -28,7 +28,7 @@ from rig import BLOCK, Output, Rig
 from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.rates import Rates
 from omlxd.engine.kvio.transport import StagedTransport
-from omlxd.engine.sequence import State
+from omlxd.engine.sequence.sequence import State
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.hashing import chain_root, hash_blocks
 

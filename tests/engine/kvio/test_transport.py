@@ -28,7 +28,7 @@ from omlxd.engine.kvio.payload import MLXPayload, read_payload
 from omlxd.engine.kvio.read import Restore
 from omlxd.engine.kvio.transport import Load, StagedTransport
 from omlxd.engine.mlx_adapter import Cache, storage_dtype
-from omlxd.engine.sequence import Sequence
+from omlxd.engine.sequence.sequence import Sequence
 from omlxd.kv.layout import Group, KVLayout
 
 FAMILIES = ("qwen3", "deepseek_v3", "gemma3_text", "qwen3_next", "mamba2")

@@ -17,7 +17,7 @@ from kv_machines import QUICK
 from omlxd.engine.kvio import bridge
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.mlx_adapter import storage_dtype
-from omlxd.engine.sequence import Prompt, SamplerRow, Sequence
+from omlxd.engine.sequence.sequence import Prompt, SamplerRow, Sequence
 from omlxd.kv.hashing import chain_root
 
 

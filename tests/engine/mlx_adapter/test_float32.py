@@ -14,7 +14,7 @@ from families import build_family
 
 from omlxd import wire
 from omlxd.engine import mlx_adapter
-from omlxd.engine.host import EngineHost
+from omlxd.engine.server.host import EngineHost
 from omlxd.errors import ModelError
 from omlxd.models.footprint import footprint
 

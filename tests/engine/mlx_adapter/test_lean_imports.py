@@ -24,7 +24,7 @@ NOT_NEEDED = {
 SERVES_ONE = """
 import json, os, socket, sys, threading
 from omlxd import chat, wire
-from omlxd.engine.service import EngineService
+from omlxd.engine.server.service import EngineService
 
 front, engine = socket.socketpair()
 threading.Thread(target=EngineService(engine).run, daemon=True).start()

@@ -14,7 +14,7 @@ from adapters import make_adapter
 from daemon import Daemon, family_model
 from mlx_lm.utils import load as mlx_load
 
-from omlxd.cli.models import installed
+from omlxd.cli.models.command import installed
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.fingerprint import adapter_fingerprint, file_identities

@@ -20,7 +20,7 @@ from omlxd.engine.constrain.harmony_grammar import CONTROLS
 from omlxd.engine.output.parser import OutputParser
 from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.engine.prompt.turn_memory import Answer, Scope
-from omlxd.engine.sequence import Likelihood
+from omlxd.engine.sequence.sequence import Likelihood
 from omlxd.models import demo
 
 TAGS = re.compile("(" + "|".join(map(re.escape, CONTROLS)) + ")")

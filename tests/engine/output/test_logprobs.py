@@ -18,7 +18,7 @@ from parsing import READ, tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import Finished, TextDelta, TokenLogprob
 from omlxd.engine.output.parser import OutputParser
-from omlxd.engine.sequence import Likelihood
+from omlxd.engine.sequence.sequence import Likelihood
 from omlxd.models import demo
 
 

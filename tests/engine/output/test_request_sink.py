@@ -27,9 +27,9 @@ from omlxd.chat import (
     Usage,
 )
 from omlxd.engine.output.sink import OutputThread, RequestSink, _joined
-from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
-from omlxd.engine.sequence import Prompt, Sequence
+from omlxd.engine.sequence.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.sequence.sequence import Prompt, Sequence
 from omlxd.models import demo
 
 

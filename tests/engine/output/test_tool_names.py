@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parsing import merged, tokenizer  # noqa: F401 -- a fixture
 
-from omlxd.api.body import checked_name
+from omlxd.api.fields.body import checked_name
 from omlxd.chat import Tool
 from omlxd.engine.constrain.call_formats import CALL_FORMATS, JsonCalls, TagCalls, format_name
 from omlxd.engine.output.parser import OutputParser

@@ -16,7 +16,7 @@ from omlxd.api.responses import request as openai_responses
 from omlxd.chat import Conversation, Message, TextPart, ThinkingPart, Tool, ToolCallPart, ToolResultPart
 from omlxd.engine.prompt.canonical import answer_of, canonical_json, canonical_text, chain_of
 from omlxd.engine.prompt.pipeline import PromptPipeline
-from omlxd.engine.prompt.template import SENTINELS, special_starts, unused_sentinels
+from omlxd.engine.prompt.template.template import SENTINELS, special_starts, unused_sentinels
 from omlxd.engine.prompt.token_cache import TokenCache
 from omlxd.errors import InvalidRequest
 from omlxd.models import demo

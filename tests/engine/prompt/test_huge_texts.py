@@ -24,7 +24,7 @@ from omlxd.engine.prompt import token_cache
 from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.engine.prompt.token_bound import TokenBound
 from omlxd.engine.prompt.token_cache import TokenCache
-from omlxd.engine.service import Lane
+from omlxd.engine.server.service import Lane
 from omlxd.errors import InvalidRequest, PromptTooLong
 
 CONTEXT = 131_071

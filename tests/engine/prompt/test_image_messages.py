@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from omlxd.chat import Conversation, ImagePart, Message, Part, TextPart, ToolCallPart, ToolResultPart
-from omlxd.engine.prompt.messages import template_messages
-from omlxd.engine.prompt.template_traits import IMAGE, TemplateTraits, probe
+from omlxd.engine.prompt.template.messages import template_messages
+from omlxd.engine.prompt.template.traits import IMAGE, TemplateTraits, probe
 from omlxd.errors import InvalidRequest
 
 SEES = TemplateTraits(image="<image>", tool_images=True)

@@ -24,9 +24,9 @@ from omlxd.chat import (
     ToolCallPart,
     ToolResultPart,
 )
-from omlxd.engine.prompt.messages import template_messages
 from omlxd.engine.prompt.pipeline import PromptPipeline
-from omlxd.engine.prompt.template_traits import TemplateTraits
+from omlxd.engine.prompt.template.messages import template_messages
+from omlxd.engine.prompt.template.traits import TemplateTraits
 from omlxd.engine.prompt.turn_memory import Scope
 from omlxd.errors import InvalidRequest, ModelError
 from omlxd.models import demo

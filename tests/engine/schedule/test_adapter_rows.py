@@ -10,7 +10,7 @@ from adapters import make_adapter
 from guesses import guess_by
 from rig import Output, Rig
 
-from omlxd.engine.metrics import adapter_metrics, metrics_of
+from omlxd.engine.server.metrics import adapter_metrics, metrics_of
 from omlxd.engine.speculate.controller import WIDTHS
 from omlxd.errors import OmlxdError
 from omlxd.models import demo

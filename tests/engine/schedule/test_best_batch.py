@@ -9,7 +9,7 @@ import pytest
 from backends import use_backend
 
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
-from omlxd.engine.sequence import SequenceKV
+from omlxd.engine.sequence.sequence import SequenceKV
 from omlxd.kv.layout import Group, KVLayout
 
 PER_TOKEN = 4096

@@ -18,9 +18,9 @@ from rig import GREEDY, Output, Rig
 from omlxd import wire
 from omlxd.chat import AnswerFormat, Sampling
 from omlxd.engine import mlx_adapter
-from omlxd.engine.host import EngineHost
 from omlxd.engine.schedule.decode_batch import DecodeBatch
-from omlxd.engine.sequence import Prompt, SamplerRow, Sequence
+from omlxd.engine.sequence.sequence import Prompt, SamplerRow, Sequence
+from omlxd.engine.server.host import EngineHost
 from omlxd.engine.speculate import draft_model
 from omlxd.engine.speculate.controller import (
     DRAFT,

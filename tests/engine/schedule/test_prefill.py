@@ -16,10 +16,10 @@ from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule import forward as prompt_passes
 from omlxd.engine.schedule.prefill import PrefillBudget
-from omlxd.engine.sequence import Prompt, Sequence, SequenceStats
+from omlxd.engine.sequence.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.sequence.sequence import Prompt, Sequence, SequenceStats
 from omlxd.errors import OmlxdError
 
 

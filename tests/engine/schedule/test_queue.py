@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omlxd.chat import Sampling
-from omlxd.engine.sampling import UNNAMED, RowSampling, SamplerRow
 from omlxd.engine.schedule.queue import PATIENCE, RequestQueue
-from omlxd.engine.sequence import Prompt, Sequence
+from omlxd.engine.sequence.sampling import UNNAMED, RowSampling, SamplerRow
+from omlxd.engine.sequence.sequence import Prompt, Sequence
 
 GREEDY = RowSampling.of(Sampling(temperature=0.0), UNNAMED)
 

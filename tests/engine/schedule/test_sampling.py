@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from omlxd.chat import Sampling
-from omlxd.engine.sampling import NO_TOKEN, BatchSampler, Penalties, RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.sequence.sampling import (
+    NO_TOKEN,
+    BatchSampler,
+    Penalties,
+    RowSampling,
+    SamplerRow,
+    SamplingDefaults,
+)
 
 VOCAB = 50
 RNG = np.random.default_rng(3)

@@ -22,7 +22,7 @@ from omlxd.engine.mlx_adapter.cache import rows as own_rows
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule import scheduler as scheduler_module
 from omlxd.engine.schedule.decode_batch import DecodeBatch
-from omlxd.engine.sequence import Sequence
+from omlxd.engine.sequence.sequence import Sequence
 from omlxd.errors import OmlxdError
 
 

@@ -9,11 +9,11 @@ import pytest
 from families import build_family
 from rig import BLOCK, Output, Rig
 
-from omlxd.api.body import ParsedRequest, with_timeout
+from omlxd.api.fields.body import ParsedRequest, with_timeout
 from omlxd.chat import Conversation, GenerateRequest
 from omlxd.engine.output.sink import usage_of
 from omlxd.engine.schedule.queue import Watchdog
-from omlxd.engine.sequence import Prompt, SequenceKV, SequenceStats
+from omlxd.engine.sequence.sequence import Prompt, SequenceKV, SequenceStats
 from omlxd.errors import InvalidRequest
 
 

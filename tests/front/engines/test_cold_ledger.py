@@ -15,8 +15,8 @@ import pytest
 from kv_fakes import bytes_on_disk
 
 from omlxd.errors import Unavailable
-from omlxd.front.engines import cold_ledger
-from omlxd.front.engines.cold_ledger import ColdLedger
+from omlxd.front.engines.ledger import cold_ledger
+from omlxd.front.engines.ledger.cold_ledger import ColdLedger
 from omlxd.kv.files.fs import subfolders
 from omlxd.kv.ledger import ledger as ledger_module
 from omlxd.kv.ledger.ledger import Ledger, LedgerBusy

@@ -28,7 +28,7 @@ from omlxd import wire
 from omlxd.chat import Event, Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import InvalidRequest, ModelError, OmlxdError, Overloaded, Unavailable
 from omlxd.front.engines.client import EngineProcess
-from omlxd.front.engines.cold_ledger import ColdLedger
+from omlxd.front.engines.ledger.cold_ledger import ColdLedger
 from omlxd.front.engines.link import SOCKET_BYTES, EngineLink
 from omlxd.front.engines.supervisor import BACKOFF_S
 

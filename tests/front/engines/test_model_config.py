@@ -148,7 +148,7 @@ def test_a_length_of_time_is_short_itself(text: str):
 
 
 def test_keep_alive_of_a_body():
-    from omlxd.api.body import keep_alive_of
+    from omlxd.api.fields.body import keep_alive_of
 
     assert keep_alive_of(b'{"model": "x"}') is None
     assert keep_alive_of(b'{"keep_alive": "5m"}') == 300

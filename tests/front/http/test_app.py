@@ -10,12 +10,12 @@ import pytest
 from app_client import PATHS, body, client, message_of
 from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, FakeEngines, app_of, served
 
-from omlxd.api.body import mended
+from omlxd.api.fields.body import mended
 from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import NotFound, OmlxdError, Overloaded, PromptTooLong, Unavailable
 from omlxd.front import app
 from omlxd.front.app import create_app
-from omlxd.front.engines.names import resolve_name
+from omlxd.front.engines.names.names import resolve_name
 
 # --------------------------------------------------------------------------- names
 

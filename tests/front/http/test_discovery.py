@@ -11,8 +11,8 @@ from fake_engine import FakeEngine, app_of
 from msgspec.structs import replace
 
 from omlxd.front.engines.model import Card
-from omlxd.front.http import model_list as cards
-from omlxd.front.http.codex_catalog import codex_catalog
+from omlxd.front.http.listing import model_list as cards
+from omlxd.front.http.listing.codex_catalog import codex_catalog
 
 CARD = Card(
     id="org/Some-4bit",

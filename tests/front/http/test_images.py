@@ -20,7 +20,7 @@ from omlxd.chat import Conversation, ImagePart, Message, RawPrompt, TextPart, To
 from omlxd.errors import InvalidRequest
 from omlxd.front.app import check_images, create_app
 from omlxd.front.engines.model import ModelEngine
-from omlxd.front.http.model_list import model_entry
+from omlxd.front.http.listing.model_list import model_entry
 from omlxd.models.catalog import InstalledModel
 from omlxd.models.footprint import INSTALL_VISION
 

@@ -16,8 +16,8 @@ from app_client import client
 from fake_engine import FakeEngine, app_of
 
 from omlxd.cli import main
-from omlxd.cli.daemon_client import Daemon as DaemonClient
-from omlxd.cli.daemon_client import DaemonError
+from omlxd.cli.daemon.client import Daemon as DaemonClient
+from omlxd.cli.daemon.client import DaemonError
 from omlxd.config.keys import KEY_PATTERN, NONE_LEFT, add_key, keys_path, open_to_all, read_keys, revoke_key
 from omlxd.errors import ConfigError
 from omlxd.front.http import settings

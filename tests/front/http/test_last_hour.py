@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.core import CollectorRegistry
 
 from omlxd.chat import Progress, TextDelta, Usage
-from omlxd.front.http.last_hour import SLOT_S, SLOTS, LastHour
-from omlxd.front.http.request_metrics import Requests
+from omlxd.front.http.observe.last_hour import SLOT_S, SLOTS, LastHour
+from omlxd.front.http.observe.request_metrics import Requests
 
 
 @pytest.fixture

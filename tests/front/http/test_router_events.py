@@ -9,7 +9,7 @@ import pytest
 from app_client import client
 from fake_engine import FakeEngine, app_of, served
 
-from omlxd.front.http import router_events
+from omlxd.front.http.listing import router_events
 
 PATH = "/models/sse"
 

@@ -17,8 +17,8 @@ import pytest
 from fake_engine import USAGE, FakeEngine, app_of, served
 
 from omlxd.chat import Event, Failed, Finished, GenerateRequest, Progress, RawPrompt, TextDelta
-from omlxd.front.http.event_pump import BATCH, EventPump
-from omlxd.front.http.slow_reader import PIECE_BYTES, PacedSend, TooSlow
+from omlxd.front.http.sending.event_pump import BATCH, EventPump
+from omlxd.front.http.sending.slow_reader import PIECE_BYTES, PacedSend, TooSlow
 from tests.front.process.test_serve import Daemon, start  # noqa: F401  (a fixture)
 
 PIECE = TextDelta("x" * 2000)

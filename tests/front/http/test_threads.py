@@ -13,7 +13,7 @@ from sdk_clients import claude
 from omlxd.api.anthropic.threads import ThreadRequest
 from omlxd.chat import Conversation, GenerateRequest, Restarted, TextDelta
 from omlxd.errors import ThreadError, Unavailable
-from omlxd.front.http.thread_store import MAX_THREAD_BYTES, ThreadStore
+from omlxd.front.http.stores.thread_store import MAX_THREAD_BYTES, ThreadStore
 
 PATH = "/v1/messages"
 TOOL: Any = {"name": "read", "description": "d", "input_schema": {"type": "object"}}

@@ -8,7 +8,7 @@ import pytest
 from app_client import client
 from fake_engine import FakeEngine, app_of
 
-from omlxd.front.http.websockets import LM_STUDIO, NOT_FOR_SDK
+from omlxd.front.http.sending.websockets import LM_STUDIO, NOT_FOR_SDK
 
 
 async def told(path: str, *received: str, agent: bytes = b"") -> list[dict]:

@@ -11,7 +11,8 @@ from cache_folder import KEYS, Cache
 from fake_engine import FakeCold, FakeEngine, FakeEngines
 
 from omlxd.front.app import create_app
-from omlxd.front.owner import cache_index, cache_tree
+from omlxd.front.owner.cache import index as cache_index
+from omlxd.front.owner.cache import tree as cache_tree
 from omlxd.kv.ledger.ledger import LedgerStats
 
 TREE, CLEAR = "/omlxd/cache/tree", "/omlxd/cache/clear"

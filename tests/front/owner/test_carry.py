@@ -10,9 +10,9 @@ from typing import IO
 
 import pytest
 
-from omlxd.cli.owner_api import Imported
+from omlxd.cli.daemon.owner_api import Imported
 from omlxd.errors import InvalidRequest, OmlxdError, RequestTooLarge
-from omlxd.front.owner import carry
+from omlxd.front.owner.cache import carry
 
 
 async def test_a_pipe_is_open_until_the_thread_that_writes_it_is_done(monkeypatch: pytest.MonkeyPatch):

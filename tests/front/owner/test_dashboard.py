@@ -23,7 +23,7 @@ def expressions() -> list[str]:
 
 async def test_every_metric_of_the_dashboard_is_shown():
     engine = FakeEngine()
-    # The names that engine/metrics.py gives; test_metrics.py holds them to a real one's.
+    # The names that engine/server/metrics.py gives; test_metrics.py holds them to a real one's.
     engine.values = dict.fromkeys(HELP, 1.0)
     engines = FakeEngines(engine)
     engines.cold.stats = LedgerStats(*[0] * len(LedgerStats.__dataclass_fields__))

@@ -12,11 +12,11 @@ from app_client import client
 from fake_engine import USAGE, FakeEngine, FakeEngines
 
 from omlxd.cli.cache.why_miss import as_text
-from omlxd.cli.owner_api import RequestLine, WhyMiss
-from omlxd.explanation import Explanation
+from omlxd.cli.daemon.owner_api import RequestLine, WhyMiss
 from omlxd.front.app import create_app
 from omlxd.front.http.settings import HttpSettings
-from omlxd.front.owner.miss_log import KEPT_S, LoggedRequest, MissLog
+from omlxd.front.owner.cache.miss_log import KEPT_S, LoggedRequest, MissLog
+from omlxd.wire.explanation import Explanation
 
 CHAT = "/v1/chat/completions"
 TEXTS = (

@@ -21,20 +21,20 @@ from omlxd.chat import Finished, GenerateRequest, Progress, RawPrompt, TextDelta
 from omlxd.cli import main
 from omlxd.cli.cache.asked import read_request
 from omlxd.cli.cache.why_miss import as_text
-from omlxd.cli.owner_api import WhyMiss
-from omlxd.engine.children import children
-from omlxd.engine.explain import Explainer, Placed
+from omlxd.cli.daemon.owner_api import WhyMiss
+from omlxd.engine.process.children import children
+from omlxd.engine.server.explain import Explainer, Placed
 from omlxd.errors import ConfigError
-from omlxd.explanation import Explanation
 from omlxd.front.app import create_app
-from omlxd.front.http.recent_requests import RecentRequests
-from omlxd.front.http.trace import RequestTrace
+from omlxd.front.http.observe.recent_requests import RecentRequests
+from omlxd.front.http.observe.trace import RequestTrace
 from omlxd.kv.files.block_file import text_of_keys
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import block_path
 from omlxd.kv.hashing import ExtraKey, chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger.evicted_log import EvictedLog
+from omlxd.wire.explanation import Explanation
 
 CHAT = "/v1/chat/completions"
 SIZE = 4

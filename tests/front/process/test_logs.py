@@ -23,7 +23,7 @@ from omlxd.config.keys import add_key, keys_path
 from omlxd.config.settings import BY_SERVICE
 from omlxd.errors import ConfigError
 from omlxd.front.engines.link import EngineLines
-from omlxd.front.http.trace import RequestTrace
+from omlxd.front.http.observe.trace import RequestTrace
 from omlxd.front.process.logs import JsonFormatter, Logs, Redactor, TextFormatter
 from tests.front.process.test_serve import start  # noqa: F401 (a fixture)
 
@@ -167,7 +167,7 @@ def test_what_an_engine_prints_keeps_its_level_and_name(caplog):
     line = EngineLines()
     for text in (
         "mlx said something",
-        "INFO omlxd.engine.host: fine",
+        "INFO omlxd.engine.server.host: fine",
         "ERROR omlxd.engine.schedule.scheduler: decode failed",
         "Traceback (most recent call last):",
     ):
@@ -175,7 +175,7 @@ def test_what_an_engine_prints_keeps_its_level_and_name(caplog):
     own = [r for r in caplog.records if r.name.startswith("omlxd.engine")]
     assert [(r.levelname, r.name, r.getMessage()) for r in own] == [
         ("WARNING", "omlxd.engine", "mlx said something"),
-        ("INFO", "omlxd.engine.host", "fine"),
+        ("INFO", "omlxd.engine.server.host", "fine"),
         ("ERROR", "omlxd.engine.schedule.scheduler", "decode failed"),
         ("ERROR", "omlxd.engine.schedule.scheduler", "Traceback (most recent call last):"),
     ]

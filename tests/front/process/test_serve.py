@@ -19,7 +19,7 @@ import psutil
 import pytest
 from daemon import PATIENCE_S, free_port, wait_until
 
-from omlxd.cli.daemon_client import find_daemon
+from omlxd.cli.daemon.client import find_daemon
 from omlxd.config import load_settings
 from omlxd.config.address import FILE_NAME
 from omlxd.errors import ConfigError
@@ -398,7 +398,7 @@ def test_a_daemon_started_right_after_a_kill_gets_the_cache(start):
 
 
 async def test_a_lock_that_is_given_up_soon_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from omlxd.front.engines import cold_ledger
+    from omlxd.front.engines.ledger import cold_ledger
     from omlxd.kv.ledger.ledger import Ledger
 
     monkeypatch.setattr(cold_ledger, "PATIENCE_S", PATIENCE_S)

@@ -75,7 +75,7 @@ def test_what_a_load_says_comes_after_the_page(capsys):
     told = {
         "omlxd.front.engines.supervisor": "m: loading",
         "omlxd.engine.mlx_adapter.attention.hooks.by_rows": "takes 0.49 times as long",
-        "omlxd.engine.host": "its chat template has no tools",
+        "omlxd.engine.server.host": "its chat template has no tools",
     }
 
     def say() -> str:

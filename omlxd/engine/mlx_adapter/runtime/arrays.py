@@ -118,7 +118,7 @@ FIXED, PART = 128 << 20, 4
 
 
 limits: dict[str, float] = {}
-"""Bytes, by the names of engine/metrics.py; wired 0: not on Metal."""
+"""Bytes, by the names of engine/server/metrics.py; wired 0: not on Metal."""
 _DEFAULT_LIMIT = mx.get_memory_limit()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import blas
+from ...process import blas
 
 SAFETENSORS_DTYPE = {
     mx.float32: "F32",

@@ -1,0 +1,1 @@
+"""What all protocols' answers share: formats, thinking and session fields, server-sent events."""

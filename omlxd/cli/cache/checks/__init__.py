@@ -1,0 +1,1 @@
+"""Checks and verifies the files of the SSD cache."""

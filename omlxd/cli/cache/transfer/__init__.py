@@ -1,0 +1,1 @@
+"""Carries conversations of the cache to files and back."""

@@ -1,0 +1,1 @@
+"""`omlxd chat` and `omlxd run`."""

@@ -1,0 +1,1 @@
+"""`omlxd models` and `omlxd tune`."""

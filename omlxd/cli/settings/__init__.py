@@ -1,0 +1,1 @@
+"""`omlxd config` and `omlxd key`."""

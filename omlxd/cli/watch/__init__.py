@@ -1,0 +1,1 @@
+"""`omlxd status`, `top` and `memory`: what the running daemon does."""

@@ -1,0 +1,1 @@
+"""JSON schemas: their faults, their branches, and what of them can be enforced."""

@@ -1,0 +1,1 @@
+"""What an engine process sets up for itself: its BLAS and its child processes."""

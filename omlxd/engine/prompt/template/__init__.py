@@ -1,0 +1,1 @@
+"""Chat templates: messages for them, their features, and the processes that render them."""

@@ -1,0 +1,1 @@
+"""One request as the engine works on it, and how its next token is drawn."""

@@ -1,0 +1,124 @@
+"""Loads the model that a `wire.Load` names and what guesses for it, and tells the front what was loaded.
+
+On the engine thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+
+from ... import wire
+from ...common.files import read_small
+from ...kv.files.paths import namespace_dir
+from ...kv.hashing import BlockHash
+from ...models.footprint import Footprint
+from .. import mlx_adapter
+from ..mlx_adapter import LoadedModel, Quantisation
+from ..process import blas
+from ..prompt.pipeline import PromptPipeline
+from ..speculate.controller import PassTimes, Speculation
+from ..speculate.draft_model import DraftModel, check_tokenizer
+from ..speculate.mtp import MtpModel
+
+log = logging.getLogger(__name__)
+
+
+def load_model(load: wire.Load) -> LoadedModel:
+    """Raises ModelError."""
+    backend, attention, cache = mlx_adapter.backend(), mlx_adapter.attention_backend(), load.cache
+    attention.use_kernel_folder(Path(cache.cold_dir or tempfile.gettempdir()) / "kernels")
+    if load.speculate and load.draft_path:
+        check_tokenizer(Path(load.draft_path), Path(load.model_path), load.model_id)
+    shares = load.share_prefix == "on" or (load.share_prefix == "auto" and attention.shares_prefixes)
+    loaded = mlx_adapter.load(
+        Path(load.model_path),
+        Quantisation(cache.kv_bits, cache.kv_group_size) if cache.kv_bits else None,
+        load.budget.float32 and backend == "cpu",
+        load.adapter,
+        load.weights_mmap,
+        mlx_adapter.SEGMENT if shares and mlx_adapter.SEGMENT % cache.block_size == 0 else 0,
+        load.share_prefix == "auto",
+    )
+    if shares and not loaded.segments.tokens:
+        level = logging.WARNING if load.share_prefix == "on" else logging.INFO
+        words = (
+            "--share-prefix %s: %s: prefixes are not shared: what this model keeps is not held in segments"
+        )
+        log.log(level, words, load.share_prefix, load.model_id)
+    return loaded
+
+
+def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None:
+    """With a draft model, or the model's own heads; their weights count as the model's. Raises ModelError."""
+    if not load.speculate:
+        return None
+    times = PassTimes(first_tells=mlx_adapter.backend() == "cpu")
+    speculation = Speculation(repeatable=load.seed is not None, times=times)
+    if load.draft_path:
+        folder, float32 = Path(load.draft_path), load.budget.float32 and mlx_adapter.backend() == "cpu"
+        draft = DraftModel(mlx_adapter.load(folder, None, float32), folder.name, loaded, load.model_id)
+        loaded.weight_bytes += draft.loaded.weight_bytes
+        speculation.draft_model = draft
+        return speculation
+    try:
+        heads = mlx_adapter.load_mtp(Path(load.model_path), loaded)
+    except Exception as error:
+        log.warning("%s: its MTP heads are not used: %s", load.model_id, error)
+        return speculation
+    if heads is not None:
+        log.info("%s: its MTP heads guess for it", load.model_id)
+        loaded.weight_bytes += heads.weight_bytes
+        speculation.draft_model = MtpModel(heads)
+    return speculation
+
+
+def model_info(
+    load: wire.Load,
+    loaded: LoadedModel,
+    namespace: BlockHash,
+    prints: Footprint,
+    prompts: PromptPipeline,
+    images: bool,
+) -> wire.ModelInfo:
+    """`images`: whether the model takes them."""
+    reason = loaded.kv_reuse if load.cache.enabled else "--no-cache"
+    if reason:
+        log.warning("%s: prefixes are not reused: %s", load.model_id, reason)
+    return wire.ModelInfo(
+        model_id=load.model_id,
+        model_type=loaded.model_type,
+        context_length=loaded.context_length,
+        vocab_size=loaded.vocab_size,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes_per_token=loaded.layout.nbytes(1) if loaded.layout else 0,
+        kv_reuse=reason,
+        namespace=namespace_dir(namespace) if loaded.layout else "",
+        block_size=load.cache.block_size,
+        backend=mlx_adapter.backend(),
+        speed=cpu_speed(loaded.float32, load.budget.slow) if mlx_adapter.backend() == "cpu" else "",
+        supports_tools=bool(loaded.tokenizer.has_tool_calling),
+        supports_thinking=bool(loaded.tokenizer.has_thinking),
+        note=_note(Path(load.model_path)),
+        images=images,
+        blind=loaded.blind or "",
+        token_bytes=prompts.tokens.bound.token_bytes,
+        layers=prints.layers,
+        hidden_size=prints.hidden_size,
+    )
+
+
+def cpu_speed(float32: bool, slow: str) -> str:
+    """What computes matrix products on a CPU, and how fast; `slow` as wire.Budget has it."""
+    weights = ", weights made float32" if float32 else f", weights as stored: {slow}" if slow else ""
+    return f"{blas.name() or 'reference BLAS'}, {blas.gflops():.0f} GFLOP/s{weights}"
+
+
+def _note(model: Path) -> str:
+    """The demo model's own warning."""
+    try:
+        return str(json.loads(read_small(model / "omlxd_demo.json")).get("note", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""

@@ -1,0 +1,1 @@
+"""The SSD cache's ledger and its pins, worked by one thread."""

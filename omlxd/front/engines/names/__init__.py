@@ -1,0 +1,1 @@
+"""Names of models: those that clients use, and those that the owner gave."""

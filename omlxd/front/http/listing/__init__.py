@@ -1,0 +1,1 @@
+"""Lists models, and answers clients that look which server this is."""

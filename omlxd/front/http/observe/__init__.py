@@ -1,0 +1,1 @@
+"""What a request leaves behind: its trace, its metrics, the last hour."""

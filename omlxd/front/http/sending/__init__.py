@@ -1,0 +1,1 @@
+"""Sends answers: events, streams, WebSockets, and readers that are too slow."""

