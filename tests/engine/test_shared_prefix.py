@@ -412,7 +412,7 @@ def test_models_that_attend_otherwise_stay_as_they_are(name: str, shares: bool, 
     loaded = mlx_adapter.load(folder, segment=SEGMENT)
     assert loaded.segments.tokens == (SEGMENT if shares else 0)
     kinds = {type(leaf) for _, leaf in leaves(mlx_adapter.new_cache(loaded.model, 10))}
-    assert (segments.SegmentedKVCache in kinds) == shares and not (shares and KVCache in kinds)
+    assert (segments.SequenceKVCache in kinds) == shares and not (shares and KVCache in kinds)
     if name == "qwen3":
         packed = build_family(name, tmp_path / "packed", changes={"head_dim": 64})
         assert mlx_adapter.load(packed, Quantisation(8), segment=SEGMENT).segments.how == Quantisation(8)

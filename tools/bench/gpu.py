@@ -388,7 +388,7 @@ class GPUBench(Bench):
             row(f"{new}, {tokens}", first, *cells, work / cells[1] / 1e9, f"{far.item():.4f}")
 
     def capacity(self) -> None:
-        """A step where the KV's arrays hold a multiple of 256 tokens, and 64 more (cache/batch.py)."""
+        """A step where the KV's arrays hold a multiple of 256 tokens, and 64 more (cache/growth.py)."""
         print("\n## Decode by what the arrays hold\n")
         row("rows", "context", "multiple of 256, ms", "64 more, ms")
         row(*["---"] * 4)

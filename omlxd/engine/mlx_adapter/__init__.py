@@ -8,7 +8,8 @@ from .attention.backend import AttentionBackend, DecodeStep, register
 from .attention.backend import current as attention_backend
 from .attention.by_rows import pays as rows_attend_alone
 from .attention.by_rows import ratio as rows_alone_ratio
-from .cache.batch import EvenBatchKVCache, round_up
+from .cache.batch import EvenBatchKVCache
+from .cache.growth import round_up
 from .cache.kinds import (
     Cache,
     RowTail,

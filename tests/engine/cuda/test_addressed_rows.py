@@ -18,8 +18,8 @@ from vision_families import build_vision_family
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Quantisation
-from omlxd.engine.mlx_adapter.cache.packed import PARTS, QuantisedKVCache
-from omlxd.engine.mlx_adapter.cache.segments import Segment, SegmentedKVCache, SegmentedQuantisedKVCache
+from omlxd.engine.mlx_adapter.cache.packed import PARTS
+from omlxd.engine.mlx_adapter.cache.segments import Segment, SequenceKVCache
 from omlxd.engine.mlx_adapter.cuda.attention import attention_packed
 from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
 from omlxd.engine.mlx_adapter.cuda.rows.addressed_rows import AddressedKVCache, Tail
@@ -177,9 +177,9 @@ def test_more_tokens_than_the_kernels_take_are_read_by_mlx(
     def row(length: int, seed: int) -> Any:
         makers: dict[str, Any] = {
             "window": lambda: RotatingKVCache(48),
-            "packed": lambda: QuantisedKVCache(how),
-            "segments": lambda: SegmentedKVCache("l"),
-            "packed segments": lambda: SegmentedQuantisedKVCache(how, "l"),
+            "packed": lambda: SequenceKVCache(how=how),
+            "segments": lambda: SequenceKVCache("l"),
+            "packed segments": lambda: SequenceKVCache("l", how),
         }
         cache = makers.get(kind, KVCache)()
         if kind in held and seed:

@@ -14,7 +14,8 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.attention import hooks as attention
-from omlxd.engine.mlx_adapter.cache.packed import QuantisedBatchKVCache, QuantisedKVCache
+from omlxd.engine.mlx_adapter.cache.batch import EvenBatchKVCache
+from omlxd.engine.mlx_adapter.cache.packed import is_packed
 from omlxd.engine.mlx_adapter.cuda.attention import attention_packed
 from omlxd.engine.mlx_adapter.cuda.step import compiled_step
 from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
@@ -57,7 +58,7 @@ def test_single_tokens_compiled_or_not(loaded: mlx_adapter.LoadedModel, lengths,
 @models
 def test_several_tokens_rows_that_end_apart_leave_and_join(loaded: mlx_adapter.LoadedModel, reference):
     tokens = [[int(token) for token in np.random.default_rng(seed).integers(5, 200, 60)] for seed in range(4)]
-    windows = any(not isinstance(layer, QuantisedKVCache) for layer in mlx_adapter.new_cache(loaded.model, 4))
+    windows = any(not is_packed(layer) for layer in mlx_adapter.new_cache(loaded.model, 4))
 
     def run() -> list[np.ndarray]:
         out, at = [], [9, 30, 21]
@@ -91,7 +92,7 @@ def test_several_tokens_rows_that_end_apart_leave_and_join(loaded: mlx_adapter.L
 
 def test_what_it_can_not_read_goes_on_to_mlx(reference):
     reference()
-    cache, one = QuantisedBatchKVCache(Quantisation(8, 32), [0, 2]), mx.ones((2, 1, 1, 32))
+    cache, one = EvenBatchKVCache([0, 2], Quantisation(8, 32)), mx.ones((2, 1, 1, 32))
     queries = mx.ones((2, 2, 1, 32))
 
     def attend(keys, values, mask, queries=queries):

@@ -20,7 +20,7 @@ from rig import BLOCK, Rig
 from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import hooks as attention
 from omlxd.engine.mlx_adapter.attention.backend import MlxBackend
-from omlxd.engine.mlx_adapter.cache.packed import QuantisedKVCache
+from omlxd.engine.mlx_adapter.cache.segments import SequenceKVCache
 from omlxd.engine.mlx_adapter.cuda import prompt_shapes
 from omlxd.engine.mlx_adapter.cuda.products import products
 from omlxd.engine.mlx_adapter.cuda.prompt_shapes import (
@@ -93,7 +93,7 @@ def test_what_is_left_as_it_was(on_cuda, monkeypatch: pytest.MonkeyPatch):
 def test_packed_kv_is_attended_to_in_shapes_too(on_cuda, monkeypatch: pytest.MonkeyPatch):
     own, calls = prompt_shapes._attend, list[tuple[int, ...]]()
     monkeypatch.setattr(prompt_shapes, "_attend", lambda q, *given: calls.append(q.shape) or own(q, *given))
-    cache, new = QuantisedKVCache(Quantisation(8, 32)), mx.random.normal((1, 2, 100, 32))
+    cache, new = SequenceKVCache(how=Quantisation(8, 32)), mx.random.normal((1, 2, 100, 32))
     keys, values = cache.update_and_fetch(new, new)
     queries = mx.random.normal((1, 4, 100, 32))
     want = attention.attend(queries, keys, values, cache, 0.2, "causal")

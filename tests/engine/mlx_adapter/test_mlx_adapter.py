@@ -24,8 +24,8 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.payload import DirectBuffers, copy_blocks, join_blocks, read_payload
 from omlxd.engine.mlx_adapter.cache import batch as batch_kv
 from omlxd.engine.mlx_adapter.cache import kinds as cache_kinds
-from omlxd.engine.mlx_adapter.cache.packed import Quantisation, QuantisedKVCache
-from omlxd.engine.mlx_adapter.cache.segments import SegmentedKVCache
+from omlxd.engine.mlx_adapter.cache.packed import Quantisation
+from omlxd.engine.mlx_adapter.cache.segments import SequenceKVCache
 from omlxd.engine.mlx_adapter.runtime import arrays
 from omlxd.errors import ModelError
 from omlxd.kv.layout import Group, KVLayout
@@ -70,7 +70,9 @@ def test_kv_cache_first_allocates_its_step_whole():
     assert cache.offset == 1030 and cache.keys.shape[2] >= 1030
 
 
-@pytest.mark.parametrize("make", [KVCache, partial(QuantisedKVCache, Quantisation(8, 32)), SegmentedKVCache])
+@pytest.mark.parametrize(
+    "make", [KVCache, partial(SequenceKVCache, how=Quantisation(8, 32)), SequenceKVCache]
+)
 def test_growth_copies_a_row_a_few_times_whatever_its_prompt_was(make):
     """The README's figure; a constant step copied 139,776 tokens, in 28 times."""
     assert capacities(make(), 300, 8192, 1024) == [1536, 2304, 3584, 5376, 8192, 12288]

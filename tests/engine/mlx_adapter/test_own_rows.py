@@ -22,7 +22,7 @@ from omlxd.engine.mlx_adapter.cache import segments as segments_module
 from omlxd.engine.mlx_adapter.cache.batch import WindowBatchKVCache
 from omlxd.engine.mlx_adapter.cache.kinds import arrays_of
 from omlxd.engine.mlx_adapter.cache.rows import OwnRowsKVCache
-from omlxd.engine.mlx_adapter.cache.segments import Segment, SegmentedKVCache
+from omlxd.engine.mlx_adapter.cache.segments import Segment, SequenceKVCache
 from omlxd.engine.mlx_adapter.model import load as loading
 from omlxd.engine.mlx_adapter.runtime.device import compute_dtype
 
@@ -226,9 +226,9 @@ def test_what_rows_share_is_read_once_for_all_of_them(new: int):
         for at in range(3)
     ]
     held, lengths = [[0, 1], [0, 1], [0], [2], []], [17, 20, 11, 19, 20]
-    rows: list[SegmentedKVCache] = []
+    rows: list[SequenceKVCache] = []
     for seed, (own, length) in enumerate(zip(held, lengths, strict=True)):
-        rows.append(row := SegmentedKVCache("l"))
+        rows.append(row := SequenceKVCache("l"))
         for index in own:
             row.add_segment(segments[index])
         row.update_and_fetch(*(normal(50 + 2 * seed + kv, (1, 2, length, 16)) for kv in (0, 1)))
@@ -250,7 +250,7 @@ def test_what_rows_share_is_read_once_for_all_of_them(new: int):
 
 
 def test_a_layer_that_masks_otherwise_is_an_error():
-    cache = OwnRowsKVCache([SegmentedKVCache("l")])
+    cache = OwnRowsKVCache([SequenceKVCache("l")])
     with pytest.raises(RuntimeError, match="mask of its own"):
         cache.make_mask(1, window_size=8)
     with pytest.raises(RuntimeError, match="mask of its own"):

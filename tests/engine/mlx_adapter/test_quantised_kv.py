@@ -14,6 +14,8 @@ from rig import BLOCK, Rig
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.cache import packed as quantised
+from omlxd.engine.mlx_adapter.cache.batch import EvenBatchKVCache
+from omlxd.engine.mlx_adapter.cache.segments import SequenceKVCache
 from omlxd.errors import ModelError
 
 WIDE = {"head_dim": 64}
@@ -119,7 +121,7 @@ def test_a_batch_cache_is_the_single_ones_side_by_side():
     arrays = [mx.random.normal((1, 2, n, 32)) for n in lengths]
     singles = []
     for array in arrays:
-        cache = quantised.QuantisedKVCache(how)
+        cache = SequenceKVCache(how=how)
         cache.update_and_fetch(array, array + 1)
         singles.append([cache])
     batch = mlx_adapter.merge(singles[:2])
@@ -147,9 +149,9 @@ def test_a_row_that_joins_has_room_for_the_next_tokens():
     how, array = Quantisation(8, 32), mx.random.normal((1, 2, 300, 32))
     singles = []
     for length in (300, 20):
-        singles.append(cache := quantised.QuantisedKVCache(how))
+        singles.append(cache := SequenceKVCache(how=how))
         cache.update_and_fetch(array[:, :, :length], array[:, :, :length])
-    batch = quantised.QuantisedBatchKVCache.merge(singles)
+    batch = EvenBatchKVCache.merge(singles)
     capacity = batch.keys[0].shape[2]
     assert capacity >= 300 * 5 // 4
     new = mx.ones((2, 2, 1, 32))
@@ -161,7 +163,7 @@ def test_a_row_that_joins_has_room_for_the_next_tokens():
 
 
 def test_attention_gets_packed_parts_for_one_token_and_plain_ones_for_more():
-    cache = quantised.QuantisedKVCache(Quantisation(4, 32))
+    cache = SequenceKVCache(how=Quantisation(4, 32))
     array = mx.random.normal((1, 2, 5, 32))
     keys, _ = cache.update_and_fetch(array, array)
     assert keys.shape == array.shape and not hasattr(cache, "bits")

@@ -249,7 +249,7 @@ def test_a_recurrent_state_is_put_back_as_its_row_of_the_table_says(monkeypatch:
         cache.total, cache.tokens = arrays["total"], tokens
 
     kinds = mlx_adapter.cache.kinds
-    kind = kinds.CacheKind(Sum, False, lambda cache: {"total": cache.total}, restore, Sum, None)
+    kind = kinds.CacheKind("state", lambda cache: {"total": cache.total}, restore, Sum, None)
     monkeypatch.setitem(kinds.KINDS, Sum, kind)
     cache = [Sum(), kinds.ArraysCache(1)]
     cache[1][0] = mx.zeros(1)

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..runtime.device import backend as device
 from . import by_rows
+from .kv_spec import KVSpec
 
 
 class AttentionCall(NamedTuple):
@@ -108,7 +109,7 @@ class AttentionBackend(Protocol):
 
     def over_segments(self, call: AttentionCall) -> mx.array | None:
         """Attend with one row to its segments, and to its tail, which `keys` and `values` are; None: MLX's
-        own products must. `cache` is a `Segmented`, and the mask hides what comes after a token."""
+        own products must. `cache` is a `SequenceKVCache`, and the mask hides what comes after a token."""
         return None
 
     def before_weights(self, model: Any) -> None:
@@ -151,9 +152,9 @@ class AttentionBackend(Protocol):
         """Whether steps of `model` read segments faster than MLX's own products do."""
         return False
 
-    def row_batch(self, rows: Sequence[Any], kind: str) -> Any | None:
+    def row_batch(self, rows: Sequence[Any], spec: KVSpec) -> Any | None:
         """Return a layer of a batch, a `RowBatch`, of `rows`, the caches of one sequence each; None: that of
-        cache/rows.py serves. `kind` is a name of cache/kinds.py. Raises RuntimeError for rows that the
+        cache/rows.py serves. `spec` says what each keeps. Raises RuntimeError for rows that the
         backend can't read."""
         return None
 

@@ -95,7 +95,8 @@ def attend(
     if latents and backend() == "cpu":
         return over_latents(queries, keys, scale, mask)
     few = new <= MOST_NEW and len(queries) == 1 and not hasattr(cache, "by_mlx")
-    if few and isinstance(cache, KVCache | RotatingKVCache) and keys.shape == values.shape:
+    few = few and isinstance(cache, KVCache | RotatingKVCache) and not isinstance(keys, list)
+    if few and keys.shape == values.shape:
         costs, length = costs_for(queries, keys), keys.shape[2]  # Measured for windows and sinks, too.
         plain = sinks is None and isinstance(cache, KVCache)
         plain = plain and (mask == "causal" if isinstance(mask, str) else mask is None and new == 1)

@@ -1,4 +1,4 @@
-"""KV of a batch whose rows keep no arrays of their own (rows.py), and how arrays of KV grow."""
+"""KV of a batch whose rows keep no arrays of their own (rows.py)."""
 
 from __future__ import annotations
 
@@ -7,99 +7,19 @@ from functools import lru_cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_map
-from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from ..attention import hooks as attention
 from ..attention.backend import current
 from ..runtime.arrays import note_outgrown
-
-GROW_STEP = 256
-"""Tokens; capacities are multiples of it, as mlx-lm's own are.
-
-MLX's CUDA backend hands attention of single tokens to cuDNN only then, and else to a kernel of its own, which
-is slower the longer the context, and faster for batches of short ones. Milliseconds a step, 8B shape in
-bfloat16 on an H100 (medians of a noisy host's, up to three runs):
-
-| rows × context | multiples of 256 | 64 more |
-|----------------|------------------|---------|
-| 1 × 8,192      | 8.1              | 9.0     |
-| 1 × 16,000     | 7.8              | 11.2    |
-| 1 × 32,768     | 9.0              | 15.4    |
-| 1 × 98,304     | 11.0             | 30.0    |
-| 8 × 512        | 16.2             | 11.5    |
-| 8 × 4,096      | 11.7             | 14.7    |
-| 8 × 16,384     | 15.0             | 29.0    |
-| 32 × 512       | 16.7             | 13.5    |
-| 32 × 2,048     | 16.3             | 22.3    |
-
-cuDNN's sums come in another order from run to run, so that bits differ even between two cold runs.
-"""
-
-HALF_UP_TO = 4096
-"""Tokens: an array of one row grows by half of what it holds, up to so many. A longer one by a quarter."""
-
-MOST_ROOM = 1024
-"""Tokens that a batch grows by at most: to copy it so often costs a token 25 microseconds (8 rows of 32,000,
-an 8B shape), and a quarter of them all would be 9 GB."""
-
-
-def round_up(tokens: int, step: int = GROW_STEP) -> int:
-    """A capacity, in tokens."""
-    return -(-tokens // step) * step
-
-
-def next_step(length: int) -> int:
-    """Tokens by which an array that holds `length` grows: geometrically, since growing copies all of it.
-
-    By a half as long as that is cheap, by a quarter above; to a multiple of `GROW_STEP`. 8,192 tokens after
-    300, with room for 1,024 of them, are 5 copies of 20,992 tokens in all (tools/bench/kv_growth.py).
-    """
-    room = max(1, length // 4, min(length // 2, HALF_UP_TO))
-    return round_up(length + room) - length
-
-
-class GrowingStep:
-    """`step` of a cache of one sequence: tokens of its first arrays, as set; then those by which they grow.
-
-    mlx-lm's is a constant: what suits a row of 300 tokens copies all of its KV every 256. Only what makes
-    arrays reads it, so a read of a cache that has some says that they are outgrown.
-    """
-
-    def __get__(self, cache: Any, owner: type | None = None) -> int:
-        if cache is None:
-            return GROW_STEP
-        if cache.keys is None:
-            return cache.__dict__.get("first_step", GROW_STEP)
-        note_outgrown()
-        return next_step(cache.offset)
-
-    def __set__(self, cache: Any, tokens: int) -> None:
-        cache.__dict__["first_step"] = tokens
-
-
-cast(Any, KVCache).step = GrowingStep()
+from .growth import GROW_STEP, MOST_ROOM, put_tokens, round_up
+from .packed import MaybePacked, Quantisation, is_packed, parts_of
 
 
 def _batch_capacity(tokens: int) -> int:
     capacity = round_up(tokens)
     return capacity + 64 if capacity <= current().uneven_up_to else capacity
-
-
-def put_tokens(array: mx.array, new: mx.array, ends: Sequence[int]) -> mx.array:
-    """`array` (rows, heads, capacity, dim) with `new` (rows, heads, n, dim) from column `ends[row]` on.
-
-    SmolLM2's 30 layers, 4 rows, a CPU: 0.3 ms for one token, as against 0.1 where all rows end alike.
-    """
-    columns = _columns(tuple(ends), new.shape[2])
-    return mx.put_along_axis(array, mx.broadcast_to(columns, new.shape), new, axis=2)
-
-
-@lru_cache(maxsize=1)  # Layers of a pass ask alike.
-def _columns(ends: tuple[int, ...], count: int) -> mx.array:
-    columns = np.array(ends, np.int32)[:, None] + np.arange(count, dtype=np.int32)
-    return mx.array(columns[:, None, :, None])
 
 
 @lru_cache(maxsize=1)  # Layers of a pass ask alike: 30 of 16 rows took 0.5 ms, and take 0.15.
@@ -119,19 +39,24 @@ def side_by_side(lengths: Sequence[int], end: int, capacity: int, *arrays: mx.ar
     return joint
 
 
-class EvenBatchKVCache(BatchKVCache):
-    """A batch cache that asks for no mask while its rows lie evenly, and grows geometrically.
+class EvenBatchKVCache(MaybePacked, BatchKVCache):
+    """A batch cache, packed or not, that asks for no mask while its rows lie evenly, and grows geometrically.
 
     A mask of an array forces attention out of its fused kernel on CUDA: 8 rows of 4,096 tokens take
     21 ms with one and 11 without (H100, tools/bench/gpu.py). One token a row needs none where every
     column is that row's.
 
     Row r lies in columns `starts[r]` to `ends[r]`. All end alike, but where rows took different numbers of
-    guesses (`trim_rows`): `_idx` is then the end of the longest.
+    guesses (`trim_rows`): `_idx` is then the end of the longest. Padding of packed KV is zeros: no weight, no
+    scale, no bias.
     """
 
     _starts: list[int] | None = None
     _ends: list[int] | None = None  # None: all end at `_idx`.
+
+    def __init__(self, left_padding: list[int], how: Quantisation | None = None):
+        super().__init__(left_padding)
+        self.how = how
 
     @property
     def starts(self) -> list[int]:
@@ -151,11 +76,16 @@ class EvenBatchKVCache(BatchKVCache):
     @classmethod
     def merge(cls, caches: Any) -> Any:
         """Of one cache: a batch of one, which has the cache's arrays."""
-        if len(caches) != 1 or caches[0].keys is None:
+        first, *others = caches
+        if first.keys is None:
+            return cls([0] * len(caches), first.how) if is_packed(first) else super().merge(caches)
+        if others and not is_packed(first):
             return super().merge(caches)
-        own, batch = caches[0], cls([0])
-        batch.keys, batch.values, batch._idx = own.keys, own.values, own.offset
-        batch.offset = batch.offset + own.offset
+        batch = cls([0], getattr(first, "how", None))
+        batch.keys, batch.values, batch._idx = first.keys, first.values, first.offset
+        batch.offset = batch.offset + first.offset
+        for cache in others:
+            batch.extend(cls.merge([cache]))
         return batch
 
     def _set_starts(self, starts: list[int]) -> None:
@@ -167,8 +97,13 @@ class EvenBatchKVCache(BatchKVCache):
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
         more, ends = keys.shape[2], self._ends
-        if self.keys is None or self._idx + more > self.keys.shape[2]:
+        if self.keys is None or self._idx + more > parts_of(self.keys)[0].shape[2]:
             self._set_step(more)
+        if self.how is not None:
+            self._write(keys, values, self._idx, ends)
+            self._set_ends([end + more for end in self.ends])
+            self.offset = self.offset + more
+            return self._read(self._idx, more)
         super().update_and_fetch(keys, values)
         if ends is not None:
             held = cast(list[Any], [self.keys, self.values])
@@ -177,6 +112,12 @@ class EvenBatchKVCache(BatchKVCache):
             )
             self._ends = [end + more for end in ends]
         return self.keys_and_values()
+
+    def keys_and_values(self) -> Any:
+        return super().keys_and_values() if self.how is None else self._read_again(self._idx)
+
+    def places(self) -> tuple[list[int], list[int], bool]:
+        return self.starts, self.ends, self.is_even
 
     def _set_step(self, more: int) -> None:
         """Before the arrays grow for `more` tokens."""
@@ -254,7 +195,7 @@ class EvenBatchKVCache(BatchKVCache):
         self._set_starts([start - spare for start in starts])
         self._set_ends([end - spare for end in ends])
         keys, values, short = cast(Any, self.keys), cast(Any, self.values), current().uneven_up_to
-        if not isinstance(keys, mx.array) or keys.shape[2] <= short or not short:
+        if keys is None or self.how is not None or keys.shape[2] <= short or not short:
             return
         if keys.shape[2] % GROW_STEP:
             # Padding that nobody needs any more was cut off in front: the next token makes it even again.

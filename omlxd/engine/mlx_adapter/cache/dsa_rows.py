@@ -2,8 +2,8 @@
 
 Beside the latents of MLA a layer keeps an index: a key of each token. A token's queries for the index score
 all tokens before it, and attention reads the latents of the `index_topk` best alone. mlx-lm's models do both
-with arrays of all rows. For one token a row `let_choose` lets the index of a batch (`IndexRows`) keep its
-keys and choose among each row's own. Latents (mla_rows.py) read what it chose, and the model is told that
+with arrays of all rows. For one token a row `let_choose` lets the index of a batch (`IndexRowsKVCache`) keep
+its keys and choose among each row's own. Latents (mla_rows.py) read what it chose, and the model is told that
 all tokens are read. Several tokens of a row are as many rows. Longer passes are the model's own.
 
 Six layers of 512, 16 heads, latents of 512, an index of 16 heads that chooses 1,024 tokens, random, float32,
@@ -20,20 +20,20 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from .mla_rows import LatentRows, LatentRowsKVCache
+from .mla_rows import LatentRowsKVCache
 from .rows import each_row
 
 
-class IndexRows(LatentRows):
+class IndexRowsKVCache(LatentRowsKVCache):
     """Keys of the index, as keys; values are zeros, as mlx-lm's models have it.
 
     chosen  what `choose` found, until attention takes it; None: it reads all tokens
-    newest  arrays that hold the newest tokens: attention asks for them, since nothing else may
     """
 
     @property
     def newest(self) -> list[mx.array]:
-        raise NotImplementedError
+        """Arrays that hold the newest tokens: attention asks for them, since nothing else may."""
+        return [array for row in self.rows for array in (row.keys, row.values)]
 
     def choose(self, queries: mx.array, keys: mx.array, weights: mx.array, most: int) -> None:
         """Keep `keys`, (rows * new, 1, 1, width), and choose up to `most` tokens for each new one.
@@ -48,17 +48,6 @@ class IndexRows(LatentRows):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Of longer passes."""
         return super().update_and_fetch(keys, mx.zeros_like(values))
-
-    def _choose(self, queries: mx.array, weights: mx.array, most: int) -> Any:
-        raise NotImplementedError
-
-
-class IndexRowsKVCache(IndexRows, LatentRowsKVCache):
-    """A layer of a batch on a CPU or Metal."""
-
-    @property
-    def newest(self) -> list[mx.array]:
-        return [array for row in self.rows for array in (row.keys, row.values)]
 
     def _choose(self, queries: mx.array, weights: mx.array, most: int) -> dict[int, mx.array] | None:
         """Of each row that has more than `most` tokens: (new, most), in order. Those that a token does not

@@ -1,15 +1,15 @@
 """What a model keeps of its context, and one table of the cache classes that keep it.
 
 A cache is a list of layers. A layer is one of mlx-lm's cache classes, or a `CacheList` of some; `leaves`
-names each. `KINDS` has a row for each class that omlxd can store and bring back: a model family with
-another class needs another row, and nothing else. Other classes decode, and batch if mlx-lm can batch
-them, but nothing of such a model is reused.
+names each, and `spec_of` says what it keeps. `KINDS` has a row for each class that omlxd can store and bring
+back: a model family with another class needs another row, and nothing else. Other classes decode, and batch
+if mlx-lm can batch them, but nothing of such a model is reused.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -25,13 +25,15 @@ from mlx_lm.models.cache import (
 
 from ....kv.layout import Group, KVLayout
 from ..attention import backend
+from ..attention.kv_spec import KVKind, KVSpec
 from ..runtime.device import SAFETENSORS_DTYPE
-from .batch import EvenBatchKVCache, WindowBatchKVCache, round_up
+from .batch import EvenBatchKVCache, WindowBatchKVCache
 from .dsa_rows import IndexRowsKVCache
+from .growth import round_up
 from .mla_rows import LatentRowsKVCache
-from .packed import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
+from .packed import Quantisation, is_packed, parts_of
 from .rows import OwnRowsKVCache, RowBatch
-from .segments import Segment, Segmented, SegmentedKVCache, SegmentedQuantisedKVCache, segmented_layers
+from .segments import Segment, SequenceKVCache, part_names, segmented_layers
 
 Cache = list[Any]
 """One cache object a layer, of one sequence or of a batch."""
@@ -84,25 +86,21 @@ class StateLayout:
 class CacheKind:
     """How omlxd handles one cache class.
 
-    type       the class itself, no subclass
-    per_token  it keeps one entry a token, on axis 2, and nothing else; otherwise state at a position
+    kind       of its `KVSpec`. Per token it keeps one entry a token, on axis 2, and nothing else
     state_of   a cache's arrays by name: per token as allocated, state in canonical form (lazy); None where
                it has none yet
     restore    (cache, arrays as `state_of` gives them, tokens that they hold)
     batch      the class whose `merge` makes a batch of such caches, but for rows with arrays of their own
-               (rows.py); `state_of` reads it where per_token. None: there is none
-    trim       forgets the last tokens of a pass of several, of one sequence; None: only by going back to what
-               was there before (`before_pass`)
-    quantise   makes an empty cache that keeps the same in fewer bits; None: it stays as it is
+               (rows.py); `state_of` reads it where `kind` is per token
+    trim       forgets the last tokens of a pass of several, of one sequence; None, for `state`: only by going
+               back to what was there before (`before_pass`)
     """
 
-    type: type
-    per_token: bool
+    kind: KVKind
     state_of: Callable[[Any], dict[str, Any]]
     restore: Callable[[Any, Mapping[str, mx.array], int], None]
     batch: Any
     trim: Callable[[Any, int], object] | None
-    quantise: Callable[[Quantisation], Any] | None = None
 
 
 def _pair(cache: Any) -> dict[str, Any]:
@@ -113,18 +111,19 @@ def _put_pair(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
     cache.keys, cache.values, cache.offset = arrays["keys"], arrays["values"], tokens
 
 
-def _packed(cache: Any) -> dict[str, Any]:
-    none = [None] * len(PARTS)
-    return {
-        f"{name}.{part}": array
-        for name, parts in _pair(cache).items()
-        for part, array in zip(PARTS, parts or none, strict=True)
-    }
+def _parts(cache: Any) -> dict[str, Any]:
+    """Keys and values, packed or not."""
+    names = part_names(getattr(cache, "how", None))
+    held = [None] * len(names) if cache.keys is None else [*parts_of(cache.keys), *parts_of(cache.values)]
+    return dict(zip(names, held, strict=True))
 
 
-def _put_packed(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
-    cache.keys, cache.values = ([arrays[f"{name}.{part}"] for part in PARTS] for name in ("keys", "values"))
-    cache.offset = tokens
+def _put_parts(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
+    if not is_packed(cache):
+        _put_pair(cache, arrays, tokens)
+        return
+    parts = [arrays[name] for name in part_names(cache.how)]
+    cache.keys, cache.values, cache.offset = parts[:3], parts[3:], tokens
 
 
 def _window(cache: Any) -> dict[str, Any]:
@@ -157,21 +156,33 @@ def _put_numbered(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> No
     cache.cache = [arrays[f"state.{index}"] for index in range(len(cache.cache))]
 
 
-_ROWS = (
-    CacheKind(KVCache, True, _pair, _put_pair, EvenBatchKVCache, KVCache.trim, QuantisedKVCache),
-    CacheKind(SegmentedKVCache, True, _pair, _put_pair, None, KVCache.trim),
-    CacheKind(QuantisedKVCache, True, _packed, _put_packed, QuantisedBatchKVCache, QuantisedKVCache.trim),
-    CacheKind(SegmentedQuantisedKVCache, True, _packed, _put_packed, None, QuantisedKVCache.trim),
-    CacheKind(RotatingKVCache, False, _window, _put_window, WindowBatchKVCache, _trim_window),
-    CacheKind(ArraysCache, False, _numbered, _put_numbered, ArraysCache, None),
-)
-KINDS = {kind.type: kind for kind in _ROWS}
-_BATCHED = {kind.batch: kind for kind in _ROWS if kind.batch is not None}
+KINDS: dict[Any, CacheKind] = {
+    KVCache: CacheKind("kv", _parts, _put_parts, EvenBatchKVCache, KVCache.trim),
+    SequenceKVCache: CacheKind("kv", _parts, _put_parts, EvenBatchKVCache, KVCache.trim),
+    RotatingKVCache: CacheKind("window", _window, _put_window, WindowBatchKVCache, _trim_window),
+    ArraysCache: CacheKind("state", _numbered, _put_numbered, ArraysCache, None),
+}
+"""By the class itself, no subclass. A batch has the row of its rows' class."""
+KINDS |= {kind.batch: kind for kind in KINDS.values()}
 
 
 def add_arrays_kind(type: Any) -> None:
     """Add a row for mlx-vlm's own ArraysCache, which its models need and which is batched as mlx-lm's."""
-    KINDS[type] = _BATCHED[type] = CacheKind(type, False, _numbered, _put_numbered, type, None)
+    KINDS[type] = CacheKind("state", _numbered, _put_numbered, type, None)
+
+
+def spec_of(leaf: Any) -> KVSpec | None:
+    """Return what a leaf keeps, of one sequence or of a batch; None: omlxd does not know its class."""
+    if isinstance(leaf, RowBatch):
+        return leaf.spec
+    if (row := KINDS.get(type(leaf))) is None:
+        return None
+    if is_packed(leaf):
+        return KVSpec("packed", tuple(part_names(leaf.how)), bits=leaf.how.bits)
+    if row.kind == "state":
+        return KVSpec("state", tuple(row.state_of(leaf)))
+    kind: KVKind = getattr(leaf, "mla_kind", None) or row.kind
+    return KVSpec(kind, tuple(part_names(None)), window=getattr(leaf, "max_size", 0))
 
 
 # --------------------------------------------------------------------------- what a model keeps
@@ -199,9 +210,9 @@ def map_leaves(change: Callable[..., Any], *layers: Any) -> Any:
 def _of_kind(cache: Cache, *, per_token: bool) -> Iterable[tuple[str, Any, CacheKind]]:
     """(name, leaf, its row) of the leaves of one sequence's cache that have a row of that sort."""
     for name, leaf in leaves(cache):
-        kind = KINDS.get(type(leaf))
-        if kind is not None and kind.per_token == per_token:
-            yield name, leaf, kind
+        spec = spec_of(leaf)
+        if spec is not None and spec.per_token == per_token:
+            yield name, leaf, KINDS[type(leaf)]
 
 
 def _named(name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +230,7 @@ def reuse_obstacle(cache: Cache) -> str:
     cache  one of one token
     """
     held = [leaf for _, leaf in leaves(cache)]
-    if others := {type(leaf).__name__ for leaf in held if type(leaf) not in KINDS}:
+    if others := {type(leaf).__name__ for leaf in held if spec_of(leaf) is None}:
         return f"layers of this model keep {', '.join(sorted(others))}: state that omlxd can't store yet"
     if any(_keeps_first(leaf) for leaf in held):
         return "layers of this model keep their first tokens beside a window: omlxd can't store that yet"
@@ -240,7 +251,7 @@ def quantise_obstacle(cache: Cache, how: Quantisation) -> str:
     """Empty when `quantised` may do for a model with such a cache, of one token; else the reason why not."""
     if obstacle := reuse_obstacle(cache):
         return obstacle
-    tokens = [leaf for _, leaf, kind in _of_kind(cache, per_token=True) if kind.quantise]
+    tokens = [leaf for _, leaf, _ in _of_kind(cache, per_token=True) if not is_packed(leaf)]
     if not tokens:
         names = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves(cache)}))
         return f"its layers keep {names} alone, which have no quantised form"
@@ -257,39 +268,38 @@ def quantise_obstacle(cache: Cache, how: Quantisation) -> str:
 
 
 def quantised(cache: Cache, how: Quantisation) -> Cache:
-    """`cache`, empty, with every class that has a quantised counterpart replaced by that."""
+    """`cache`, empty, in which a cache that packs its KV as `how` says replaces every `KVCache`."""
 
     def replaced(leaf: Any) -> Any:
-        kind = KINDS.get(type(leaf))
-        return kind.quantise(how) if kind is not None and kind.quantise else leaf
+        return SequenceKVCache(how=how) if type(leaf) is KVCache else leaf
 
     return [map_leaves(replaced, layer) for layer in cache]
 
 
-def segmented(cache: Cache, latents: Collection[str] = ()) -> Cache:
-    """`cache`, empty, in which a cache that can hold segments replaces every `KVCache`, packed or not; layers
-    of these names keep `latents` of MLA.
+def segmented(cache: Cache, mla: Mapping[str, KVKind] | None = None) -> Cache:
+    """`cache`, empty, in which a cache that can hold segments replaces every `KVCache`, packed or not.
+
+    mla  kinds of the layers that `mla_kinds` names
 
     Returns an empty list if it has no `KVCache`.
     """
     names = {id(leaf): name for name, leaf in leaves(cache)}
 
     def change(leaf: Any) -> Any:
-        kind = type(leaf)
-        if kind is KVCache:
-            held = SegmentedKVCache(names[id(leaf)])
-            held.latents = held.layer in latents
-            return held
-        return SegmentedQuantisedKVCache(leaf.how, names[id(leaf)]) if kind is QuantisedKVCache else leaf
+        if type(leaf) not in (KVCache, SequenceKVCache):
+            return leaf
+        held = SequenceKVCache(names[id(leaf)], getattr(leaf, "how", None))
+        held.mla_kind = (mla or {}).get(held.layer, "")
+        return held
 
     changed = [map_leaves(change, layer) for layer in cache]
-    return changed if any(isinstance(leaf, Segmented) for _, leaf in leaves(changed)) else []
+    return changed if segmented_layers(changed) else []
 
 
 def is_batchable(cache: Cache) -> bool:
     """Whether mlx-lm can decode several such caches as one."""
     return all(
-        (type(leaf) in KINDS or hasattr(type(leaf), "merge")) and not _keeps_first(leaf)
+        (spec_of(leaf) is not None or hasattr(type(leaf), "merge")) and not _keeps_first(leaf)
         for _, leaf in leaves(cache)
     )
 
@@ -355,7 +365,7 @@ def open_tails(cache: Cache) -> None:
 
 def _base(leaf: Any) -> int:
     """Tokens before those that the leaf's own arrays hold."""
-    return leaf.base if isinstance(leaf, Segmented) else 0
+    return getattr(leaf, "base", 0)
 
 
 def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: int, capacity: int) -> None:
@@ -387,13 +397,9 @@ def can_take_back(cache: Cache, rows: int) -> bool:
     Recurrent states only of one row: what held is computed again, and rows of unequal number would be padded.
     Nor beside windows, which can't forget a pass and then take it again.
     """
-    held = [leaf.rows[0] if isinstance(leaf, OwnRowsKVCache) else leaf for _, leaf in leaves(cache)]
-    windows = any(
-        isinstance(leaf, RotatingKVCache | WindowBatchKVCache) or getattr(leaf, "window", 0) for leaf in held
-    )
-    kinds = [KINDS.get(type(leaf)) for leaf in held if not hasattr(leaf, "trim_rows")]
-    recurrent = any(kind is not None and kind.trim is None for kind in kinds)
-    return all(kinds) and not (recurrent and (windows or rows > 1))
+    specs = [spec_of(leaf) for _, leaf in leaves(cache)]
+    kinds = {spec.kind for spec in specs if spec is not None}
+    return all(specs) and not ("state" in kinds and ("window" in kinds or rows > 1))
 
 
 RecurrentState = tuple[Any, CacheKind, dict[str, Any]]
@@ -496,38 +502,35 @@ def copied(cache: Cache) -> Cache:
 # --------------------------------------------------------------------------- caches of a batch
 
 
-LATENTS, INDEX, PLAIN = "latents", "index", "kv"
-"""What `own_rows` of a leaf says where its rows keep arrays of their own: latents of MLA, keys by which
-DeepSeek V3.2 chooses among them, other KV."""
-
-_ROW_BATCHES = {LATENTS: LatentRowsKVCache, INDEX: IndexRowsKVCache, PLAIN: OwnRowsKVCache}
-"""Classes of a batch's layer, where the backend has none of its own."""
+_ROW_BATCHES = {"mla": LatentRowsKVCache, "index": IndexRowsKVCache}
+"""Classes of a batch's layer, where the backend has none of its own; for other kinds `OwnRowsKVCache`."""
 
 
 def keeps_latents(leaf: Any) -> bool:
     """Whether a leaf with tokens in it keeps latents of MLA."""
-    if not isinstance(leaf, KVCache) or leaf.keys is None or leaf.values is None:
+    spec = spec_of(leaf)
+    if spec is None or not spec.per_token or spec.bits or leaf.keys is None:
         return False
     return leaf.keys.shape[1] == 1 and leaf.keys.shape[3] != leaf.values.shape[3]
 
 
-def latents_of(cache: Cache) -> dict[str, str]:
-    """`LATENTS` or `INDEX`, by name, of each leaf that keeps latents of MLA or an index of these.
+def mla_kinds(cache: Cache) -> dict[str, KVKind]:
+    """`mla` or `index`, by name, of each leaf that keeps latents of MLA or an index of these.
 
     cache  one with tokens in it
     """
-    found: dict[str, str] = {}
+    found: dict[str, KVKind] = {}
     for at, layer in enumerate(cache):
         members = _leaves(f"layers.{at}", layer)
         if keeps_latents(members[0][1]):
-            found |= {name: LATENTS if keeps_latents(leaf) else INDEX for name, leaf in members}
+            found |= {name: "mla" if keeps_latents(leaf) else "index" for name, leaf in members}
     return found
 
 
 def keeps_latents_of_own(cache: Cache) -> bool:
     """Whether rows of its batches keep latents of MLA of their own. A row alone is better off in a batch:
     passes over one sequence's cache are the model's, which makes keys and values of each head."""
-    return any(getattr(leaf, "own_rows", "") == LATENTS for _, leaf in leaves(cache))
+    return any(hasattr(leaf, "own_rows") and leaf.mla_kind == "mla" for _, leaf in leaves(cache))
 
 
 def merge(caches: Sequence[Cache]) -> Cache:
@@ -537,9 +540,11 @@ def merge(caches: Sequence[Cache]) -> Cache:
 
 
 def _merge_leaves(*rows: Any) -> Any:
-    if own := getattr(rows[0], "own_rows", ""):
-        made = backend.current().row_batch(rows, own)
-        return _ROW_BATCHES[own](rows) if made is None else made
+    if hasattr(rows[0], "own_rows") and (spec := spec_of(rows[0])) is not None:
+        made = backend.current().row_batch(rows, spec)
+        batch = _ROW_BATCHES.get(spec.kind, OwnRowsKVCache)(rows) if made is None else made
+        batch.spec = spec
+        return batch
     kind = KINDS.get(type(rows[0]))
     return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
 
@@ -622,32 +627,31 @@ def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.a
     """Per-token KV of tokens `start` to `stop` of one row of a batch; lazy slices, evaluate them soon."""
     found: dict[str, mx.array] = {}
     for name, leaf in leaves(batch):
-        if (kind := _kind_of_rows(leaf)) is None or not kind.per_token:
+        if (spec := spec_of(leaf)) is None or not spec.per_token:
             continue
         if isinstance(leaf, RowBatch):
             held, segments = leaf.held_by(row)
-            for tensor, array in _named(name, kind.state_of(held)).items():
+            arrays = zip(spec.parts, [*parts_of(held.keys), *parts_of(held.values)], strict=True)
+            for tensor, array in _named(name, dict(arrays)).items():
                 part = _span(tensor, array, 0, segments, start, stop)
                 if not leaf.gives_views and (part.shape[1] == 1 or part.shape == array.shape):
                     part = mx.concatenate([part, part[:, :, :0]], axis=2)  # A view else.
                 found[tensor] = part
         else:
-            for tensor, array in _named(name, kind.state_of(leaf)).items():
+            for tensor, array in _named(name, KINDS[type(leaf)].state_of(leaf)).items():
                 found[tensor] = _span(tensor, array[row : row + 1], leaf.starts[row], (), start, stop)
     return found
-
-
-def _kind_of_rows(leaf: Any) -> CacheKind | None:
-    """The row of the class that a row of a batch's leaf has by itself."""
-    return KINDS[leaf.row_type] if isinstance(leaf, RowBatch) else _BATCHED.get(type(leaf))
 
 
 def row_states(batch: Cache, row: int) -> dict[str, mx.array]:
     """`state_tensors` of one row of a batch."""
     found: dict[str, mx.array] = {}
     for name, leaf in leaves(batch):
-        if (kind := _kind_of_rows(leaf)) is None or kind.per_token:
+        if (spec := spec_of(leaf)) is None or spec.per_token:
             continue
-        of_row = leaf.window_of(row) if hasattr(leaf, "window_of") else kind.state_of(leaf.extract(row))
-        found |= _named(name, of_row)
+        if hasattr(leaf, "window_of"):
+            found |= _named(name, leaf.window_of(row))
+        else:
+            alone = leaf.extract(row)
+            found |= _named(name, KINDS[type(alone)].state_of(alone))
     return found

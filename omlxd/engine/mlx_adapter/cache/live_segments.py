@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .batch import GROW_STEP, round_up
+from .growth import GROW_STEP, round_up
 from .packed import Quantisation
 from .segments import Segment, add_segment, segmented_layers
 

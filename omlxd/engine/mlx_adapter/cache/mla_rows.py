@@ -53,7 +53,7 @@ class LatentRows(RowBatch):
     values.
 
     new     tokens of a row that the model takes for rows now
-    chosen  of the tokens that the next attention reads, as `IndexRows.choose` gives it; None: all
+    chosen  of the tokens that the next attention reads, as `IndexRowsKVCache.choose` gives it; None: all
     """
 
     def __init__(self, *given: Any):

@@ -1,7 +1,6 @@
-"""Per-token KV in 8 or 4 bits: caches of one sequence, and of a batch whose rows keep no arrays of their own
-(rows.py).
+"""Per-token KV in 8 or 4 bits, of one sequence (segments.py) and of a batch (batch.py).
 
-mlx-lm's `QuantizedKVCache` is for one sequence; nothing of its kind can be batched (0.32.2). These two
+mlx-lm's `QuantizedKVCache` is for one sequence; nothing of its kind can be batched (0.32.2). These
 keep the same numbers (`mx.quantize`, a group of neighbours in a head at a time, so a token's bytes
 depend on that token alone: not on its chunk, nor on its batch) and give attention what suits it:
 
@@ -24,10 +23,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import create_attention_mask
 
 from ..runtime.device import backend
-from .batch import EvenBatchKVCache, GrowingStep, put_tokens, round_up
+from .growth import put_tokens, round_up
 
 PARTS = ("weight", "scales", "biases")
 """Tensors of one quantised K or V: u32 of (1, heads, tokens, dim * bits / 32), and two in the compute
@@ -64,26 +62,43 @@ class Quantisation:
         return (numbers * scales[..., None] + biases[..., None]).reshape(*scales.shape[:-1], -1)
 
 
-class PackedKV:
-    """What both caches have in common: parts, and how attention reads them."""
+def is_packed(cache: Any) -> bool:
+    """Whether a cache keeps packed KV."""
+    return getattr(cache, "how", None) is not None
 
-    how: Quantisation
+
+class MaybePacked:
+    """What caches of one sequence and of a batch have in common: how they keep packed KV, and give it out.
+
+    how  keys and values are lists of parts, packed so; None: they are arrays, as mlx-lm's
+    """
+
+    how: Quantisation | None = None
     keys: Any
     values: Any
     step: Any
     _given_out: tuple[Any, Any] = None, None  # Weak references: one that holds would have arrays copied.
 
+    @property
+    def _packing(self) -> Quantisation:
+        assert self.how is not None
+        return self.how
+
     def _read(self, length: int, tokens: int) -> tuple[Any, Any]:
         """K and V of the first `length` columns, for a pass of `tokens` tokens."""
         keys, values = ([part[..., :length, :] for part in parts] for parts in (self.keys, self.values))
         if tokens == 1:
-            self.bits, self.group_size = self.how.bits, self.how.group
+            self.bits, self.group_size = self._packing.bits, self._packing.group
             self._given_out = weakref.ref(keys[0]), weakref.ref(values[0])
             return keys, values
         self.__dict__.pop("bits", None)
-        plain = self.how.unpack(keys), self.how.unpack(values)
+        plain = self._packing.unpack(keys), self._packing.unpack(values)
         self._given_out = weakref.ref(plain[0]), weakref.ref(plain[1])
         return plain
+
+    def _read_again(self, length: int) -> tuple[Any, Any]:
+        """K and V of the first `length` columns, as the last pass got them."""
+        return self._read(length, 1 if hasattr(self, "bits") else 2)
 
     def places(self) -> tuple[list[int], list[int], bool]:
         """First column of each row, its end, and whether each column is every row's."""
@@ -98,7 +113,7 @@ class PackedKV:
 
     def _write(self, keys: mx.array, values: mx.array, start: int, ends: Sequence[int] | None = None) -> None:
         """Pack K and V into columns from `start` on, behind all; or row r's from `ends[r]` on."""
-        packed = self.how.pack(keys), self.how.pack(values)
+        packed = self._packing.pack(keys), self._packing.pack(values)
         stop = start + keys.shape[2]
         if self.keys is None or stop > self.keys[0].shape[2]:
             room = round_up(keys.shape[2], self.step)
@@ -116,96 +131,11 @@ class PackedKV:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for parts in (self.keys, self.values) for part in parts or ())
+        held = (self.keys, self.values) if self.keys is not None else ()
+        return sum(part.nbytes for parts in held for part in parts_of(parts))
 
 
 def _grown(part: mx.array | None, like: mx.array, length: int, room: int) -> mx.array:
     """The first `length` columns of `part`, and `room` more."""
     more = mx.zeros((*like.shape[:2], room, like.shape[3]), like.dtype)
     return more if part is None else mx.concatenate([part[..., :length, :], more], axis=2)
-
-
-class QuantisedKVCache(PackedKV):
-    """Of one sequence, as `KVCache`."""
-
-    step = GrowingStep()
-
-    def __init__(self, how: Quantisation):
-        self.how = how
-        self.keys: Any = None
-        self.values: Any = None
-        self.offset = 0
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        self._write(keys, values, self.offset)
-        self.offset += keys.shape[2]
-        return self._read(self.offset, keys.shape[2])
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """As the last pass got them."""
-        return self._read(self.offset, 1 if hasattr(self, "bits") else 2)
-
-    def places(self) -> tuple[list[int], list[int], bool]:
-        return [0], [self.offset], True
-
-    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
-        return create_attention_mask(*args, offset=self.offset, **kwargs)
-
-    @property
-    def state(self) -> tuple[Any, Any, int]:
-        return self.keys, self.values, self.offset
-
-    def size(self) -> int:
-        return self.offset
-
-    def empty(self) -> bool:
-        return self.keys is None
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def trim(self, tokens: int) -> int:
-        self.offset -= tokens
-        return tokens
-
-
-class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
-    """Of a batch, padded on the left, as `BatchKVCache`. Padding is zeros: no weight, no scale, no bias."""
-
-    def __init__(self, how: Quantisation, left_padding: list[int]):
-        EvenBatchKVCache.__init__(self, left_padding)
-        self.how = how
-
-    @classmethod
-    def of(cls, cache: QuantisedKVCache) -> QuantisedBatchKVCache:
-        """A batch of one, which shares the cache's arrays."""
-        batch = cls(cache.how, [0])
-        batch.keys, batch.values = cache.keys, cache.values
-        batch._idx = cache.offset
-        batch.offset = mx.array([cache.offset])
-        return batch
-
-    @classmethod
-    def merge(cls, caches: Sequence[QuantisedKVCache]) -> QuantisedBatchKVCache:
-        if caches[0].keys is None:
-            return cls(caches[0].how, [0] * len(caches))  # All are empty.
-        batch = cls.of(caches[0])
-        for cache in caches[1:]:
-            batch.extend(cls.of(cache))
-        return batch
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        more = keys.shape[2]
-        if self.keys is None or self._idx + more > self.keys[0].shape[2]:
-            self._set_step(more)
-        self._write(keys, values, self._idx, self._ends)
-        self._set_ends([end + more for end in self.ends])
-        self.offset = self.offset + more
-        return self._read(self._idx, more)
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """As the last pass got them."""
-        return self._read(self._idx, 1 if hasattr(self, "bits") else 2)
-
-    def places(self) -> tuple[list[int], list[int], bool]:
-        return self.starts, self.ends, self.is_even

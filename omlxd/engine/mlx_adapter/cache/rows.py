@@ -16,22 +16,23 @@ from functools import lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from ..attention import by_rows as row_attention
 from ..attention import hooks as attention
 from ..attention.by_rows import Pair
+from ..attention.kv_spec import KVSpec
 from ..runtime.arrays import rows_at
 from . import segments
+from .packed import is_packed
 from .segments import OWN_MASK
 
 
 class RowBatch:
     """A layer of a batch whose rows keep arrays of their own.
 
+    spec       what it keeps; `kinds.merge` sets it
     window     tokens that a new one sees; 0: all
     pending    `update_and_fetch` gave out the new tokens, and `attend` has not got them yet
-    row_type   the class of a row's cache by itself
     is_checked  a backend's `attend` compares with MLX's own, and raises RuntimeError where they differ
     gives_views  views of what a row keeps may be given out; else copies must
 
@@ -40,7 +41,7 @@ class RowBatch:
     """
 
     window = 0
-    row_type: type
+    spec: KVSpec
     gives_views = True
 
     def __init__(self) -> None:
@@ -80,7 +81,6 @@ class OwnRowsKVCache(RowBatch):
     def __init__(self, rows: Iterable[Any]):
         super().__init__()
         self.rows = list(rows)
-        self.row_type = type(self.rows[0])
         self.window: int = getattr(self.rows[0], "max_size", 0)
         self.masks: list[Any] = []
 
@@ -109,7 +109,7 @@ class OwnRowsKVCache(RowBatch):
     @property
     def _plain(self) -> bool:
         """Whether rows keep all tokens, and as they are."""
-        return isinstance(self.rows[0], KVCache)
+        return not self.window and not is_packed(self.rows[0])
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
@@ -44,7 +44,7 @@ from ..attention import hooks as attention
 from ..attention.backend import AttentionCall, current
 from ..attention.by_rows import fold
 from ..runtime.arrays import rows_at
-from .packed import PARTS, Quantisation, QuantisedKVCache, parts_of
+from .packed import PARTS, MaybePacked, Quantisation, parts_of
 
 SEGMENT = 2048
 """Tokens. With 4,096, four rows of the bench took as long and held 283 MB more."""
@@ -130,51 +130,64 @@ def unpacked(parts: Sequence[mx.array], how: Quantisation | None) -> Pair:
     return how.unpack(parts[:3]), how.unpack(parts[3:])
 
 
-class Segmented:
-    """What caches of one sequence that may begin with segments have in common.
+class SequenceKVCache(MaybePacked, KVCache):
+    """Per-token KV of one sequence: packed or not, behind segments or none.
 
-    layer      its name in the layout
-    latents    it keeps latents of MLA: a pass gets a joint copy, since models multiply parts by themselves;
-               rows of a batch do without (mla_rows.py)
+    layer      its name in the layout, if it may begin with segments; else ""
+    mla_kind   `mla` or `index`: a pass gets a joint copy, since models multiply parts by themselves; rows of
+               a batch do without (mla_rows.py). "": it keeps other KV
     joint      attention reads a joint copy of segments and tail
     base       tokens in segments; `keys` and `values` are the tail, and `offset` counts all tokens
     unread     what `update_and_fetch` gave, until `attend` gets it
     on_device  what the backend keeps of its segments; None: nothing
+
+    Packed segments and their tail are unpacked in each pass, but for a backend's kernel. SmolLM2's shape in
+    float32, 8,192 tokens that rows share and 500 of each's own, 2 CPUs beside other work, OpenBLAS, median
+    step by MLX's products of packed KV in one piece and in segments (tools/bench/shared_prefix.py --kv-bits
+    8): one row 305 ms and 220; four rows 1,496 and 414, with 504 and 132 MB of KV. In 4 bits 403 and 286;
+    1,249 and 500, with 280 and 73 MB.
     """
 
-    how: Any = None
-    keys: Any
-    values: Any
     offset: int
-    step: int
 
-    def __init__(self, layer: str = "", *given: Any):
-        super().__init__(*given)
-        self.layer = layer
-        self.latents = False
+    def __init__(self, layer: str = "", how: Quantisation | None = None):
+        super().__init__()
+        self.layer, self.how = layer, how
+        self.mla_kind = ""
         self.joint = True
         self.segments: list[Segment] = []
         self.base = 0
         self.unread: Any = None
         self.on_device: Any = None
 
-    def _put(self, keys: mx.array, values: mx.array) -> None:
-        """Put new tokens behind the first `offset` ones of the tail."""
-        raise NotImplementedError
+    def _append(self, keys: mx.array, values: mx.array) -> Any:
+        """Put new tokens behind the first `offset` columns; what attention gets where there is no segment."""
+        if self.how is None:
+            return super().update_and_fetch(keys, values)
+        self._write(keys, values, self.offset)
+        self.offset += keys.shape[2]
+        return None if self.segments else self._read(self.offset, keys.shape[2])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         if not self.segments:
-            return cast(Any, super()).update_and_fetch(keys, values)
+            return self._append(keys, values)
         _check_read(self)
         self.offset -= self.base
-        self._put(keys, values)
+        self._append(keys, values)
         self.offset += self.base
-        if self.latents:
+        self.__dict__.pop("bits", None)  # By which mlx-lm's attention tells packed KV.
+        if self.mla_kind:
             return self.whole()
         self.unread = self.keys, self.values
         if self.how is None:
             attention.note_given(self.keys, self.values, self)
         return self.unread
+
+    def keys_and_values(self) -> Any:
+        return self.tail() if self.how is None else self._read_again(self.offset - self.base)
+
+    def places(self) -> tuple[list[int], list[int], bool]:
+        return [0], [self.offset], True
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
@@ -183,7 +196,7 @@ class Segmented:
 
         Raises RuntimeError where other attention has missed the segments.
         """
-        if not self.segments or self.latents:
+        if not self.segments or self.mla_kind:
             return None
         if self.unread is not None and self.unread[0] is keys and self.unread[1] is values:
             self.unread = None
@@ -266,34 +279,6 @@ class Segmented:
         return [dict(zip(names, arrays, strict=True)) for arrays in zip(*cuts, strict=True)]
 
 
-class SegmentedKVCache(Segmented, KVCache):
-    """Of one sequence."""
-
-    def _put(self, keys: mx.array, values: mx.array) -> None:
-        KVCache.update_and_fetch(self, keys, values)
-
-    def keys_and_values(self) -> Any:
-        return self.tail()
-
-
-class SegmentedQuantisedKVCache(Segmented, QuantisedKVCache):
-    """Of one sequence, packed. Segments and the tail are unpacked in each pass, but for a backend's kernel.
-
-    SmolLM2's shape in float32, 8,192 tokens that rows share and 500 of each's own, 2 CPUs beside other work,
-    OpenBLAS, median step by MLX's products of packed KV in one piece and in segments
-    (tools/bench/shared_prefix.py --kv-bits 8): one row 305 ms and 220; four rows 1,496 and 414, with 504 and
-    132 MB of KV. In 4 bits 403 and 286; 1,249 and 500, with 280 and 73 MB.
-    """
-
-    def __init__(self, how: Quantisation, layer: str = ""):
-        super().__init__(layer, how)
-
-    def _put(self, keys: mx.array, values: mx.array) -> None:
-        self._write(keys, values, self.offset)
-        self.offset += keys.shape[2]
-        self.__dict__.pop("bits", None)  # By which mlx-lm's attention tells packed KV.
-
-
 OWN_MASK = "a row sees its own tokens"
 """In place of a mask, which `attend` does without. A model that looks into it fails the check at load
 (`loading.use_own_rows`)."""
@@ -351,7 +336,7 @@ def _sharing(segments: Sequence[Sequence[Segment]]) -> list[tuple[list[int], lis
 
 
 def can_share(model: Any, make_cache: Any) -> bool:
-    """Whether a model whose `make_cache()` gives `Segmented` caches attends to these by `attend` alone.
+    """Whether a model whose `make_cache()` gives caches with segments attends to these by `attend` alone.
 
     Passes behind a segment are put together, and none is computed.
     """
@@ -390,14 +375,14 @@ def _behind_a_segment(model: Any, cache: Any) -> Any:
 # --------------------------------------------------------------------------- segments of a whole cache
 
 
-def segmented_layers(cache: Iterable[Any]) -> list[Segmented]:
+def segmented_layers(cache: Iterable[Any]) -> list[SequenceKVCache]:
     """Layers of a sequence's cache that can hold segments, members of a `CacheList` among them. Others keep
     windows or recurrent state."""
-    found: list[Segmented] = []
+    found: list[SequenceKVCache] = []
     for layer in cache:
         if isinstance(layer, CacheList):
             found += segmented_layers(layer.caches)
-        elif isinstance(layer, Segmented):
+        elif isinstance(layer, SequenceKVCache) and layer.layer:
             found.append(layer)
     return found
 

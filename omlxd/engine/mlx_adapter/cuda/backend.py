@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..attention.backend import AttentionBackend, AttentionCall
-from ..cache.kinds import INDEX, LATENTS
+from ..attention.kv_spec import KVSpec
 from . import prompt_shapes
 from .attention import attend
 from .compile import driver, kernel_store
@@ -105,10 +105,10 @@ class CudaBackend(AttentionBackend):
     def steps_read_segments(self, model: Any) -> bool:
         return bool(vars(model).get("omlxd_fused")) or warm_up.compiles(model)
 
-    def row_batch(self, rows: Sequence[Any], kind: str) -> AddressedKVCache:
-        if kind == INDEX:
+    def row_batch(self, rows: Sequence[Any], spec: KVSpec) -> AddressedKVCache:
+        if spec.kind == "index":
             raise RuntimeError("no kernel reads an index by address")
-        return AddressedLatentsKVCache(rows) if kind == LATENTS else AddressedKVCache(rows)
+        return AddressedLatentsKVCache(rows) if spec.kind == "mla" else AddressedKVCache(rows)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -10,7 +10,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..cache.kinds import Cache, leaves, state_tensors, token_range
-from ..cache.segments import SegmentedKVCache
+from ..cache.packed import is_packed
+from ..cache.segments import SequenceKVCache
 
 
 class _ReadByMlx(KVCache):
@@ -30,7 +31,7 @@ def attention_from(model: Any, cache: Cache, token: int, at: int) -> list[mx.arr
     Its pass is done again, behind what `cache` holds before it. None where a layer keeps anything but plain
     KV, or attends by a function of its own.
     """
-    if any(type(leaf) not in (KVCache, SegmentedKVCache) for leaf in cache):
+    if any(type(leaf) not in (KVCache, SequenceKVCache) or is_packed(leaf) for leaf in cache):
         return None
     before = [_ReadByMlx() for _ in cache]
     held = token_range(cache, 0, at) if at else {}
@@ -56,6 +57,13 @@ def attention_from(model: Any, cache: Cache, token: int, at: int) -> list[mx.arr
     return weights if len(weights) == len(before) else None
 
 
+def _class_of(leaf: Any) -> str:
+    """The name of the class that keeps the same without segments."""
+    if type(leaf) is not SequenceKVCache:
+        return type(leaf).__name__
+    return "QuantisedKVCache" if is_packed(leaf) else "KVCache"
+
+
 def write_keys(
     file: Path, cache: Cache, tokens: int, values: bool, attention: list[mx.array] | None = None
 ) -> None:
@@ -72,7 +80,7 @@ def write_keys(
     layers: list[dict[str, Any]] = []
     for name, leaf in leaves(cache):
         keys = held.get(f"{name}.keys")
-        layers.append({"layer": name, "cache": type(leaf).__name__.removeprefix("Segmented"), "keys": None})
+        layers.append({"layer": name, "cache": _class_of(leaf), "keys": None})
         if keys is None or keys.ndim != 4:
             continue
         for part in ("keys", "values") if values else ("keys",):

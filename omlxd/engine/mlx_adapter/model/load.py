@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model as mlx_load_model
 from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
@@ -26,24 +26,25 @@ from ....kv.layout import KVLayout
 from ..attention import by_rows as row_attention
 from ..attention import hooks as attention
 from ..attention.backend import current
+from ..attention.kv_spec import KVKind
 from ..cache import segments
 from ..cache.dsa_rows import let_choose
 from ..cache.kinds import (
-    PLAIN,
     Cache,
     StateLayout,
     copied,
     is_batchable,
-    latents_of,
     layout_of,
     leaves,
     merge,
+    mla_kinds,
     quantise_obstacle,
     quantised,
     reuse_obstacle,
     row_states,
     row_tensors,
     segmented,
+    spec_of,
     state_arrays,
     state_tensors,
     states_of,
@@ -51,9 +52,8 @@ from ..cache.kinds import (
 )
 from ..cache.live_segments import LiveSegments
 from ..cache.mla_rows import MOST_NEW, attentions, calls_of, take_tokens_for_rows
-from ..cache.packed import Quantisation, QuantisedKVCache
+from ..cache.packed import Quantisation
 from ..cache.rows import RowBatch
-from ..cache.segments import SegmentedKVCache, SegmentedQuantisedKVCache
 from ..runtime.arrays import CLOSE, distance
 from ..runtime.device import backend
 from ..runtime.mapped import MappedWeights
@@ -285,10 +285,10 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
     fresh = _make_cache(model)
     if not tokens or not (held := segmented(fresh())):
         return LiveSegments()
-    latents = _latents_of(model)
+    mla = _mla_kinds(model)
 
     def make_cache() -> Cache:
-        return segmented(fresh(), latents)
+        return segmented(fresh(), mla)
 
     if not segments.can_share(model, make_cache):
         return LiveSegments()
@@ -299,7 +299,7 @@ def share_prefixes(model: Any, tokens: int, by_kernel: bool = False) -> LiveSegm
             log.info("prefixes are not shared: logits behind segments differ by %.3g", far)
             return LiveSegments()
     how = holders[0].how
-    if not latents and not current().shares_prefix(model, tokens, how):
+    if not mla and not current().shares_prefix(model, tokens, how):
         return LiveSegments()
     model.make_cache = make_cache
     if not use_own_rows(model) or (by_kernel and not current().steps_read_segments(model)):
@@ -317,21 +317,21 @@ def use_own_rows(model: Any) -> bool:
     Where a backend has kernels of its own, a row must attend as by MLX's, to the KV that it has alone;
     elsewhere passes are put together, and none is computed but for latents of MLA.
     """
-    fresh, plain, obstacle = _make_cache(model), (KVCache, SegmentedKVCache), ""
-    shares = any(isinstance(leaf, SegmentedKVCache) for _, leaf in leaves(fresh()))
+    fresh, obstacle = _make_cache(model), ""
+    shares = any(leaf.how is None for leaf in segments.segmented_layers(fresh()))
     if not current().reads_rows(model, shares):
         log.info("rows of a batch are copied as others join and leave: fused steps have other bits")
         return False
-    if latents := _latents_of(model):
+    if mla := _mla_kinds(model):
         modules = attentions(model)
         take_tokens_for_rows(modules)
         let_choose(modules)
-    kinds = *plain, QuantisedKVCache, SegmentedQuantisedKVCache, RotatingKVCache
-    for some in (kinds, plain):
-        make_cache = partial(_with_own_rows, fresh, some, latents)
-        depends = [kind.__name__ for kind in some], shares, sorted(latents)
+    every: tuple[KVKind, ...] = "kv", "mla", "index", "packed", "window"
+    for kinds in (every, every[:3]):
+        make_cache = partial(_with_own_rows, fresh, kinds, mla)
+        depends = kinds, shares, sorted(mla)
         try:
-            current().remembered("rows", model, depends, partial(_check_own_rows, model, make_cache, latents))
+            current().remembered("rows", model, depends, partial(_check_own_rows, model, make_cache, mla))
         except Exception as error:
             obstacle = obstacle or str(error)
             continue
@@ -342,11 +342,11 @@ def use_own_rows(model: Any) -> bool:
     return False
 
 
-def _check_own_rows(model: Any, make_cache: Callable[[], Cache], latents: Mapping[str, str]) -> bool:
+def _check_own_rows(model: Any, make_cache: Callable[[], Cache], mla: Mapping[str, KVKind]) -> bool:
     """Raise what `_try_own_rows` and `_compare_latents` raise, or return True."""
     for new in (1, 2, row_attention.MOST_NEW + 1):
         _try_own_rows(model, make_cache, new)
-    if latents:
+    if mla:
         _compare_latents(model, make_cache)
     return True
 
@@ -359,7 +359,7 @@ def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None
     alone = [copied(row) for row in rows] if current().compares_rows else []
     batch = merge(rows)
     own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, RowBatch)]
-    for leaf in {(leaf.row_type, leaf.window): leaf for leaf in reversed(own)}.values():
+    for leaf in {leaf.spec: leaf for leaf in reversed(own)}.values():
         leaf.is_checked = True
     out = model(tokens, cache=batch)
     if alone:
@@ -386,19 +386,20 @@ def _make_cache(model: Any) -> Callable[[], Cache]:
     return getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
 
 
-def _with_own_rows(fresh: Callable[[], Cache], kinds: tuple[type, ...], latents: Mapping[str, str]) -> Cache:
+def _with_own_rows(fresh: Callable[[], Cache], kinds: Sequence[KVKind], mla: Mapping[str, KVKind]) -> Cache:
+    """A fresh cache whose leaves of these kinds say that rows of a batch keep arrays of their own."""
     cache = fresh()
     for name, leaf in leaves(cache):
-        if type(leaf) in kinds:
-            leaf.own_rows = latents.get(name, PLAIN)
+        if (spec := spec_of(leaf)) is not None and spec.kind in kinds:
+            leaf.own_rows, leaf.mla_kind = True, mla.get(name, "")
     return cache
 
 
-def _latents_of(model: Any) -> dict[str, str]:
-    """`latents_of` a cache of `model`. Puts a pass together, and computes none."""
+def _mla_kinds(model: Any) -> dict[str, KVKind]:
+    """`mla_kinds` of a cache of `model`. Puts a pass together, and computes none."""
     cache = make_prompt_cache(model)
     model(mx.array([[0]]), cache=cache)
-    return latents_of(cache)
+    return mla_kinds(cache)
 
 
 def _compare_latents(model: Any, make_cache: Callable[[], Cache]) -> None:

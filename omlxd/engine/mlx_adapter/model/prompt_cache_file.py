@@ -43,12 +43,12 @@ from ..cache.kinds import (
     map_leaves,
     new_cache,
     put_states,
+    spec_of,
     state_arrays,
     state_tensors,
     token_range,
 )
-from ..cache.packed import PARTS, QuantisedKVCache
-from ..cache.segments import SegmentedKVCache, SegmentedQuantisedKVCache
+from ..cache.packed import PARTS, is_packed
 from ..runtime.device import SAFETENSORS_DTYPE
 from .load import LoadedModel
 
@@ -62,8 +62,7 @@ PACKED = {8: 0.06, 4: 0.1}
 prompt's first 2,048 tokens before it packs any. Random weights, 3 and 24 layers, on a CPU: the same bits in
 float32 and bfloat16; 3 layers, 0.03 in 8 bits, 0.5 in 4, and so mlx-lm's own files in 4 bits are refused."""
 
-_NAMES = {KVCache: "KVCache", SegmentedKVCache: "KVCache"}
-_NAMES |= dict.fromkeys((QuantisedKVCache, SegmentedQuantisedKVCache), "QuantizedKVCache")
+_NAMES = {"packed": "QuantizedKVCache", "window": "RotatingKVCache", "state": "ArraysCache"}
 _TOKENS = "tokens"
 """Of the metadata that omlxd adds: token ids, with commas."""
 
@@ -95,7 +94,7 @@ def write_prompt_cache(
         made: Any
         if dtype is not None and _name(leaf) != "ArraysCache":
             arrays = {p: a if a.dtype == mx.uint32 else a.astype(dtype) for p, a in arrays.items()}
-        if isinstance(leaf, QuantisedKVCache):
+        if is_packed(leaf):
             made = QuantizedKVCache(leaf.how.group, leaf.how.bits)
             made.keys, made.values = ([arrays[f"{of}.{part}"] for part in PARTS] for of in ("keys", "values"))
             made.offset = len(tokens)
@@ -118,8 +117,8 @@ def write_prompt_cache(
 
 def _name(leaf: Any) -> str:
     """Of mlx-lm's class for the same; "" if it has none."""
-    name = _NAMES.get(type(leaf), type(leaf).__name__)
-    return name if type(leaf) in KINDS and not getattr(leaf, "keep", 0) else ""
+    spec = spec_of(leaf)
+    return "" if spec is None or getattr(leaf, "keep", 0) else _NAMES.get(spec.kind, "KVCache")
 
 
 # --------------------------------------------------------------------------- in
@@ -212,14 +211,14 @@ class _Header:
         if len(place) > 1 and theirs == "CacheList":
             path, theirs = f"{'.'.join(place)}.0", self._text(f"{'.'.join(place)}.1")
         if theirs != (ours := _name(leaf) or type(leaf).__name__):
-            bits = f" (--kv-bits {leaf.how.bits})" if isinstance(leaf, QuantisedKVCache) else ""
+            bits = f" (--kv-bits {leaf.how.bits})" if is_packed(leaf) else ""
             raise _refused(f"it keeps {name} as {theirs[:40]}, and this model is served with {ours}{bits}")
         if ours == "ArraysCache":
             raise _refused(
                 "this model keeps recurrent state, which can't be verified without computing the prompt, and "
                 "`omlxd cache warm` computes it"
             )
-        if isinstance(leaf, QuantisedKVCache):
+        if is_packed(leaf):
             for at, of in enumerate(("keys", "values")):
                 file.names |= {f"{path}.{at}.{i}": f"{name}.{of}.{part}" for i, part in enumerate(PARTS)}
             bits, group = self._number(f"{path}.4"), self._number(f"{path}.3")
@@ -323,7 +322,7 @@ def _check_tokens(
     cache = new_cache(loaded.model, file.tokens)
     windows: list[tuple[str, Any]] = []
     for name, leaf in leaves(cache):
-        if KINDS[type(leaf)].per_token:
+        if (spec := spec_of(leaf)) is not None and spec.per_token:
             break
         windows.append((name, leaf))
     else:
@@ -382,7 +381,7 @@ def _cut(arrays: Mapping[str, mx.array], stop: int) -> dict[str, mx.array]:
 
 def _pair(name: str, leaf: Any, arrays: Mapping[str, mx.array], first: int) -> Pair:
     """K and V of a leaf from column `first` on, of arrays by layout name."""
-    if not isinstance(leaf, QuantisedKVCache):
+    if not is_packed(leaf):
         return arrays[f"{name}.keys"][..., first:, :], arrays[f"{name}.values"][..., first:, :]
     keys, values = (
         leaf.how.unpack([arrays[f"{name}.{of}.{part}"][..., first:, :] for part in PARTS])
@@ -408,5 +407,5 @@ def _close(leaf: Any, ours: Pair, theirs: Pair) -> bool:
 
 
 def _limit(leaf: Any, pair: Pair) -> float:
-    packed = PACKED[leaf.how.bits] if isinstance(leaf, QuantisedKVCache) else 0.0
+    packed = PACKED[leaf.how.bits] if is_packed(leaf) else 0.0
     return packed + ROUNDING[SAFETENSORS_DTYPE[pair[0].dtype]]

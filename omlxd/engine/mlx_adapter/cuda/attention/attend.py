@@ -31,9 +31,9 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Rot
 from .....common.units import PREFILL_CHUNK
 from ...attention.backend import AttentionCall
 from ...attention.hooks import giver_of, giver_of_keys, is_causal_mask, mlx_own, note_given, note_mask
-from ...cache.batch import round_up
-from ...cache.packed import PackedKV
-from ...cache.segments import SegmentedQuantisedKVCache
+from ...cache.growth import round_up
+from ...cache.packed import Quantisation, is_packed
+from ...cache.segments import SequenceKVCache
 from .. import prompt_shapes
 from ..compile import kernel_store, launch
 from . import attention_packed, checks, prompt_attention, segment_attention, segments
@@ -104,7 +104,7 @@ def attend(call: AttentionCall) -> mx.array | None:
         own = getattr(cache, "attend", None)
         if own is not None and (out := own(queries, keys, values, scale, mask, sinks)) is not None:
             return out
-    if isinstance(cache, PackedKV):
+    if is_packed(cache):
         return _attend_packed(call._replace(cache=cache))
     new, call = queries.shape[2], call._replace(cache=cache)
     if prompt_shapes.are_fixed() and (out := _attend_prompt(*call, windows_alone=True)) is not None:
@@ -147,7 +147,7 @@ def _attend_packed(call: AttentionCall) -> mx.array:
 def attend_over_segments(call: AttentionCall) -> mx.array | None:
     """Attention of a row to its segments and its tail, by a kernel; None: none reads them."""
     queries, keys, values, cache, scale, _, sinks = call
-    if isinstance(cache, SegmentedQuantisedKVCache):
+    if is_packed(cache):
         return None if sinks is not None else _packed_by_address(queries, cache, scale)
     kernel = segment_kernel_for(queries, keys, sinks)
     if kernel is None or queries.shape[2] > kernel.most_new:
@@ -157,12 +157,13 @@ def attend_over_segments(call: AttentionCall) -> mx.array | None:
     return kernel(queries, shared, keys, values, places, scale, sinks)
 
 
-def _packed_by_address(queries: mx.array, cache: SegmentedQuantisedKVCache, scale: float) -> mx.array | None:
+def _packed_by_address(queries: mx.array, cache: SequenceKVCache, scale: float) -> mx.array | None:
     """What the kernel for packed KV gives of one row; None: it does not read this."""
     each = cache.segments[0].tokens
     if each % attention_packed.SPAN or queries.shape[2] > attention_packed.MOST_NEW:
         return None
-    if (kernel := attention_packed.kernel_for(queries, cache.keys, cache.values, cache.how)) is None:
+    how = cast(Quantisation, cache.how)
+    if (kernel := attention_packed.kernel_for(queries, cache.keys, cache.values, how)) is None:
         return None
     arrays = [*cache.keys, *cache.values]
     own = cast(list[int], launch.addresses_of(arrays).tolist())

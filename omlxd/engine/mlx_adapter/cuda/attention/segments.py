@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from ...cache.segments import Segment, Segmented
+from ...cache.segments import Segment, SequenceKVCache
 from ..compile import launch
 
 MOST_STEP = 4
@@ -98,7 +98,7 @@ def addresses_of(segment: Segment) -> Addresses:
 def shared_in(layer: Any) -> Shared | None:
     """What the kernel reads beside the tails of `layer`, of one row or a batch; None: no segment, or packed
     ones, which the tails' table tells of."""
-    if not isinstance(layer, Segmented):
+    if not isinstance(layer, SequenceKVCache):
         return getattr(layer, "shared", None)
     if layer.on_device is None and layer.segments and layer.how is None:
         layer.on_device = shared_of([layer.segments], layer.layer)
@@ -123,7 +123,7 @@ def shared_of(rows: Sequence[Sequence[Segment]], layer: str) -> Shared:
 def shared_by(layer: Any, counts: Sequence[int], size: int) -> Shared:
     """`shared_in`, which is not None, for a pass of `size` rows: the tokens of each row of `layer`, `counts`
     of them, and nobody's."""
-    rows = [layer.segments] if isinstance(layer, Segmented) else layer.segments
+    rows = [layer.segments] if isinstance(layer, SequenceKVCache) else layer.segments
     tokens = [own for own, count in zip(rows, counts, strict=True) for _ in range(count)]
     return shared_of([*tokens, *[()] * (size - len(tokens))], layer.layer)
 

@@ -23,7 +23,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ...cache.batch import MOST_ROOM, round_up
+from ...cache.growth import MOST_ROOM, round_up
 from ...cache.packed import parts_of
 from ...cache.rows import RowBatch, offsets_of
 from ...cache.segments import OWN_MASK, Pair, Segment
@@ -123,9 +123,8 @@ def _in_order(part: mx.array, first: int, end: int) -> mx.array:
 
 
 class AddressedKVCache(RowBatch):
-    """A layer of a batch. Of rows of one class: KVCache, QuantisedKVCache, RotatingKVCache, one `Segmented`.
+    """A layer of a batch. Of rows of one class: KVCache, SequenceKVCache, RotatingKVCache.
 
-    row_type  that class
     window    tokens that a new one sees; 0: all
     how       keys and values are packed so, or None
     ends      tokens of each row, behind its `segments`
@@ -142,7 +141,6 @@ class AddressedKVCache(RowBatch):
     def __init__(self, rows: Sequence[Any]):
         super().__init__()
         first = rows[0]
-        self.row_type = type(first)
         self.window: int = getattr(first, "max_size", 0)
         self.how = getattr(first, "how", None)
         self.layer: str = getattr(first, "layer", "")

@@ -40,10 +40,10 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 from ...attention import hooks as attention
 from ...attention.backend import DecodeStep, current
 from ...cache.batch import EvenBatchKVCache, WindowBatchKVCache
-from ...cache.kinds import COPIED, KINDS, Cache, arrays_of, leaves
+from ...cache.kinds import COPIED, Cache, arrays_of, leaves, spec_of
 from ...cache.mla_rows import same_parts
-from ...cache.packed import Quantisation, QuantisedBatchKVCache, QuantisedKVCache
-from ...cache.segments import SegmentedKVCache
+from ...cache.packed import Quantisation
+from ...cache.segments import SequenceKVCache
 from ..attention import attend, attention_packed, latent_kernel, segment_attention, segments
 from ..attention.attention_kernel import Tails, put
 from ..attention.fused_attention import ARCHITECTURES, MOST_NEW, owners_of
@@ -112,7 +112,7 @@ def _next(layer: Any, count: int = 1) -> Next | None:
     if isinstance(layer, AddressedKVCache):
         lengths = [base + end + 1 for base, end in zip(layer.bases, layer.ends, strict=True)]
         return Next(layer, *layer.places(1, 1), lengths) if layer.has_room(count) else None
-    alone, ring = isinstance(layer, KVCache | RotatingKVCache | QuantisedKVCache), _shape(layer)[2]
+    alone, ring = isinstance(layer, KVCache | RotatingKVCache), _shape(layer)[2]
     if window := _window_of(layer):
         lengths = [tokens + 1 for tokens in ([layer.offset] if alone else layer.tokens())]
         grows = ring < window and (layer.offset if alone else layer._offset) >= ring
@@ -193,10 +193,10 @@ def _tree(cache: Cache) -> list[int | list[int]]:
 
 def _is_state(leaf: Any) -> bool:
     """Whether it keeps recurrent state of all rows, without padding."""
-    kind = KINDS.get(type(leaf))
+    spec = spec_of(leaf)
     return (
-        kind is not None
-        and kind.trim is None
+        spec is not None
+        and spec.kind == "state"
         and leaf.lengths is None
         and leaf.left_padding is None
         and not any(array is None for array in leaf.cache)
@@ -414,10 +414,15 @@ def _blank(layer: Any, held: Any, count: int) -> mx.array:
 
 TRACED = {
     *(KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache),
-    *(SegmentedKVCache, QuantisedKVCache, QuantisedBatchKVCache),
-    *(AddressedKVCache, AddressedLatentsKVCache),
+    *(SequenceKVCache, AddressedKVCache, AddressedLatentsKVCache),
 }
 """Classes of the layers of a cache, no other subclass."""
+
+
+def _is_traced(layer: Any) -> bool:
+    """Whether it is one of `TRACED`, and no row alone with packed segments."""
+    kind = type(layer)
+    return kind in TRACED and not (kind is SequenceKVCache and layer.how is not None and layer.layer)
 
 
 class CompiledStep(DecodeStep):
@@ -447,7 +452,7 @@ class CompiledStep(DecodeStep):
         if self._off or (self._fused is None and vars(self._model).get("omlxd_compiles") is False):
             return None
         states, recurrent, tree = list[int](), list[Any](), _tree(cache)
-        if not {type(layer) for layer in cache} <= TRACED:
+        if not all(map(_is_traced, cache)):
             every = [leaf for _, leaf in leaves(cache)]
             states = [at for at, leaf in enumerate(every) if _is_state(leaf)]
             recurrent = [every[at] for at in states]
@@ -456,7 +461,7 @@ class CompiledStep(DecodeStep):
             return None
         kinds, first = {type(layer) for layer in cache}, cache[0]
         own = [kind for kind in kinds if issubclass(kind, AddressedKVCache)]
-        if not kinds <= TRACED or (own and not (len(kinds) == len(own) and first.tails)):
+        if not all(map(_is_traced, cache)) or (own and not (len(kinds) == len(own) and first.tails)):
             return None
         tails, sharing = _tails(first), [segments.shared_in(layer) for layer in cache]
         shared = next((one for one in sharing if one is not None), None)
@@ -514,7 +519,7 @@ class CompiledStep(DecodeStep):
             if isinstance(layer, RotatingKVCache):
                 layer._idx = layer._idx % window + 1
                 layer.offset += 1
-            elif isinstance(layer, KVCache | QuantisedKVCache):
+            elif isinstance(layer, KVCache):
                 layer.offset += count
             elif count > 1:
                 layer.advance(offset, count)
@@ -531,7 +536,7 @@ class CompiledStep(DecodeStep):
         fused = self._fused
         if self._off or fused is None or not fused.is_repeatable or getattr(cache[0], "how", None):
             return 0
-        return fused.most_rows if all(type(layer) in TRACED for layer in cache) else 0
+        return fused.most_rows if all(map(_is_traced, cache)) else 0
 
     def _function(self, shape: tuple[Any, ...], cache: Cache, plan: Plan, fused: bool) -> Callable[..., Any]:
         """What computes a step of this shape, as `_trace` does. `cache`: leaves with KV."""
