@@ -25,6 +25,11 @@ from hypothesis import settings as hypothesis_settings
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# MLX on a CPU compiles each fused function by g++: two seconds for each of some 350 that these tests have.
+# Engines that tests start inherit it.
+if sys.platform == "linux":
+    os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+
 PATIENCE_S = 120.0
 """Seconds that a test's client waits for an answer: on a busy machine the default of 5 is too few."""
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
+from pathlib import Path
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
@@ -413,6 +417,25 @@ FEW_CHECKS = {
     "JOINED": ((1, 1), (2, 3)),
 }
 """What a load's checks of fused steps draw. These kernels have no spans, and one form for any rows."""
+
+
+NO_FUSE = 2
+"""Of mlx/compile.h's `CompileMode`."""
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """`mx.compile` replays graphs, which tests/conftest.py has off.
+
+    It fuses nothing, for which a CPU's MLX runs g++. Python's MLX has no name for this mode.
+    """
+    mx.enable_compile()
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(str(next(Path(mx.__file__).parent.glob("lib/libmlx.*"))))
+        library._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(NO_FUSE)
+    yield
+    if "MLX_DISABLE_COMPILE" in os.environ:
+        mx.disable_compile()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
 
 from .conftest import Reference
 
+pytestmark = pytest.mark.usefixtures("compiling")
 STEPS = 6
 
 

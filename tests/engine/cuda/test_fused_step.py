@@ -421,6 +421,7 @@ def test_a_source_for_each_kind_of_heads():
     assert all(source.count("{") == source.count("}") for _, source in sources)
 
 
+@pytest.mark.usefixtures("compiling")
 def test_a_shape_traces_some_layers_once(tmp_path, reference, fused, monkeypatch: pytest.MonkeyPatch):
     reference()
     monkeypatch.setattr(loading, "use_own_rows", lambda model: False)  # A trace has no addresses.
