@@ -29,7 +29,7 @@ work gets done, for as long as it does.
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 import msgspec
 
@@ -256,11 +256,14 @@ class Device(Struct, frozen=True, tag="device"):
 
     total      of the GPU's own memory (what Metal recommends at most), or of the machine's
     available  of these, free now
+    free_from  who sees what is free later: `host`, the front itself, since arrays live in the machine's
+               memory; `engine` alone; `report`: nobody, `available` stays
     """
 
     backend: str
     total: int
     available: int
+    free_from: Literal["host", "engine", "report"] = "report"
 
 
 class Alive(Struct, frozen=True, tag="alive"):

@@ -147,7 +147,8 @@ class EngineService:
     def run(self) -> None:
         self._start("memory", self._watch_memory)
         total, available = memory()
-        self._send(wire.Device(backend=mlx_adapter.backend(), total=total, available=available))
+        free_from = "engine" if mlx_adapter.attention_backend().own_memory else "host"
+        self._send(wire.Device(mlx_adapter.backend(), total, available, free_from))
         decoder = wire.FrameDecoder(wire.ToEngine)
         deadline_s = ORPHAN_FLUSH_S
         while data := self._receive():

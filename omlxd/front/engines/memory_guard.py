@@ -323,13 +323,11 @@ class MemoryGuard:
 
     async def _available(self, engine: ModelEngine, device: Device) -> int:
         """Return the bytes that are free now where arrays live."""
-        if device.backend == "cuda":
-            # Only an engine can see it; this one has not begun to load.
-            available = await engine.process.device_available()
-            return device.available if available is None else available
-        if device.backend in ("cpu", "metal"):
+        if device.free_from == "host":
             return available_ram()
-        return device.available
+        # This engine has not begun to load.
+        available = await engine.process.device_available() if device.free_from == "engine" else None
+        return device.available if available is None else available
 
     def _claimed(self) -> int:
         return sum(self._claims.values())

@@ -237,7 +237,7 @@ async def test_weights_become_float32_where_they_take_half_of_what_is_free(
     monkeypatch.setattr(memory_guard, "RESERVE_BYTES", 0)
     stored = 800 if weights == "are float32" else 100
     models, model = Models(limit=None), Model("m", stored)
-    models.device = Device(backend="cpu", total=10**12, available=0)
+    models.device = Device("cpu", 10**12, 0, "host")
     large = replace(model.footprint, weights=800 * MB)
     model.float32_footprint = None if weights == "as-stored" else large
     estimate = models.guard.estimate(cast(Any, model))
@@ -258,7 +258,7 @@ async def test_the_limit_that_is_said_is_one_with_which_weights_become_float32(w
     for limit in (1500, 0):
         limit = limit or parse_size(said[0].rpartition("--memory-limit ")[2].removesuffix(" on")) // MB
         models, model = Models(limit=limit), Model("m", 100)
-        models.device = Device(backend="cpu", total=10**12, available=0)
+        models.device = Device("cpu", 10**12, 0, "host")
         model.float32_footprint = replace(model.footprint, weights=weights * MB)
         budget = await soon(models.load(model))
         said.append(budget.slow)

@@ -87,6 +87,7 @@ class AttentionBackend(Protocol):
     equal_segments    segments that rows share are of equal length
     compares_rows     a load compares rows of a batch with what each has alone
     loads_beside_cpu  a load leaves cores of the processor idle
+    own_memory        arrays live in the device's own memory, whose free bytes other programs do not see
     """
 
     name: str
@@ -99,6 +100,7 @@ class AttentionBackend(Protocol):
     equal_segments: bool = False
     compares_rows: bool = False
     loads_beside_cpu: bool = False
+    own_memory: bool = False
 
     def install(self) -> None:
         """Patch mlx-lm as the kernels need it. Called at each load, before the model is read."""

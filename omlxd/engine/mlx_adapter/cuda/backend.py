@@ -60,6 +60,7 @@ class CudaBackend(AttentionBackend):
     equal_segments = True
     compares_rows = True
     loads_beside_cpu = True
+    own_memory = True
 
     def install(self) -> None:
         attend.note_caches()
