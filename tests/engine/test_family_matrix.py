@@ -1,7 +1,7 @@
 """Every family × every way to come back to a prefix, hot or cold, against a run without reuse.
 
 One family of each kind of cache comes back from both tiers in every way, any other from one tier in
-each way, a variant of it that others have in every second way: `tiers`.
+each way, one with the caches of another or a variant of it in every second way: `tiers`.
 
 A scenario is what was served before, and what is asked afterwards. The hot rows do both in one
 engine. The cold rows serve the first part in a process of its own, which is then killed with SIGKILL,
@@ -12,6 +12,7 @@ before, and one block.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -26,7 +27,6 @@ import pytest
 from cold_run import Reference, outputs, prompt, same_bits
 from families import DType, build_family
 from family_configs import CONFIGS, Family
-from fast_or_slow import SOME_FAMILIES
 from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
@@ -77,8 +77,10 @@ ROWS = [
 ]
 FAST = {Row("gemma3_text", segment=GRID), Row("qwen3_5", segment=GRID)}
 """One with windows, one with recurrent layers; test_identity.py has those that keep KV per token alone."""
-WHOLE = {*FAST, *(Row(name) for name in SOME_FAMILIES), Row("qwen3", kv_bits=8), Row("qwen3", "bf16")}
-"""One of each kind of cache, of packed KV, of 16 bits, and of layers that share a prefix beside others."""
+WHOLE = {*FAST, *(Row(name) for name in ("qwen3", "mamba2", "deepseek_v3")), Row("qwen3", kv_bits=8)}
+"""One of each kind of cache, of packed KV, and of layers that share a prefix beside others."""
+TOGETHER = 8
+"""Rows whose models and first parts are made together, as the first of them is tested."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -267,9 +269,11 @@ def tiers(row: Row, scenario: Scenario) -> tuple[str, ...]:
 
 
 def is_double(row: Row) -> bool:
-    """Whether `row` is a variant (bf16, 8 bits, a shared prefix) that a row of `WHOLE` is, too."""
+    """Whether it has KV per token alone, or is a variant (8 bits, a shared prefix), as a row of `WHOLE`."""
+    if row == Row(row.family):
+        return row.config.per_token and not row.family.startswith(("deepseek", "glm_moe"))  # These have MLA.
     variant = row.dtype, row.kv_bits, row.segment
-    return row != Row(row.family) and variant in {(one.dtype, one.kv_bits, one.segment) for one in WHOLE}
+    return variant in {(one.dtype, one.kv_bits, one.segment) for one in WHOLE}
 
 
 def in_turn(row: Row, scenario: Scenario) -> str:
@@ -303,22 +307,38 @@ def row(request: pytest.FixtureRequest) -> Row:
 
 
 @pytest.fixture(scope="session")
-def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Row, Path]:
-    """A folder for each row that will run, its model in `model`."""
-    rows = {
-        item.callspec.params["row"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == Path(__file__) and hasattr(item, "callspec")
-    }
-    found = {row: tmp_path_factory.mktemp(str(row)) for row in sorted(rows, key=str)}
-    for row, folder in found.items():
-        row.build(folder / "model")
-    return found
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Path]:
+    """A row's folder, its model in `model`."""
+
+    @functools.cache
+    def folder(row: Row) -> Path:
+        made = tmp_path_factory.mktemp(str(row))
+        row.build(made / "model")
+        return made
+
+    return folder
 
 
 @pytest.fixture(scope="session")
-def killed(folders: dict[Row, Path]) -> dict[Row, Path]:
-    """Every row's first parts, served to a cold tier by a process that was then killed."""
+def killed(request: pytest.FixtureRequest, folder_of: Callable[[Row], Path]) -> Callable[[Row], Path]:
+    """A row's first parts, served to a cold tier by a process that was then killed."""
+    selected = [
+        item.callspec.params["row"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__) and hasattr(item, "callspec")
+    ]
+    rows, roots = list(dict.fromkeys(selected)), dict[Row, Path]()
+
+    def root(row: Row) -> Path:
+        if row not in roots:
+            first = rows.index(row) // TOGETHER * TOGETHER
+            roots.update(served({one: folder_of(one) for one in rows[first : first + TOGETHER]}))
+        return roots[row]
+
+    return root
+
+
+def served(folders: dict[Row, Path]) -> dict[Row, Path]:
     roots = {row: folder / "cold" for row, folder in folders.items()}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     arguments = [str(a) for row in roots for a in (folders[row] / "model", roots[row], ROWS.index(row))]
@@ -336,8 +356,8 @@ def killed(folders: dict[Row, Path]) -> dict[Row, Path]:
 
 
 @pytest.fixture(scope="module")
-def model(row: Row, folders: dict[Row, Path]) -> Path:
-    return folders[row] / "model"
+def model(row: Row, folder_of: Callable[[Row], Path]) -> Path:
+    return folder_of(row) / "model"
 
 
 @pytest.fixture(scope="module")
@@ -361,8 +381,8 @@ def hot(row: Row, model: Path) -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def restarted(row: Row, model: Path, killed: dict[Row, Path]) -> Iterator[Rig]:
-    with matrix_rig(model, killed[row], **row.options) as rig:
+def restarted(row: Row, model: Path, killed: Callable[[Row], Path]) -> Iterator[Rig]:
+    with matrix_rig(model, killed(row), **row.options) as rig:
         yield rig
 
 

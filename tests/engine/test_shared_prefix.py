@@ -15,7 +15,7 @@ import pytest
 from cold_run import Reference, assert_same, prompt
 from daemon import wait_until
 from families import build_family
-from fast_or_slow import rest_slow
+from fast_or_slow import diagonal, rest_slow
 from guesses import guess_by, half_right
 from kv_fakes import check_pool
 from mlx_lm.models.cache import KVCache
@@ -45,14 +45,19 @@ LONG = 120
 """Tokens of an answer; of one beside which others surely come to decode."""
 
 
-@pytest.fixture(
+MODELS = ("qwen3", "qwen3 8", "llama", "glm4_moe")
+"""Families, and in how many bits their KV is."""
+WHOLE = MODELS[:2]
+"""Of KV as it is and of packed KV, in each way; those whose caches are the first's, in one."""
+MODELS_AND_SEGMENTS = pytest.mark.parametrize(
+    ("model", "segment"),
+    diagonal(MODELS, (SEGMENT, mlx_adapter.SEGMENT), WHOLE),
+    indirect=["model"],
     scope="module",
-    params=[
-        "qwen3",
-        "qwen3 8",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "glm4_moe")),
-    ],
 )
+
+
+@pytest.fixture(scope="module", params=WHOLE)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a family, and with KV in so many bits."""
     family, _, bits = request.param.partition(" ")
@@ -145,8 +150,7 @@ def test_a_hit_has_the_bits_of_a_cold_run(model: Path, uncached: Reference, tmp_
         assert_nothing_is_left(rig)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("segment", SEGMENTS)
+@MODELS_AND_SEGMENTS
 def test_turns_that_append_have_the_bits_of_a_cold_run(model: Path, uncached: Reference, segment: int):
     """KV of answers too, which is computed a token at a time."""
     with sharing(model, record=True, segment=segment) as rig:
@@ -158,8 +162,7 @@ def test_turns_that_append_have_the_bits_of_a_cold_run(model: Path, uncached: Re
             assert_same(rig, tokens, uncached, hot=known, cold=0, n=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("segment", SEGMENTS)
+@MODELS_AND_SEGMENTS
 def test_a_rows_logits_do_not_depend_on_who_shares(model: Path, segment: int):
     """The same bits alone and in batches of any others, also of rows without a segment."""
     with sharing(model, segment=segment) as rig:
@@ -196,11 +199,22 @@ def test_a_rows_logits_do_not_depend_on_who_shares(model: Path, segment: int):
 # --------------------------------------------------------------------------- once in live memory
 
 
-@pytest.mark.slow  # Of the fast ones test_segment_attention.py's requests share by the scheduler too.
-@pytest.mark.parametrize("segment", SEGMENTS)
+# Of the fast ones test_segment_attention.py's requests share by the scheduler too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("origin", "speculate"),
-    [(origin, speculate) for speculate in (True, False) for origin in ("cold", "ram", "ssd")],
+    ("model", "origin", "speculate", "segment"),
+    [
+        *(
+            (model, origin, speculate, (SEGMENT, mlx_adapter.SEGMENT)[(at + speculate + number) % 2])
+            for number, model in enumerate(WHOLE)
+            for at, origin in enumerate(("cold", "ram", "ssd"))
+            for speculate in (True, False)
+        ),
+        ("llama", "ssd", True, SEGMENT),
+        ("glm4_moe", "ram", True, SEGMENT),
+    ],
+    indirect=["model"],
+    scope="module",
 )
 def test_four_requests_hold_their_prefix_once(
     model: Path, uncached: Reference, tmp_path: Path, origin: str, speculate: bool, segment: int, monkeypatch
@@ -286,8 +300,7 @@ def test_a_row_of_latents_is_a_batch_alone_too(family: str, tmp_path: Path, monk
         output.tokens()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("segment", SEGMENTS)
+@MODELS_AND_SEGMENTS
 def test_those_who_join_later_share_and_those_who_leave_take_nothing_away(
     model: Path, uncached: Reference, segment: int
 ):

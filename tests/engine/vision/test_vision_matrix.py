@@ -1,4 +1,7 @@
-"""Every vision family × every way to come back to a prefix with images, against a run without reuse."""
+"""Every vision family × ways to come back to a prefix with images, against a run without reuse.
+
+One family of each kind of cache comes back in every way, any other in every second one: `some`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,16 @@ from omlxd.engine.mlx_adapter.model import vision
 
 FAST = ("qwen3_vl", "gemma4")
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in VISION_FAMILIES]
+WHOLE = (*FAST, "qwen3_5")
+"""Of KV per token alone, with windows, with recurrent layers."""
+
+
+def some(turn: int) -> pytest.MarkDecorator:
+    """A slow test of `WHOLE` and of each second other family, from the first or the second on."""
+    others = [name for name in VISION_FAMILIES if name not in WHOLE]
+    names = [pytest.param(name, marks=pytest.mark.slow) for name in (*WHOLE, *others[turn::2])]
+    return pytest.mark.parametrize("family", names, indirect=True, scope="module")
+
 
 TALK: Segments = [(150, 1), image(1), (70, 2)]
 CLOSE = 1e-3
@@ -75,7 +88,7 @@ def test_the_tower_is_looked_into_between_its_layers(rig: VisionRig):
     assert rig.on_engine(count) == 2
 
 
-@pytest.mark.slow
+@some(0)
 def test_the_same_prompt_again_and_from_disk(family: str, model: Path, uncached: VisionRig, tmp_path: Path):
     longer = [*TALK, image(2, 168), (40, 3)]
     with VisionRig(family, model, tmp_path) as rig:
@@ -101,7 +114,7 @@ def test_another_image_at_the_same_place_misses_from_itself_on(rig: VisionRig, u
     assert np.abs(first - logits).max() > 1e-3  # The model sees which.
 
 
-@pytest.mark.slow
+@some(1)
 def test_text_before_an_image_is_kept_for_another_image(rig: VisionRig, uncached: VisionRig):
     """Windows and recurrent layers have state there too, between two of the usual checkpoints."""
     talks = [[(210, 1), image(seed), (10, 2), image(seed + 1), (200, 3)] for seed in (1, 3, 5)]
@@ -116,7 +129,7 @@ def test_text_before_an_image_is_kept_for_another_image(rig: VisionRig, uncached
         assert sequence.kv.before_images == ()
 
 
-@pytest.mark.slow
+@some(0)
 def test_the_image_at_another_place_is_computed_there(rig: VisionRig, uncached: VisionRig):
     check(rig, uncached, TALK)
     towers = rig.images.towers
@@ -124,7 +137,7 @@ def test_the_image_at_another_place_is_computed_there(rig: VisionRig, uncached: 
     assert rig.images.towers == towers  # Its features are kept.
 
 
-@pytest.mark.slow
+@some(1)
 def test_two_images_of_which_the_second_changes(rig: VisionRig, uncached: VisionRig):
     two = [*TALK, image(2, 168), (70, 3)]
     check(rig, uncached, two)
@@ -133,14 +146,14 @@ def test_two_images_of_which_the_second_changes(rig: VisionRig, uncached: Vision
     assert 0 < restored <= before_image(rig, changed, 1)
 
 
-@pytest.mark.slow
+@some(0)
 def test_an_answer_is_a_prefix_too(rig: VisionRig, uncached: VisionRig):
     output, _ = rig.ask(TALK, n=80)
     restored, _ = check(rig, uncached, [*TALK, output.got, (40, 4)])
     assert restored >= output.sequence.prompt.length + 80 - 2 * BLOCK
 
 
-@pytest.mark.slow
+@some(1)
 def test_a_prompt_that_was_broken_off_is_gone_on_with(rig: VisionRig, uncached: VisionRig):
     long = [(150, 1), image(1), (300, 2), image(2), (100, 3)]
     broken = rig.begin(long)

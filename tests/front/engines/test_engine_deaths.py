@@ -62,7 +62,10 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
 @pytest.mark.parametrize(
     ("moment", "signal"),
     rest_slow(
-        [("loading", "SIGABRT"), ("prefill", "SIGSEGV"), ("decode", "SIGTERM"), ("writing", "SIGKILL")],
+        [
+            *(("loading", "SIGABRT"), ("loading", "SIGKILL"), ("prefill", "SIGSEGV"), ("prefill", "SIGKILL")),
+            *(("decode", "SIGTERM"), ("decode", "SIGKILL"), *(("writing", signal) for signal in SIGNALS)),
+        ],
         ("writing", "SIGKILL"),
     ),
 )
@@ -105,10 +108,3 @@ def texts(answer: Any) -> list[str]:
     if isinstance(answer, dict):
         return [text for name, value in answer.items() if name != "id" for text in texts(value)]
     return [text for value in answer for text in texts(value)] if isinstance(answer, list) else [str(answer)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("signal", SIGNALS)
-def test_every_death(dying: Dying, moment: str, signal: str):
-    dies(dying, moment, signal)

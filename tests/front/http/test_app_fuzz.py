@@ -48,7 +48,7 @@ def test_bodies_that_make_sense(path, count):
     check()
 
 
-@counts(20, 150)
+@counts(20, 100)
 @pytest.mark.parametrize("path", PATHS)
 def test_bodies_that_no_longer_do(path, count):
     @quick(count)

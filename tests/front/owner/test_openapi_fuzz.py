@@ -116,7 +116,7 @@ class AppClient(httpx.Client):
         return asyncio.run(send())
 
 
-@counts(2, 20)
+@counts(2, 10)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_the_app_keeps_its_document(method, path, count):
     @examples(count)
@@ -144,7 +144,7 @@ def daemon(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [*GENERATING, COUNTING])
-@examples(40)
+@examples(20)
 @given(data=st.data())
 def test_a_daemon_keeps_its_document(daemon, path, data):
     Asker(daemon.http, "tiny").ask(data.draw(cases("post", path)))
@@ -152,7 +152,7 @@ def test_a_daemon_keeps_its_document(daemon, path, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", VALID)
-@examples(50)
+@examples(20)
 @given(data=st.data())
 def test_a_daemon_takes_bodies_that_make_sense_and_those_that_no_longer_do(daemon, path, data):
     body = data.draw(VALID[path])
@@ -163,7 +163,7 @@ def test_a_daemon_takes_bodies_that_make_sense_and_those_that_no_longer_do(daemo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BOLD)
-@examples(120)
+@examples(50)
 @given(data=st.data())
 def test_a_daemon_takes_or_refuses_bodies_that_ask_for_a_lot(daemon, path, data):
     served_or_refused(daemon, path, data.draw(BOLD[path]))
