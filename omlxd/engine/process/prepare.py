@@ -17,7 +17,7 @@ Sets what MLX's backends read from the environment, before they compute. A user'
 |                             |      | H100). Not on macOS                                                   |
 
 `MLX_USE_CUDA_GRAPHS` depends on the model: mlx_adapter/model/load.py sets it. `MLX_PTX_CACHE_DIR` is in the
-cache folder: kernel_store.py of mlx_adapter/cuda/ sets it.
+cache folder: kernel_store.py sets it.
 
 Not set: `MLX_CUDA_USE_CUDNN_SDPA=0`. cuDNN's attention for single tokens sums in another order from run to
 run (bfloat16 and float16, 256 tokens and more), so that two runs of one prompt, with a hit or without, may

@@ -42,7 +42,7 @@ async def find_host(
     differ = for_next_load(base.settings, replace(engine.settings, adapter=base.settings.adapter))
     if base.adapter is not None:
         reason = "its base is set to have another adapter"
-    elif base.described.kind != "chat":
+    elif base.measured.description.kind != "chat":
         reason = "its base answers no prompts"
     elif differ and engine.settings is not defaults:
         reason = f"its settings differ from its base's: {', '.join(differ)}"

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -98,20 +99,51 @@ class Card(Struct, frozen=True, kw_only=True):
     info: wire.ModelInfo | None = None
 
 
+@dataclass(slots=True)
+class Stay:
+    """How long a model stays loaded, as the owner and its last request said.
+
+    pinned      the owner pinned it; the settings' `pin` is another
+    by_name     the owner has it loaded until the owner unloads it, also when it was away meanwhile
+    owner_s     seconds that the owner, who had it loaded, said; None: none, or somebody else had
+    asked_s     seconds that its last request asked for (`keep_alive`); None: nothing
+    leaving     the owner said that it goes once its requests have ended, pinned or not
+    default_s   seconds without a request, if nobody said any
+    """
+
+    pinned: bool = False
+    by_name: bool = False
+    owner_s: float | None = None
+    asked_s: float | None = None
+    leaving: bool = False
+    default_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a model's files say, by the last look at them.
+
+    footprints     with weights as stored, and in float32; None: not read yet
+    drafts         likewise, of its draft model; None: it has none
+    adapter_bytes  of the adapter's weights; None: it is none
+    """
+
+    description: Description
+    footprints: tuple[Footprint, Footprint] | None = None
+    drafts: tuple[Footprint, Footprint] | None = None
+    adapter_bytes: int | None = None
+
+
 class ModelEngine:
     """One model, with or without a process behind it. Requests wait while it loads.
 
     process     what runs it
     settings    what the configuration file says of it; replaced when the file is read again
-    keep_alive  what its last request asked for, in seconds; None: nothing
-    by_name     the owner has it loaded until the owner unloads it, also when it was away meanwhile
-    owner_s     seconds that the owner, who had it loaded, said; None: none, or somebody else had
-    leaving     the owner said that it goes once its requests have ended, pinned or not
     removing    its files are being deleted: nobody loads it again
     admitted    it may load, or is loaded: it counts against what may be loaded at once
     broken      its own files are why it can't be loaded
     cpu_weights `auto`, or `as-stored`: never made float32
-    described   what its folder says of it
+    measured    what its files say
     draft_folder  of its draft model; None: it has none, or was never loaded
     float32     its weights are made float32, where MLX computes on a CPU
     host        the base in whose engine this adapter is, or was; None: it has an engine of its own
@@ -127,29 +159,21 @@ class ModelEngine:
         self.settings: ModelSettings = NOTHING
         self.loaded_with: ModelSettings = NOTHING
         self.folder: Path | None = installed.folder
-        self.pinned = False
-        self.by_name = False
-        self.owner_s: float | None = None
-        self.leaving = False
+        self.stay = Stay()
+        self.measured = Measured(Description())
         self.removing = False
         self.admitted = False
         self.broken = False
-        self.keep_alive: float | None = None
-        self.default_ttl = math.inf
         self._may_load = may_load
         self._context: int | None = None
         self.cpu_weights = "auto"
         self.float32 = False
-        self.described = Description()
         self.draft_folder: Path | None = None
         self.host: ModelEngine | None = None
         self.guests: Callable[[], Sequence[ModelEngine]] = lambda: ()
         self.why_never: Callable[[], str] = lambda: ""
         self.loaded_state: tuple[int, ...] = ()
         self.look: asyncio.Task[tuple[int, ...]] | None = None
-        self._adapter_bytes: int | None = None
-        self._footprints: tuple[Footprint, Footprint] | None = None
-        self._drafts: tuple[Footprint, Footprint] | None = None
 
     @property
     def model_id(self) -> str:
@@ -225,7 +249,7 @@ class ModelEngine:
     @property
     def card(self) -> Card:
         """The model's facts for clients."""
-        info, described = self.info, self.described
+        info, described = self.info, self.measured.description
         return Card(
             id=self.model_id,
             state=self.state,
@@ -251,16 +275,17 @@ class ModelEngine:
 
     def _footprint(self, float32: bool) -> Footprint | None:
         """Add the draft model's footprint, whose process is the same."""
-        if self._footprints is None or self._drafts is None:
-            return self._footprints and self._footprints[float32]
-        return self._footprints[float32].with_draft(self._drafts[float32])
+        model, drafts = self.measured.footprints, self.measured.drafts
+        if model is None or drafts is None:
+            return model and model[float32]
+        return model[float32].with_draft(drafts[float32])
 
     @property
     def disk_bytes(self) -> int | None:
         """Bytes of the weight files, or of the adapter."""
         if self.installed.adapter is not None:
-            return self._adapter_bytes
-        return self._footprints[False].weights if self._footprints else None
+            return self.measured.adapter_bytes
+        return self.measured.footprints[False].weights if self.measured.footprints else None
 
     @property
     def float32_footprint(self) -> Footprint | None:
@@ -269,13 +294,13 @@ class ModelEngine:
 
     def measure(self) -> None:
         """Read the `footprint`. Blocks for as long as the disk does."""
-        if self.installed.adapter is not None:
-            self._adapter_bytes = adapter_bytes(self.installed.adapter)
-        if self.folder is not None:
-            self.described = describe(self.folder)
-            self._footprints = footprint(self.folder), footprint(self.folder, float32=True)
-            draft = self.draft_folder
-            self._drafts = (footprint(draft), footprint(draft, float32=True)) if draft else None
+        adapter, folder, draft = self.installed.adapter, self.folder, self.draft_folder
+        self.measured = Measured(
+            description=describe(folder) if folder else self.measured.description,
+            footprints=_both(folder) if folder else self.measured.footprints,
+            drafts=_both(draft) if folder and draft else None,
+            adapter_bytes=adapter_bytes(adapter) if adapter else None,
+        )
 
     @property
     def memory_bytes(self) -> int | None:
@@ -350,7 +375,7 @@ class ModelEngine:
 
     @property
     def is_pinned(self) -> bool:
-        return self.pinned or self.settings.pin
+        return self.stay.pinned or self.settings.pin
 
     @property
     def idle_s(self) -> float:
@@ -358,24 +383,24 @@ class ModelEngine:
 
         A request's `keep_alive` of 0 lets it go; another never shortens what the owner said.
         """
-        if self.leaving or self.keep_alive == 0:
+        if self.stay.leaving or self.stay.asked_s == 0:
             return 0.0
-        said = self.settings.ttl if self.owner_s is None else self.owner_s
-        if said is None and self.by_name:
+        said = self.settings.ttl if self.stay.owner_s is None else self.stay.owner_s
+        if said is None and self.stay.by_name:
             return math.inf
-        if self.keep_alive is None:
-            return self.default_ttl if said is None else said
-        return max(self.keep_alive, said or 0.0)
+        if self.stay.asked_s is None:
+            return self.stay.default_s if said is None else said
+        return max(self.stay.asked_s, said or 0.0)
 
     @property
     def expires_at(self) -> float:
         """Monotonic time of the unload; infinite while the model is in use, pinned or not loaded."""
-        if self.leaving and self.state == "loading" and not self.process.is_awaited:
+        if self.stay.leaving and self.state == "loading" and not self.process.is_awaited:
             return self.process.used_at  # Whoever waited for it went away.
-        if self.state != "ready" or self.is_busy or (self.is_pinned and not self.leaving):
+        if self.state != "ready" or self.is_busy or (self.is_pinned and not self.stay.leaving):
             return math.inf
         own = self.process.used_at + self.idle_s
-        return own if self.leaving else max([own, *(guest.expires_at for guest in self.guests())])
+        return own if self.stay.leaving else max([own, *(guest.expires_at for guest in self.guests())])
 
     @property
     def is_nothing(self) -> bool:
@@ -393,6 +418,10 @@ class ModelEngine:
         """Seconds until an idle unload; None: never."""
         left = self.expires_at - time.monotonic()
         return None if math.isinf(left) else max(0.0, left)
+
+
+def _both(folder: Path) -> tuple[Footprint, Footprint]:
+    return footprint(folder), footprint(folder, float32=True)
 
 
 def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir: str) -> wire.Load:

@@ -158,14 +158,14 @@ class EnginePool:
         made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
         made.guests = lambda: self._guests(made)
         made.why_never = lambda: self._guard.why_never(made)
-        made.pinned = installed.id in self.book.pinned
+        made.stay.pinned = installed.id in self.book.pinned
         self._set_settings(made)
         return made
 
     def _set_settings(self, engine: ModelEngine) -> None:
         engine.settings = settings_of(engine.model_id, self._settings)
         engine.cpu_weights = engine.settings.cpu_weights or self._settings.cpu_weights
-        engine.default_ttl = self._settings.model_ttl
+        engine.stay.default_s = self._settings.model_ttl
 
     def _others_answer(self, model_id: str) -> bool:
         engines = self._engines.values()
@@ -186,7 +186,7 @@ class EnginePool:
         # Its folder may be gone, and may have come back.
         if self._first is not None and (first := self._engines.get(self._first.model_id)) is not None:
             return first
-        engines = [engine for engine in self.models() if engine.described.kind == "chat"]
+        engines = [engine for engine in self.models() if engine.measured.description.kind == "chat"]
         loaded = [e for e in engines if e.state in ("ready", "loading")]
         if loaded:
             return max(loaded, key=lambda e: e.process.used_at)
@@ -252,7 +252,7 @@ class EnginePool:
             log.warning("%s", sentence)
         in_background(self.cold.open())  # What it holds is counted and shown before a model is loaded.
         if first and self._first is not None:
-            self._first.by_name = True
+            self._first.stay.by_name = True
             self._first.process.supervisor.start()
 
     async def load(self, model_name: str, keep_alive: float | None = None) -> ModelEngine:
@@ -262,14 +262,14 @@ class EnginePool:
         """
         engine = await self.find_engine(model_name)
         engine.check_stays()
-        engine.by_name, engine.owner_s = keep_alive is None, keep_alive
-        engine.keep_alive, engine.leaving = None, False
+        engine.stay.by_name, engine.stay.owner_s = keep_alive is None, keep_alive
+        engine.stay.asked_s, engine.stay.leaving = None, False
         engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.
         engine.process.supervisor.end_hold()
         try:
             await engine.process.load()
         except OmlxdError:
-            engine.by_name, engine.owner_s = False, None
+            engine.stay.by_name, engine.stay.owner_s = False, None
             raise
         self._note()
         return engine
@@ -279,18 +279,18 @@ class EnginePool:
         engine = await self.find_engine(model_name)
         engine.process.give_up_load()
         for each in (engine, *self._guests(engine)):
-            each.by_name = False
-        engine.leaving = not self._let_go(engine)
-        if not engine.leaving:
+            each.stay.by_name = False
+        engine.stay.leaving = not self._let_go(engine)
+        if not engine.stay.leaving:
             await engine.process.supervisor.gone()
-        return not engine.leaving
+        return not engine.stay.leaving
 
     def keep_alive(self, engine: ModelEngine, seconds: float) -> None:
         """Keep `engine` for so long after the request; 0: unload it at once.
 
         One that the owner had unloaded goes all the same; see `ModelEngine.idle_s`.
         """
-        engine.keep_alive = seconds
+        engine.stay.asked_s = seconds
         self._note()
 
     def pin(self, model_name: str, pinned: bool) -> ModelEngine:
@@ -298,7 +298,7 @@ class EnginePool:
         engine = self.resolve(model_name)
         if not pinned and engine.settings.pin:
             raise InvalidRequest(f"{engine.model_id} is pinned by the configuration file; unpin it there.")
-        engine.pinned = pinned
+        engine.stay.pinned = pinned
         self.book.set_pinned(engine.model_id, pinned)
         self._note()
         return engine
@@ -387,7 +387,7 @@ class EnginePool:
             now, next_at = time.monotonic(), math.inf
             for engine in self._engines.values():
                 if engine.expires_at <= now:
-                    asked = "it was to be unloaded once its requests had ended" if engine.leaving else ""
+                    asked = "it was to be unloaded once its requests had ended" if engine.stay.leaving else ""
                     log.info("%s goes: %s", engine.model_id, asked or "it has been idle for its time")
                     self._let_go(engine)
                 next_at = min(next_at, engine.expires_at)
@@ -402,7 +402,7 @@ class EnginePool:
             return False
         for each in going:
             each.process.begin_unload()
-            each.owner_s, each.keep_alive, each.leaving = None, None, False
+            each.stay.owner_s, each.stay.asked_s, each.stay.leaving = None, None, False
         return True
 
     def _guests(self, engine: ModelEngine) -> list[ModelEngine]:

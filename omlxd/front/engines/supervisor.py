@@ -79,6 +79,28 @@ class _Life:
     stalled: bool = False
 
 
+@dataclass(slots=True)
+class _Tasks:
+    """What a supervisor awaits of a process.
+
+    lives     starts it again and again; `spawning`: its start
+    gone      set once it has ended; `reaping`: waits for that
+    """
+
+    lives: asyncio.Task[None] | None = None
+    spawning: asyncio.Task[wire.Load] | None = None
+    gone: asyncio.Future[None] | None = None
+    reaping: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class _Failure:
+    """Why the engine stopped or failed last, in words; `lasting`: another try would fail as well."""
+
+    reason: str = ""
+    lasting: bool = False
+
+
 class Owner(Protocol):
     """The holder of an engine's requests."""
 
@@ -136,14 +158,10 @@ class Supervisor:
         self._unusable = unusable
         self._state: State = "unloaded"
         self._wanted = asyncio.Event()
-        self._reason = ""
-        self._lasting = False
+        self._last_failure = _Failure()
         self._log_level = ""
         self._closing = False
-        self._lives: asyncio.Task[None] | None = None
-        self._spawning: asyncio.Task[wire.Load] | None = None
-        self._gone: asyncio.Future[None] | None = None
-        self._reaping: asyncio.Task[None] | None = None
+        self._tasks = _Tasks()
 
     @property
     def state(self) -> State:
@@ -158,9 +176,9 @@ class Supervisor:
     def trouble(self) -> str:
         """Why the engine last stopped or failed, and how long it is held; "" once it is ready."""
         if self.state != "failed" or (left := self.restarts.hold_left_s) <= 0:
-            return "" if self.state == "ready" else self._reason
+            return "" if self.state == "ready" else self._last_failure.reason
         at_once = f"`omlxd models load {self.model_id}`, or SIGHUP after a changed setting, tries at once"
-        return f"{self._reason.rstrip('.')}. It is tried again after {math.ceil(left)} s; {at_once}."
+        return f"{self._last_failure.reason.rstrip('.')}. It is tried again after {math.ceil(left)} s; {at_once}."
 
     @property
     def pid(self) -> int | None:
@@ -169,12 +187,12 @@ class Supervisor:
     @property
     def has_process(self) -> bool:
         """Whether a process runs or is being prepared."""
-        return self.link is not None or (self._spawning is not None and not self._spawning.done())
+        return self.link is not None or (self._tasks.spawning is not None and not self._tasks.spawning.done())
 
     def check_hold(self) -> None:
         """Raise Unavailable, or ModelError, while the model is refused because its loads failed."""
         if self.state == "failed" and (left := self.restarts.hold_left_s) > 0:
-            if self._lasting:
+            if self._last_failure.lasting:
                 raise ModelError(self.trouble, param="model")
             raise Unavailable(self.trouble, retry_after=min(60, math.ceil(left)))
 
@@ -206,8 +224,8 @@ class Supervisor:
         if self.state == "unloaded":
             self.state = "loading"
         self._wanted.set()
-        if self._lives is None:
-            self._lives = asyncio.create_task(self._supervise(), name=f"engine {self.model_id}")
+        if self._tasks.lives is None:
+            self._tasks.lives = asyncio.create_task(self._supervise(), name=f"engine {self.model_id}")
 
     def begin_unload(self, grace_s: float = UNLOAD_S) -> None:
         """End the process in order, or its start. Sets the state at once; `gone` waits for the end."""
@@ -219,11 +237,11 @@ class Supervisor:
             if self.state == "loading":
                 self.state = "unloaded"
             return
-        self._gone = asyncio.get_running_loop().create_future()
+        self._tasks.gone = asyncio.get_running_loop().create_future()
         self.state = "unloading"
         if link is None:
-            assert self._spawning is not None
-            self._spawning.cancel()
+            assert self._tasks.spawning is not None
+            self._tasks.spawning.cancel()
         elif was_ready:
             link.send(wire.Quit(deadline_s=grace_s))
             in_background(link.close(grace_s + 2.0))
@@ -232,8 +250,8 @@ class Supervisor:
 
     async def gone(self) -> None:
         """Wait until the unload has ended."""
-        if self._gone is not None:
-            await asyncio.shield(self._gone)
+        if self._tasks.gone is not None:
+            await asyncio.shield(self._tasks.gone)
 
     async def close(self, grace_s: float) -> None:
         """Let the engine flush for `grace_s`, end it, start no other."""
@@ -244,16 +262,16 @@ class Supervisor:
                 await self.link.close(grace_s + 1.0)
             else:
                 await self.link.close(grace_s + 1.0 if self.state == "unloading" else 0.0)
-        if self._lives is not None:
-            self._lives.cancel()
+        if self._tasks.lives is not None:
+            self._tasks.lives.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._lives
-        if self._reaping is not None:
-            await self._reaping
+                await self._tasks.lives
+        if self._tasks.reaping is not None:
+            await self._tasks.reaping
         self._settle_gone()
 
     def _settle_gone(self) -> None:
-        gone, self._gone = self._gone, None
+        gone, self._tasks.gone = self._tasks.gone, None
         if gone is not None and not gone.done():
             gone.set_result(None)
 
@@ -294,7 +312,7 @@ class Supervisor:
 
     def _not_now(self, error: OmlxdError) -> None:
         """Note a refused load: for lack of memory, or for an adapter's files, which may be mended."""
-        self.state, self._reason = "unloaded", error.message
+        self.state, self._last_failure.reason = "unloaded", error.message
         if isinstance(error, AdapterError):  # Without a hold.
             self.restarts.ended_at, self.state = -math.inf, "failed"
         log.warning("%s is not loaded: %s", self.model_id, error.message)
@@ -314,24 +332,26 @@ class Supervisor:
         was_ready, restarts = self.state == "ready", self.restarts
         restarts.ended_at, restarts.ends_in_a_row = time.monotonic(), restarts.ends_in_a_row + 1
         if was_ready:
-            self._reason = f"The engine of {self.model_id} stopped: {reason}. Retry: it starts again."
+            self._last_failure.reason = (
+                f"The engine of {self.model_id} stopped: {reason}. Retry: it starts again."
+            )
         else:
-            self._reason = f"{self.model_id} can't be loaded: {reason}"
+            self._last_failure.reason = f"{self.model_id} can't be loaded: {reason}"
             restarts.failed_loads += 1
-        self._lasting = lasting and not was_ready
+        self._last_failure.lasting = lasting and not was_ready
         self.state = "restarting" if was_ready else "failed"
         log.error("%s", self.trouble)
         retry_after = max(1, min(60, math.ceil(max(restarts.hold_left_s, restarts.backoff_s))))
         failed = Failed(code="unavailable", message=self.trouble, retry_after=retry_after)
-        if self._lasting:
+        if self._last_failure.lasting:
             failed = ModelError(self.trouble, param="model").as_event()
         self._owner.on_lost(failed, was_ready)
 
     async def _one_life(self) -> str:
         """Run one process from preparation to its end; returns why it died. Raises for a load that fails."""
-        self._spawning = asyncio.create_task(self._start_process(), name=f"start {self.model_id}")
+        self._tasks.spawning = asyncio.create_task(self._start_process(), name=f"start {self.model_id}")
         try:
-            load = await self._spawning
+            load = await self._tasks.spawning
         except asyncio.CancelledError:
             if self._closing or self.state != "unloading":
                 raise
@@ -355,7 +375,7 @@ class Supervisor:
                     task.cancel()
             for guest in list(self.guests.values()):
                 guest.end(SHARED)
-            self._reaping = in_background(_reap(life))  # Requests in flight fail now, before that.
+            self._tasks.reaping = in_background(_reap(life))  # Requests in flight fail now, before that.
             self.link = None
         self.restarts.stalls = min(self.restarts.stalls + 1, MOST_STALLS) if life.stalled else 0
         if life.refused is not None:
@@ -452,7 +472,7 @@ class Supervisor:
     def _loaded(self, info: wire.ModelInfo) -> None:
         if self.link is None or self.state == "unloading" or self._closing:
             return  # It was loaded in the moment in which it was to end.
-        self.info, self._reason = info, ""
+        self.info, self._last_failure.reason = info, ""
         self.restarts.failed_loads = 0
         restore_priority(self.link.pid)
         self.loads += 1
