@@ -9,8 +9,8 @@ cuda asked     conditions that name CUDA outside a `cuda/` folder and the doctor
 cuda prose     comment and docstring lines of the engine that name CUDA outside a `cuda/` folder
 lines          of omlxd/ outside `cuda/` and `metal/`
 long           functions of more than 60 lines
-fields         of one class with methods: annotations in its body and `self.x` set in its methods, at most; records
-               (fewer than two methods: settings, requests, frames) have as many as their format
+fields         of one class with methods: annotations in its body and `self.x` set in its methods, at most;
+               records (fewer than two methods: settings, requests, frames) have as many as their format
 constants      of numbers in the modules of speculation, at the top level
 match returns  in `KVBridge.match`
 timed asserts  test files that assert a bound of less than 30 s on a real clock

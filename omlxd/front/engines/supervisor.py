@@ -178,7 +178,8 @@ class Supervisor:
         if self.state != "failed" or (left := self.restarts.hold_left_s) <= 0:
             return "" if self.state == "ready" else self._last_failure.reason
         at_once = f"`omlxd models load {self.model_id}`, or SIGHUP after a changed setting, tries at once"
-        return f"{self._last_failure.reason.rstrip('.')}. It is tried again after {math.ceil(left)} s; {at_once}."
+        why = self._last_failure.reason.rstrip(".")
+        return f"{why}. It is tried again after {math.ceil(left)} s; {at_once}."
 
     @property
     def pid(self) -> int | None:

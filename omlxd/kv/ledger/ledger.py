@@ -105,6 +105,15 @@ class _Gone:
     tried_at: float = float("-inf")
 
 
+@dataclass(slots=True)
+class _Evicted:
+    """Counts since the start; `orphans`: files of namespaces that no installed model has."""
+
+    files: int = 0
+    nbytes: int = 0
+    orphans: int = 0
+
+
 class Ledger:
     """The account of one cache dir. `root`: the cache dir. `cold_cache_bytes`: limit of files and grants;
     `writes`: a day's limit.
@@ -123,10 +132,8 @@ class Ledger:
         self._disk_room = 0
         self._is_full = False
         self._full_logged_at = float("-inf")
-        self._evicted_files = 0
         self.evicted_log = EvictedLog()
-        self._evicted_bytes = 0
-        self._evicted_orphans = 0
+        self._evicted = _Evicted()
         self._lock_fd = -1
         self._has_stock = False
         self._away = False
@@ -241,7 +248,7 @@ class Ledger:
         counted once it can be read.
         """
         self._has_stock = False
-        removed = self._leftovers_removed + self._evicted_files
+        removed = self._leftovers_removed + self._evicted.files
         self._files = FileOrder(self._files.pins)
         try:
             for _, path, size in sorted(self._walk(between)):
@@ -257,7 +264,7 @@ class Ledger:
         self._evict(self._committed - self.cold_cache_bytes)
         self._writes.open()
         self._has_stock = True
-        return self._leftovers_removed + self._evicted_files - removed
+        return self._leftovers_removed + self._evicted.files - removed
 
     def _walk(
         self,
@@ -474,13 +481,13 @@ class Ledger:
                     log.warning("cold tier: can't remove %s: %s", path, error)
                 stuck += 1
                 continue
-            self._evicted_files += 1
+            self._evicted.files += 1
             self.evicted_log.note(path, "evicted")
-            self._evicted_bytes += size
+            self._evicted.nbytes += size
             excess -= size
             namespace = path.partition("/")[0]
             if self._files.is_orphan(namespace):
-                self._evicted_orphans += 1
+                self._evicted.orphans += 1
                 if not self._files.holds_any(namespace):
                     self._remove_folder(namespace)
 
@@ -506,9 +513,9 @@ class Ledger:
             reserved=self._reserved,
             files=len(self._files),
             cold_cache_bytes=self.cold_cache_bytes,
-            evicted_files=self._evicted_files,
-            evicted_bytes=self._evicted_bytes,
-            orphans_evicted_total=self._evicted_orphans,
+            evicted_files=self._evicted.files,
+            evicted_bytes=self._evicted.nbytes,
+            orphans_evicted_total=self._evicted.orphans,
             written_bytes_total=self._written,
             written_today_bytes=max(0, self._writes.spent - self._reserved),
             daily_write_budget_bytes=self._writes.limit,

@@ -91,6 +91,20 @@ class Request(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
+class Answered:
+    """What of an answer has come.
+
+    progress_s  seconds until the newest progress came
+    first_s     seconds until the answer began; 0: it has not
+    pieces      of text that have come
+    """
+
+    progress_s: float = 0.0
+    first_s: float = 0.0
+    pieces: int = 0
+
+
+@dataclass(slots=True)
 class RequestTrace:
     """Filled in as the request goes along.
 
@@ -103,8 +117,7 @@ class RequestTrace:
     handed_on  a model has got it, or will once it is loaded
     prompt_tokens, restored  of its prompt, once its prefill began; -1: not known
     computed   of its prompt, so far
-    progress   the newest; `progress_s`: seconds until it came
-    first_s    seconds until its answer began; 0: it has not; `pieces`: of text that have come
+    progress   the newest
     unknown_fields  of its body
     """
 
@@ -123,9 +136,7 @@ class RequestTrace:
     handed_on: bool = False
     computed: int = 0
     progress: Progress | None = None
-    progress_s: float = 0.0
-    first_s: float = 0.0
-    pieces: int = 0
+    answer: Answered = field(default_factory=Answered)
     client: str = ""
     problem: OmlxdError | None = None
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
@@ -142,15 +153,15 @@ class RequestTrace:
             if self.progress is None or event.done < self.progress.done:
                 self.restored, self.prompt_tokens = event.done, event.total
             self.computed = event.done - self.restored
-            self.progress, self.progress_s = event, passed_s
+            self.progress, self.answer.progress_s = event, passed_s
         elif isinstance(event, Restarted):
-            self.first_s, self.pieces = 0.0, 0
+            self.answer.first_s, self.answer.pieces = 0.0, 0
         else:
-            if not self.first_s:
-                self.first_s, self.computed = passed_s, self.prompt_tokens - self.restored
+            if not self.answer.first_s:
+                self.answer.first_s, self.computed = passed_s, self.prompt_tokens - self.restored
             said = event.event if isinstance(event, ChoiceEvent) else event
             is_text = isinstance(said, TextDelta | ReasoningDelta)
-            self.pieces += said.pieces if is_text else isinstance(said, ToolCallDelta)
+            self.answer.pieces += said.pieces if is_text else isinstance(said, ToolCallDelta)
 
     def usage_so_far(self) -> Usage:
         """Return tokens and times of a request that was not finished.
@@ -160,13 +171,13 @@ class RequestTrace:
         passed_s, progress = time.monotonic() - self.started, self.progress
         if progress is None:
             return Usage(queue_s=passed_s if self.handed_on else 0.0)
-        prefilled_s = max(self.first_s, self.progress_s) if self.first_s else passed_s
+        prefilled_s = max(self.answer.first_s, self.answer.progress_s) if self.answer.first_s else passed_s
         return Usage(
-            completion_tokens=self.pieces,
-            ttft_s=self.first_s,
-            queue_s=max(0.0, self.progress_s - progress.restore_s - progress.prefill_s),
+            completion_tokens=self.answer.pieces,
+            ttft_s=self.answer.first_s,
+            queue_s=max(0.0, self.answer.progress_s - progress.restore_s - progress.prefill_s),
             restore_s=progress.restore_s,
-            prefill_s=progress.prefill_s + prefilled_s - self.progress_s,
+            prefill_s=progress.prefill_s + prefilled_s - self.answer.progress_s,
             decode_s=passed_s - prefilled_s,
         )
 
