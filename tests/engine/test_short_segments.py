@@ -17,7 +17,7 @@ from omlxd.engine.kvio.transport import StagedTransport
 from omlxd.engine.mlx_adapter import LiveSegments
 from omlxd.engine.mlx_adapter.cache import segments
 from omlxd.engine.mlx_adapter.cuda import backend as cuda_backend
-from omlxd.engine.mlx_adapter.model import load as loading
+from omlxd.engine.mlx_adapter.model import checks
 
 from .test_shared_prefix import Watching, assert_nothing_is_left
 
@@ -84,7 +84,7 @@ def test_where_kernels_read_segments_all_are_full(model: Path, monkeypatch: pyte
     assert mlx_adapter.load(model, segment=SEGMENT).segments.short == segments.SHORT_SEGMENT
     use_backend(monkeypatch, "cuda")
     monkeypatch.setattr(cuda_backend, "steps_share", lambda model: True)
-    monkeypatch.setattr(loading, "use_own_rows", lambda model: True)
+    monkeypatch.setattr(checks, "use_own_rows", lambda model: True)
     shared = mlx_adapter.share_prefixes(mlx_adapter.load(model).model, SEGMENT)
     assert (shared.tokens, shared.short) == (SEGMENT, 0)
 

@@ -26,7 +26,7 @@ import mlx.core as mx  # noqa: E402
 
 from omlxd.engine import mlx_adapter  # noqa: E402
 from omlxd.engine.mlx_adapter import Quantisation  # noqa: E402
-from omlxd.engine.mlx_adapter.model import load as loading  # noqa: E402
+from omlxd.engine.mlx_adapter.model import checks  # noqa: E402
 
 WAYS = "own arrays", "one array"
 BETWEEN = 6
@@ -76,7 +76,7 @@ class Batch:
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
     if options.way == WAYS[1]:
-        loading.use_own_rows = lambda model: False
+        checks.use_own_rows = lambda model: False
     kv = Quantisation(options.kv_bits) if options.kv_bits else None
     loaded = mlx_adapter.load(Path(options.model), kv=kv)
     if options.way == WAYS[0] and not (

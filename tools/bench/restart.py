@@ -58,8 +58,8 @@ omlxd.engine.mlx_adapter.cuda.products.products:prepare
 omlxd.engine.mlx_adapter.cuda.step.early_compile:begin
 omlxd.engine.mlx_adapter.model.load:run_passes
 omlxd.engine.mlx_adapter.cuda.step.compiled_step:CompiledStep
-omlxd.engine.mlx_adapter.model.load:share_prefixes
-omlxd.engine.mlx_adapter.model.load:use_own_rows
+omlxd.engine.mlx_adapter.model.checks:share_prefixes
+omlxd.engine.mlx_adapter.model.checks:use_own_rows
 omlxd.engine.mlx_adapter.cuda.step.warm_up:compiles
 omlxd.engine.mlx_adapter.cuda.step.warm_up:attend_unequal
 omlxd.engine.mlx_adapter.cuda.compile.kernel_store:remembered

@@ -43,17 +43,10 @@ from .cache.kinds import (
 from .cache.live_segments import LiveSegments
 from .cache.packed import Quantisation
 from .cache.segments import SEGMENT, Segment, add_segment, segmented_layers
+from .model.checks import has_own_rows, share_prefixes, use_own_rows
 from .model.inspection import attention_from, write_keys
 from .model.layer_hook import LayerHook
-from .model.load import (
-    LoadedModel,
-    has_own_rows,
-    load,
-    load_tokenizer,
-    share_prefixes,
-    tree_bytes,
-    use_own_rows,
-)
+from .model.load import LoadedModel, load, load_tokenizer, tree_bytes
 from .model.lora import Adapter, may_share_pass, row_adapters
 from .model.mtp import MtpHeads, MtpState, load_mtp
 from .model.positions import keeps_hidden, last_position_only, last_positions, logits_at, take_hidden

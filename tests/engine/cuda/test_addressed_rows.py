@@ -18,6 +18,7 @@ from vision_families import build_vision_family
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Quantisation
+from omlxd.engine.mlx_adapter.cache.kinds import leaves
 from omlxd.engine.mlx_adapter.cache.packed import PARTS
 from omlxd.engine.mlx_adapter.cache.segments import Segment, SequenceKVCache
 from omlxd.engine.mlx_adapter.cuda.attention import attention_packed
@@ -25,7 +26,7 @@ from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
 from omlxd.engine.mlx_adapter.cuda.rows.addressed_rows import AddressedKVCache, Tail
 from omlxd.engine.mlx_adapter.cuda.step import compiled_step
 from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
-from omlxd.engine.mlx_adapter.model import load as loading
+from omlxd.engine.mlx_adapter.model import checks
 
 from ..mlx_adapter.test_own_rows import PACKED, WINDOWS, load, prefilled
 from .conftest import Reference
@@ -42,7 +43,7 @@ def on_cuda(reference, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def addressed(cache: Any) -> list[AddressedKVCache]:
-    return [leaf for _, leaf in loading.leaves(cache) if isinstance(leaf, AddressedKVCache)]
+    return [leaf for _, leaf in leaves(cache) if isinstance(leaf, AddressedKVCache)]
 
 
 def normal(seed: int, shape: tuple[int, ...]) -> mx.array:
@@ -66,7 +67,7 @@ def test_a_row_has_the_logits_that_it_has_alone(family: str, tmp_path, vlm_anew)
     batch = mlx_adapter.merge([mlx_adapter.copied(alone[0])])
     mlx_adapter.extend_batch(batch, mlx_adapter.merge([mlx_adapter.copied(cache) for cache in alone[1:]]))
     assert addressed(batch)
-    left = [leaf for _, leaf in loading.leaves(batch) if not isinstance(leaf, AddressedKVCache)]
+    left = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, AddressedKVCache)]
     assert {type(leaf) for leaf in left} <= {ArraysCache}
     step, steps, done = CompiledStep(loaded.model), 0, 0
     several = mlx_adapter.can_take_back(batch, 3)
@@ -96,7 +97,7 @@ def test_a_row_has_the_logits_that_it_has_alone(family: str, tmp_path, vlm_anew)
     for turn in range(8):
         check(1, 100 + turn, [0] * 3)
     for row, cache in enumerate(alone):
-        length = next(leaf.offset for _, leaf in loading.leaves(cache) if hasattr(leaf, "offset"))
+        length = next(leaf.offset for _, leaf in leaves(cache) if hasattr(leaf, "offset"))
         want = {**mlx_adapter.token_range(cache, 3, length), **mlx_adapter.state_tensors(cache)}
         got = {**mlx_adapter.row_tensors(batch, row, 3, length), **mlx_adapter.row_states(batch, row)}
         assert set(got) == set(want)
@@ -250,7 +251,7 @@ def test_rows_share_segments(family: str, tmp_path, monkeypatch: pytest.MonkeyPa
     leaf = next(leaf for leaf in addressed(batch) if any(leaf.segments))
     tells = bool(bits) or family in LATENTS
     assert [len(own) for own in leaf.segments] == [3, 0, 4] and (leaf.shared is None) == tells
-    assert {type(leaf) for _, leaf in loading.leaves(batch) if leaf not in addressed(batch)} <= {ArraysCache}
+    assert {type(leaf) for _, leaf in leaves(batch) if leaf not in addressed(batch)} <= {ArraysCache}
     assert leaf.segments[0][:2] == leaf.segments[2][:2], "one copy"
     step, turn = CompiledStep(loaded.model), 0
 
@@ -392,7 +393,7 @@ def test_a_model_without_shared_prefixes_has_them_too(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_what_is_left_of_a_window_is_in_one_piece(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
     """A compiled step writes the next token into the arrays, and would write into a copy of a slice."""
-    monkeypatch.setattr(loading, "use_own_rows", lambda model: False)
+    monkeypatch.setattr(checks, "use_own_rows", lambda model: False)
     loaded = load(family, tmp_path)
     batch = mlx_adapter.merge([prefilled(loaded, WINDOW + 9, 1), prefilled(loaded, WINDOW + 3, 2)])
     for cache, rows in ((prefilled(loaded, WINDOW + 9, 0), 1), (batch, 2)):

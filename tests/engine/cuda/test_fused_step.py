@@ -29,6 +29,7 @@ from omlxd.engine.mlx_adapter.cuda.products.products_kernel import FORMS, SET
 from omlxd.engine.mlx_adapter.cuda.step import compiled_step, fused_step
 from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
 from omlxd.engine.mlx_adapter.cuda.step.fused_step import FusedStep, Unfusable
+from omlxd.engine.mlx_adapter.model import checks
 from omlxd.engine.mlx_adapter.model import load as loading
 from omlxd.engine.speculate.controller import flat_size
 
@@ -424,7 +425,7 @@ def test_a_source_for_each_kind_of_heads():
 @pytest.mark.usefixtures("compiling")
 def test_a_shape_traces_some_layers_once(tmp_path, reference, fused, monkeypatch: pytest.MonkeyPatch):
     reference()
-    monkeypatch.setattr(loading, "use_own_rows", lambda model: False)  # A trace has no addresses.
+    monkeypatch.setattr(checks, "use_own_rows", lambda model: False)  # A trace has no addresses.
     traced, own = [], FusedStep.layers
     monkeypatch.setattr(FusedStep, "layers", lambda *given: traced.append(1) or own(*given))
     loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "qwen3"))

@@ -20,10 +20,9 @@ from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.cache import segments as segments_module
 from omlxd.engine.mlx_adapter.cache.batch import WindowBatchKVCache
-from omlxd.engine.mlx_adapter.cache.kinds import arrays_of
+from omlxd.engine.mlx_adapter.cache.kinds import arrays_of, leaves
 from omlxd.engine.mlx_adapter.cache.rows import OwnRowsKVCache
 from omlxd.engine.mlx_adapter.cache.segments import Segment, SequenceKVCache
-from omlxd.engine.mlx_adapter.model import load as loading
 from omlxd.engine.mlx_adapter.runtime.device import compute_dtype
 
 PACKED = ("qwen3 8", "qwen3 4", "gemma3_text 8", "qwen3_next 4")
@@ -46,7 +45,7 @@ def pays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 
 def rows_of(cache: Any) -> Iterator[OwnRowsKVCache]:
-    return (leaf for _, leaf in loading.leaves(cache) if isinstance(leaf, OwnRowsKVCache))
+    return (leaf for _, leaf in leaves(cache) if isinstance(leaf, OwnRowsKVCache))
 
 
 def load(name: str, root: Path, changes: Mapping[str, Any] | None = None) -> mlx_adapter.LoadedModel:
@@ -73,7 +72,7 @@ def test_which_models_use_them(family: str, pays: bool, tmp_path):
     loaded = load(family, tmp_path)
     batch = mlx_adapter.merge([prefilled(loaded, 9, 0), prefilled(loaded, 9, 1)])
     assert bool(list(rows_of(batch))) == (pays and family in OWN)
-    joint = [leaf for _, leaf in loading.leaves(batch) if not isinstance(leaf, OwnRowsKVCache)]
+    joint = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, OwnRowsKVCache)]
     assert not (pays and family in OWN) or {type(leaf) for leaf in joint} <= {ArraysCache}
 
 
@@ -163,7 +162,7 @@ def test_a_row_has_the_bits_that_it_has_alone(family: str, tmp_path, monkeypatch
     for row, cache in enumerate(alone):
         if family in LATENTS:
             cache = [leaf.extract(0) for leaf in cache]
-        length = next(leaf.offset for _, leaf in loading.leaves(cache) if hasattr(leaf, "offset"))
+        length = next(leaf.offset for _, leaf in leaves(cache) if hasattr(leaf, "offset"))
         want = {**mlx_adapter.token_range(cache, 3, length), **mlx_adapter.state_tensors(cache)}
         got = {**mlx_adapter.row_tensors(batch, row, 3, length), **mlx_adapter.row_states(batch, row)}
         assert set(got) == set(want) and all(mx.array_equal(got[name], want[name]) for name in want)

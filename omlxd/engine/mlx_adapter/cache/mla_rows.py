@@ -10,7 +10,7 @@ Of several tokens models make keys and values of each head from all latents. `ta
 attention take up to `MOST_NEW` tokens of a row for as many rows, and so read latents as they are. Longer
 passes of a batch get a joint copy.
 
-`loading.use_own_rows` compares what attention gives rows in a batch with what it gives each alone.
+`checks.use_own_rows` compares what attention gives rows in a batch with what it gives each alone.
 
 Six layers of DeepSeek V3's kind, random, 16 heads, latents of 512, float32, OpenBLAS, two CPUs beside a test
 suite, four rows of 1,500 tokens (tools/bench/joins.py --rows 4 --context 1500 --turns 3 --rounds 2), as one

@@ -5,7 +5,7 @@ outgrows it (batch.py). Attention goes row by row, as it does where that pays (a
 that begin with the same segments read those once, together (segments.py). Windows and packed KV (packed.py)
 that is not in segments are read as they are of a row alone: by MLX's own attention, with the row's own mask.
 
-`loading.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. A
+`checks.use_own_rows` checks that all of a model's attention over such a batch goes through `attend`. A
 backend may have a batch of its own (`AttentionBackend.row_batch`). mla_rows.py has rows of MLA.
 """
 

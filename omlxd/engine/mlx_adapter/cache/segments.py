@@ -281,7 +281,7 @@ class SequenceKVCache(MaybePacked, KVCache):
 
 OWN_MASK = "a row sees its own tokens"
 """In place of a mask, which `attend` does without. A model that looks into it fails the check at load
-(`loading.use_own_rows`)."""
+(`checks.use_own_rows`)."""
 
 
 def _check_read(cache: Any) -> None:

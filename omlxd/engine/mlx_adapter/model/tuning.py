@@ -176,29 +176,7 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
     mx.set_memory_limit(job.memory_limit)
     # A CPU's 16-bit products use no BLAS.
     model, tokenizer, _, _ = read_model(path, backend() == "cpu", vision.blindness(path))
-    named = {name: getattr(job, name) for name in job.__struct_fields__ if name in CONFIG_DEFAULTS}
-    layers = len(model.layers)
-    if (keys := job.lora_parameters.get("keys")) is not None:
-        named["lora_parameters"] = {**job.lora_parameters, "keys": full_keys(model, keys)}
-    settings = SimpleNamespace(
-        **CONFIG_DEFAULTS
-        | named
-        | {
-            "adapter_path": str(unfinished),
-            "num_layers": min(job.num_layers or layers, layers),
-            "train": True,
-            "optimizer": "adamw",
-            # Without it, its first 20 steps are three to six times the rate.
-            "optimizer_config": {"adamw": {"bias_correction": True, "weight_decay": job.weight_decay}},
-            "mask_prompt": job.train[0].kind != "text",
-            "val_batches": 25,
-            "steps_per_report": max(1, job.iters // 50),
-            "steps_per_eval": max(1, job.iters // 5),
-            "save_every": 100,
-            "resume_adapter_file": str(target / ADAPTER) if job.resume else None,
-        }
-    )
-
+    settings = _settings(job, model, unfinished)
     progress = _Progress(unfinished, reports, before, stop)
     patched = cast(Any, trainer), cast(Any, lora)
     # Its own draw boxes in colours into files too, and count a model's parameters wrongly.
@@ -239,6 +217,32 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
         shutil.rmtree(unfinished, ignore_errors=True)
     if progress.stopped:
         raise Stopped(progress.steps)
+
+
+def _settings(job: Job, model: Any, unfinished: Path) -> SimpleNamespace:
+    """What mlx-lm's trainer asks for. unfinished: the folder that it saves into."""
+    named = {name: getattr(job, name) for name in job.__struct_fields__ if name in CONFIG_DEFAULTS}
+    layers = len(model.layers)
+    if (keys := job.lora_parameters.get("keys")) is not None:
+        named["lora_parameters"] = {**job.lora_parameters, "keys": full_keys(model, keys)}
+    return SimpleNamespace(
+        **CONFIG_DEFAULTS
+        | named
+        | {
+            "adapter_path": str(unfinished),
+            "num_layers": min(job.num_layers or layers, layers),
+            "train": True,
+            "optimizer": "adamw",
+            # Without it, its first 20 steps are three to six times the rate.
+            "optimizer_config": {"adamw": {"bias_correction": True, "weight_decay": job.weight_decay}},
+            "mask_prompt": job.train[0].kind != "text",
+            "val_batches": 25,
+            "steps_per_report": max(1, job.iters // 50),
+            "steps_per_eval": max(1, job.iters // 5),
+            "save_every": 100,
+            "resume_adapter_file": str(Path(job.adapter_path) / ADAPTER) if job.resume else None,
+        }
+    )
 
 
 def full_keys(model: Any, names: list[str]) -> list[str]:
