@@ -99,7 +99,7 @@ ADDED = {
         *("engine/server/adapters.py", "engine/mlx_adapter/model/lora.py", "front/engines/adapters.py"),
         *("front/engines/guest.py", "models/adapters.py"),
     ),
-    "load or compute": ("engine/kvio/rates.py", "engine/kvio/read.py"),
+    "load or compute": tuple(f"engine/kvio/reads/{name}.py" for name in ("rates", "restore", "tail_read")),
     "memory and key inspection": ("cli/watch/memory.py", "engine/mlx_adapter/model/inspection.py"),
     "guessed tokens": (
         *("engine/speculate/controller.py", "engine/speculate/draft_model.py", "engine/speculate/mtp.py"),

@@ -16,7 +16,7 @@ from rig import BLOCK, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine.kvio import checkpointer, copier
-from omlxd.engine.kvio.read import Restore
+from omlxd.engine.kvio.reads.restore import Restore
 from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.cache.batch import EvenBatchKVCache
 from omlxd.errors import OmlxdError

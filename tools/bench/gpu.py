@@ -62,7 +62,7 @@ class GPUBench(Bench):
     # ----------------------------------------------------------------- restoring cold blocks
 
     def restore(self) -> None:
-        """Files to the first token that uses them, by both ways the engine knows (engine/kvio/read.py).
+        """Files to the first token that uses them, by both ways the engine knows (kvio/reads/).
 
         `payloads + join` goes by the device's transport; `buffers` is what a direct one is for.
         """

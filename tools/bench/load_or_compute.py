@@ -6,7 +6,7 @@
     disk      how long reading takes, as a multiple of computing; the files are read through a throttle, and
               0 is the disk as it is
     read      nothing is computed but what a hit leaves
-    both      what the engine does with rates that it knows (engine/kvio/cold_reads.py): it computes from the
+    both      what the engine does with rates that it knows (kvio/reads/cold_reads.py): it computes from the
               front while it reads from the end, where that saves a fifth, else it reads
     unknown   the same in an engine that has measured neither rate yet, as after a restart
     limit     1 / (1 / read + 1 / computed), as if each block took as long to compute; the first take less
@@ -27,7 +27,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from omlxd.engine.kvio.rates import Rates
+from omlxd.engine.kvio.reads.rates import Rates
 from omlxd.engine.process.prepare import set_backend_defaults
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.kv.files.fs import FileSystem

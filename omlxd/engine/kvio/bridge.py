@@ -32,10 +32,10 @@ from .. import mlx_adapter
 from ..mlx_adapter import LiveSegments
 from ..sequence.sequence import Sequence
 from .checkpointer import MOST_RESTORES, Checkpointer
-from .cold_reads import ColdReads, MatchPlan
 from .copier import BlockCopier, Rows
 from .payload import MLXPayload, append_blocks
-from .read import TailRead
+from .reads.cold_reads import ColdReads, MatchPlan
+from .reads.tail_read import TailRead
 from .transport import transport
 
 log = logging.getLogger(__name__)

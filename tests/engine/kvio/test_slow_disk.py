@@ -26,7 +26,7 @@ from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
 from omlxd.engine.kvio import transport as staging
-from omlxd.engine.kvio.rates import Rates
+from omlxd.engine.kvio.reads.rates import Rates
 from omlxd.engine.kvio.transport import StagedTransport
 from omlxd.engine.sequence.sequence import State
 from omlxd.kv.files.fs import FileSystem

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlxd.engine.kvio.rates import LEAST_S, Rates
-from omlxd.engine.kvio.read import TailRead
+from omlxd.engine.kvio.reads.rates import LEAST_S, Rates
+from omlxd.engine.kvio.reads.tail_read import TailRead
 
 
 class World:

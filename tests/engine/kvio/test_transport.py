@@ -21,11 +21,11 @@ from fast_or_slow import SOME_FAMILIES, rest_slow
 from kv_fakes import check_pool
 from rig import Rig
 
-from omlxd.engine.kvio import arrival, cold_reads
 from omlxd.engine.kvio import transport as staging
-from omlxd.engine.kvio.arrival import StagedArrival
 from omlxd.engine.kvio.payload import MLXPayload, read_payload
-from omlxd.engine.kvio.read import Restore
+from omlxd.engine.kvio.reads import arrival, cold_reads
+from omlxd.engine.kvio.reads.arrival import StagedArrival
+from omlxd.engine.kvio.reads.restore import Restore
 from omlxd.engine.kvio.transport import Load, StagedTransport
 from omlxd.engine.mlx_adapter import Cache, storage_dtype
 from omlxd.engine.sequence.sequence import Sequence
@@ -142,7 +142,7 @@ def test_a_cache_that_can_not_be_filled_is_computed(tmp_path: Path, monkeypatch:
         raise MemoryError
 
     with Rig(model, cache, hot=0, record=True) as rig:
-        monkeypatch.setattr("omlxd.engine.kvio.arrival.append_blocks", fail)
+        monkeypatch.setattr("omlxd.engine.kvio.reads.arrival.append_blocks", fail)
         assert_same(rig, tokens, reference, hot=0, cold=0)
         rig.on_engine(lambda: check_pool(rig.pool, {}))
     reference.close()

@@ -23,18 +23,19 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from ...kv.checkpoint import checkpoint_name
-from ...kv.hashing import BlockHash
-from ...kv.layout import KVLayout
-from ...kv.store import KVStore
-from .. import mlx_adapter
-from ..mlx_adapter import LiveSegments, Segment
-from ..sequence.sequence import Sequence
-from .checkpointer import Checkpointer
-from .payload import MLXPayload, copy_blocks, read_payload
+from ....kv.checkpoint import checkpoint_name
+from ....kv.hashing import BlockHash
+from ....kv.layout import KVLayout
+from ....kv.store import KVStore
+from ... import mlx_adapter
+from ...mlx_adapter import LiveSegments, Segment
+from ...sequence.sequence import Sequence
+from ..checkpointer import Checkpointer
+from ..payload import MLXPayload, copy_blocks, read_payload
+from ..transport import transport
 from .rates import Rates
-from .read import Restore, TailRead
-from .transport import transport
+from .restore import Restore
+from .tail_read import TailRead
 
 log = logging.getLogger(__name__)
 

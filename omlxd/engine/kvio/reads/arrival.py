@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from ...kv.layout import KVLayout
-from .. import mlx_adapter
-from ..mlx_adapter import Cache, LiveSegments, Segment
-from ..sequence.sequence import Sequence as Request
-from .payload import DirectBuffers, MLXPayload, append_blocks, read_payload
-from .transport import Load
+from ....kv.layout import KVLayout
+from ... import mlx_adapter
+from ...mlx_adapter import Cache, LiveSegments, Segment
+from ...sequence.sequence import Sequence as Request
+from ..payload import DirectBuffers, MLXPayload, append_blocks, read_payload
+from ..transport import Load
 
 JOINED_TOKENS = 8192
 """Tokens that one join takes where KV is not cut into segments. Joins of 32,000 tokens of 36 layers, in 16

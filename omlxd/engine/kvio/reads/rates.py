@@ -1,7 +1,7 @@
 """Whether a cached prefix is better read, computed, or both at once: by measured rates.
 
 A token's KV needs all tokens before it, so computing begins at the front, and a reader that is to help
-begins at the end (read.py): with r seconds to read all and c to compute all, both together take
+begins at the end (tail_read.py): with r seconds to read all and c to compute all, both together take
 r*c/(r+c). Where the disk is ten times as fast that saves a tenth, and keeps the device busy: then nothing is
 computed.
 

@@ -1,0 +1,1 @@
+"""Read cached prefixes into sequences' caches, or compute them where that is faster."""
