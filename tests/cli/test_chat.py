@@ -27,6 +27,7 @@ import msgspec
 import psutil
 import pytest
 from daemon import PATIENCE_S, alive, free_port, wait_until
+from fast_or_slow import rest_slow
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -106,7 +107,7 @@ class Pty:
         os.waitpid(self._pid, 0)
 
 
-@pytest.fixture(params=[Tmux, Pty])
+@pytest.fixture(params=rest_slow([Tmux, Pty], Pty))
 def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator:
     if request.param is Tmux and shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
@@ -240,7 +241,7 @@ def test_questions_from_arguments_and_pipes(start):  # noqa: F811
     assert "standard input is empty" in run(url).stderr
 
 
-@pytest.mark.parametrize("lang", ["C.UTF-8", "C"])
+@pytest.mark.parametrize("lang", rest_slow(["C.UTF-8", "C"], "C"))
 def test_a_question_in_another_encoding_is_asked_all_the_same(start, tmp_path: Path, lang: str):  # noqa: F811
     daemon = start()
     told = variables(tmp_path, LANG=lang)

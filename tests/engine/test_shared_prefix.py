@@ -130,7 +130,16 @@ def held_bytes(caches: Iterable[Any]) -> tuple[int, int]:
 # --------------------------------------------------------------------------- exactness
 
 
-@pytest.mark.parametrize("segment", SEGMENTS)
+@pytest.mark.parametrize(
+    ("model", "segment"),
+    rest_slow(
+        [(model, segment) for model in WHOLE for segment in (SEGMENT, mlx_adapter.SEGMENT)],
+        ("qwen3", SEGMENT),
+        ("qwen3 8", mlx_adapter.SEGMENT),
+    ),
+    indirect=["model"],
+    scope="module",
+)
 def test_a_hit_has_the_bits_of_a_cold_run(model: Path, uncached: Reference, tmp_path: Path, segment: int):
     tokens = prompt(900)
     with sharing(model, tmp_path, record=True, segment=segment) as rig:
@@ -250,7 +259,7 @@ def test_four_requests_hold_their_prefix_once(
         assert_nothing_is_left(rig)
 
 
-@pytest.mark.parametrize("family", rest_slow((*MIXED, *LATENTS), "gemma3_text", "deepseek_v3"))
+@pytest.mark.parametrize("family", rest_slow((*MIXED, *LATENTS), "deepseek_v3"))
 def test_layers_of_all_tokens_share_beside_others(family: str, tmp_path: Path):
     """Windows and recurrent state beside them are each request's own. Latents of MLA are shared, too."""
     folder = build_family(family, tmp_path / family)

@@ -53,10 +53,8 @@ def normal(seed: int, shape: tuple[int, ...]) -> mx.array:
 @pytest.mark.parametrize(
     "family",
     rest_slow(
-        ["qwen3", "qwen3_4bit", "gemma3n", *WINDOWS, *HYBRIDS, *PACKED, *LATENTS],
+        ["gemma3n", *WINDOWS[:4], *HYBRIDS, *PACKED[1:], *LATENTS],
         "gemma3_text",
-        "qwen3_next 4",
-        "deepseek_v3",
     ),
 )
 def test_a_row_has_the_logits_that_it_has_alone(family: str, tmp_path, vlm_anew):
@@ -106,7 +104,7 @@ def test_a_row_has_the_logits_that_it_has_alone(family: str, tmp_path, vlm_anew)
                 np.testing.assert_allclose(got[name], array, atol=2e-3)
 
 
-@pytest.mark.parametrize("family", rest_slow(["qwen3", "gemma3_text", "qwen3 8", "deepseek_v3"], "qwen3"))
+@pytest.mark.parametrize("family", rest_slow(["qwen3", "gemma3_text", "qwen3 8", "deepseek_v3"]))
 def test_joining_and_leaving_copy_nothing_and_a_row_grows_alone(family: str, tmp_path):
     loaded = load(family, tmp_path)
     batch = mlx_adapter.merge([prefilled(loaded, 9, 0)])
@@ -218,9 +216,7 @@ def test_rows_with_an_index_are_copied(tmp_path):
 
 @pytest.mark.parametrize(
     "family",
-    rest_slow(
-        ["qwen3 8", *LATENTS, "gemma3_text", "gpt_oss", "olmo3", "gemma3n", *HYBRIDS], "qwen3 8", "gpt_oss"
-    ),
+    rest_slow(["qwen3 8", *LATENTS, "gpt_oss", "gemma3n", *HYBRIDS], "qwen3 8"),
 )
 def test_rows_share_segments(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
     """Of packed KV, of latents, of layers beside windows and recurrent state: steps and passes give what a

@@ -70,7 +70,7 @@ def test_it_computes_what_mlx_does(family: str, lengths: tuple[int, ...], tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    rest_slow(["gemma3_text", "gemma3n", "gemma4_text", "gpt_oss", "olmo3"], *SOME_FAMILIES),
+    ("gemma3_text", "gemma3n", "gpt_oss"),
 )
 def test_a_window_is_read_in_the_same_order_alone_and_in_a_batch(family: str, tmp_path, reference):
     """Below, at and beyond the window; in a batch a row lies in other columns of the ring. The reference is

@@ -49,5 +49,5 @@ def test_flat_passes_cancels_and_restarts_change_no_token(
     monkeypatch.setattr(kernel_store, "_passed", {})
     monkeypatch.setattr(kernel_store, "_gpu", lambda: "none")
     monkeypatch.setattr(kernel_store, "_machine", lambda: "this")
-    run_machine("qwen3", 0, drafts, 4, monkeypatch, tmp_path)
+    run_machine("qwen3", 0, drafts, 3, monkeypatch, tmp_path)
     assert passes[True] > 10, "flat passes"

@@ -250,7 +250,7 @@ def test_packed_kv_in_a_fused_step(bits: int, tmp_path, reference, fused):
     [(5, 40, 17), *(pytest.param(equal, marks=pytest.mark.slow) for equal in ((33, 33), (33,)))],
     ids=["unequal", "equal", "one row"],
 )
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", rest_slow(VARIANTS, "qwen3"))
 def test_a_pass_of_several_tokens_is_that_of_steps(variant: str, lengths, tmp_path, reference, fused):
     """Also where rows have taken different numbers of guesses, and where there was no room."""
     family, changes = VARIANTS[variant]
@@ -461,6 +461,7 @@ def test_without_cuda_nothing_is_fused(tmp_path):
     assert CompiledStep(model)(mx.array([[1]]), mlx_adapter.new_cache(model, 4), 9) is None
 
 
+@pytest.mark.slow
 def test_the_check_runs_each_form_of_the_products(tmp_path, reference, monkeypatch: pytest.MonkeyPatch):
     model = mlx_adapter.load(build_family("llama", tmp_path / "llama")).model
     reference(few_checks=False)

@@ -184,6 +184,7 @@ def test_rows_join_and_leave_between_compiled_steps(folder: Path, want, referenc
     assert shared_in(cache[0]) is not None and cache[0].bases == [0, PREFIX]
 
 
+@pytest.mark.slow
 def test_rows_keep_their_own_tails(folder: Path, want, reference, monkeypatch):
     """As others join and leave, one grows alone, and a pass that wants them in one array has them so."""
     monkeypatch.setattr(compiled_step, "fused_step", fuse)
@@ -234,7 +235,8 @@ def test_rows_keep_their_own_tails(folder: Path, want, reference, monkeypatch):
     assert len(waits) == layers
 
 
-@pytest.mark.parametrize("at_once", rest_slow([True, False], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [True, False])
 def test_ends_of_prompts_are_computed_as_answers_are(at_once: bool, folder: Path, reference, monkeypatch):
     """Several in one pass, of one prompt once; also where all before the end is in segments."""
     monkeypatch.setattr(compiled_step, "fused_step", partial(fuse_passes, most=32))
@@ -336,7 +338,7 @@ def test_guesses_and_ends_of_prompts_are_read_by_it_too(folder: Path, reference)
     assert SegmentReference.several == len(loaded.model.layers) * (2 + with_segments)
 
 
-@pytest.mark.parametrize("speculate", rest_slow([False, True, "flat", "many rows"], True, "flat"))
+@pytest.mark.parametrize("speculate", rest_slow([False, True, "flat", "many rows"], True))
 def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool | str, reference, monkeypatch):
     """Through the scheduler: from nothing, a hit, and who joins later."""
 
@@ -394,7 +396,7 @@ def test_nobody_gets_a_view_of_a_segment(folder: Path):
     assert copy.deepcopy(cache)[0].rows[1].segments[0] is segment
 
 
-@pytest.mark.parametrize("computed", [True, False])
+@pytest.mark.parametrize("computed", rest_slow([True, False], True))
 def test_tails_of_a_row_that_leaves_wait_for_the_step_on_its_way(
     computed: bool, folder: Path, reference, monkeypatch
 ):

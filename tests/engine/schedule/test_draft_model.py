@@ -114,14 +114,14 @@ def test_draws_without_a_seed_have_the_distribution_of_plain_decoding(
     asked, few = prompt(20, seed=8), Sampling(temperature=0.8, top_k=3)
 
     def draws(rig: Rig) -> Counter[tuple[int, ...]]:
-        return Counter(tuple(rig.run(asked, 3, sampling=few).got[1:]) for _ in range(300))
+        return Counter(tuple(rig.run(asked, 3, sampling=few).got[1:]) for _ in range(200))
 
     with Rig(model) as rig:
         plain = draws(rig)
     draft_always(monkeypatch, width=2)
     with Rig(model, speculate=True, draft=draft) as rig:
         guessed = draws(rig)
-        assert 100 < drafted(rig)[2] < drafted(rig)[1]
+        assert 60 < drafted(rig)[2] < drafted(rig)[1]
     common = [key for key in plain | guessed if plain[key] + guessed[key] >= 10]
     off = sum((plain[key] - guessed[key]) ** 2 / (plain[key] + guessed[key]) for key in common)
     assert len(common) > 2 and off < 3 * len(common) + 12, (plain, guessed)
