@@ -324,10 +324,10 @@ class KVStore:
     def record_use(self, hashes: Sequence[BlockHash], clean: Sequence[BlockKey] = ()) -> None:
         """Make a chain recent in both tiers, leaf to root, once what is being written of it is in place.
 
-        Nothing else changes the order of use, in RAM or on disk; a reference that is given back puts its
-        block at the back until then. Call it for each match, and once at a request's end, however it
-        ends: what a request stores stands root first until then. `clean`: its hot blocks that have a file;
-        one whose file is gone is written again. Any thread; with a writer it returns at once.
+        Call it for each match, and once at a request's end, however it ends. Until then what a request
+        stores stands root first, and a block whose reference is given back stands at the back; nothing
+        else changes the order of use, in RAM or on disk. `clean`: its hot blocks that have a file; one whose
+        file is gone is written again. Any thread; with a writer it returns at once.
         """
         if not hashes:
             return

@@ -4,7 +4,7 @@ vLLM bounds a pass by `max_num_batched_tokens`; here the backend does:
 
 | backend | tokens in a pass                          | so KV has the same bits                      |
 |---------|-------------------------------------------|----------------------------------------------|
-| CPU     | one block                                 | whatever was restored and whoever else runs, |
+| CPU     | 64 tokens, or a block if that is more     | whatever was restored and whoever else runs, |
 |         |                                           | also where sums depend on a pass's shape     |
 | CUDA    | `PREFILL_CHUNK`                           | whatever was restored, by prompt_shapes.py;  |
 |         |                                           | with packed weights or experts for runs that |

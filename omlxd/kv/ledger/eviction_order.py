@@ -63,7 +63,7 @@ class FileOrder:
             self._queue(namespace, files)
 
     def pin(self, paths: AbstractSet[str]) -> None:
-        """Have these files, and no others, go last, in the order of `paths`."""
+        """Have these files, and no others, go last, in the order of `paths`, which keys of a dict have."""
         changed, self.pins = [*(path for path in self.pins if path not in paths), *paths], paths
         for path in changed:
             if nbytes := self.nbytes_of(path):

@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from parsing import tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import TextDelta, Tool, ToolCall
+from omlxd.engine.constrain.call_formats import CALL_FORMATS
 from omlxd.engine.constrain.constraint import Constraint, ConstraintCompiler
 from omlxd.engine.output.parser import OutputParser
 from omlxd.errors import InvalidRequest
@@ -97,7 +98,8 @@ TAGS = {
     "mistral": ("[TOOL_CALLS]",),
 }
 """Those that are tokens of their own in the models that write them; also tried as plain text."""
-FORMATS = sorted({"json_tools", "qwen3_coder", "glm47", "laguna", "longcat", "muse_spark", "minicpm5", *TAGS})
+FORMATS = sorted(name for name in CALL_FORMATS if name.isidentifier())
+"""All rows but ours, and one that mlx-lm's parser of another name reads."""
 
 
 @functools.cache

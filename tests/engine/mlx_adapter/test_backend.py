@@ -99,9 +99,13 @@ def test_rows_keep_their_own_kv(current: AttentionBackend, tmp_path: Path):
     batch = mlx_adapter.merge([rows[0]])
     mlx_adapter.extend(batch, rows[1])
     tokens = mx.array([[9], [9]])
+    if isinstance(current, StubBackend):
+        current.asked.clear()
     out = step(tokens, batch, 0)
     out = loaded.model(tokens, cache=batch) if out is None else out
     np.testing.assert_allclose(np.array(out[:, -1].astype(mx.float32)), np.concatenate(alone), atol=3e-4)
+    if isinstance(current, StubBackend):
+        assert current.asked == ["forward"] * len(tokens) * len(batch)
     held = mlx_adapter.row_tensors(batch, 1, 0, 22)
     assert all(array.shape[2] == 22 for array in held.values())
     mlx_adapter.let_go(mlx_adapter.keep_rows(batch, [1]))

@@ -76,7 +76,7 @@ class OwnForward(DecodeStep):
 
 class AttentionBackend(Protocol):
     """Attention kernels, and the facts of their device that the engine needs. Subclass it: the defaults are
-    those of MLX's own attention.
+    those of MLX's own attention; `MlxBackend` measures beside whether rows by themselves pay.
 
     pads_last_chunks  last chunks of several prompts may share a forward, padded to the longest
     compiles_late     MLX compiles kernels in the requests that need them first: a load rehearses some
@@ -108,6 +108,11 @@ class AttentionBackend(Protocol):
     def forward(self, call: AttentionCall) -> mx.array | None:
         """Attend to KV of a cache that does not attend by itself; None: MLX's own attention must."""
         return None
+
+    def forward_row(self, call: AttentionCall) -> mx.array | None:
+        """Attend with one row of a batch whose rows keep arrays of their own (`OwnRowsKVCache`); None: MLX's
+        own must. A kernel that reads all rows in one launch has a `row_batch` instead."""
+        return self.forward(call)
 
     def over_segments(self, call: AttentionCall) -> mx.array | None:
         """Attend with one row to its segments, and to its tail, which `keys` and `values` are; None: MLX's
@@ -203,6 +208,9 @@ class MlxBackend(AttentionBackend):
 
     def forward(self, call: AttentionCall) -> mx.array | None:
         return by_rows.attend(*call)
+
+    def forward_row(self, call: AttentionCall) -> mx.array | None:
+        return None  # cache/rows.py knows which way pays.
 
     def rows_pay(self) -> bool:
         return by_rows.pays()

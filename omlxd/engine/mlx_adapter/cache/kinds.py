@@ -560,12 +560,12 @@ have 1.2 GB, took 40 ms of an H200."""
 
 
 def extend(batch: Cache, single: Cache) -> None:
-    """Add a row to a batch cache. Copies the batch; takes the layers out of `single`."""
+    """Add a row to a batch cache, whose padded arrays are copied. Takes the layers out of `single`."""
     _extend(batch, single, lambda layer: map_leaves(_merge_leaves, layer))
 
 
 def extend_batch(batch: Cache, other: Cache) -> None:
-    """Add the rows of another batch cache to one. Copies both; takes the layers out of `other`."""
+    """Add the rows of another batch cache, and take its layers out of it; padded arrays are copied."""
     _extend(batch, other, lambda layer: layer)
 
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from ..attention import by_rows as row_attention
 from ..attention import hooks as attention
+from ..attention.backend import AttentionCall, current
 from ..attention.by_rows import Pair
 from ..attention.kv_spec import KVSpec
 from ..runtime.arrays import rows_at
@@ -121,7 +122,7 @@ class OwnRowsKVCache(RowBatch):
         held = [getattr(row, "segments", ()) for row in self.rows]
         if not (sharing := [at for at, own in enumerate(held) if own]):
             each = enumerate(each_row(queries))
-            return _joined([self._one_row(at, query, scale, mask, sinks) for at, query in each])
+            return _joined([self._one_row(at, query, scale, sinks) for at, query in each])
         rows = [cast(Any, self.rows[at]) for at in sharing]
         some = queries if len(rows) == len(held) else rows_at(queries, sharing)
         got = segments.by_rows(
@@ -132,16 +133,20 @@ class OwnRowsKVCache(RowBatch):
         out = dict(zip(sharing, each_row(got), strict=True))
         for at, query in enumerate(each_row(queries)):
             if at not in out:
-                out[at] = self._one_row(at, query, scale, mask, sinks)
+                out[at] = self._one_row(at, query, scale, sinks)
         return _joined([out[at] for at in range(len(held))])
 
-    def _one_row(self, at: int, query: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
+    def _one_row(self, at: int, query: mx.array, scale: float, sinks: Any) -> mx.array:
         """What a row that holds no segment has alone."""
         row = self.rows[at]
         pair = cast(Pair, row.keys_and_values())
+        mask = (None if query.shape[2] == 1 else "causal") if self._plain else self.masks[at]
+        out = current().forward_row(AttentionCall(query, *pair, row, scale, mask, sinks))
+        if out is not None:
+            return out
         if self._plain:
             return row_attention.one_row(query, *pair, scale, sinks)
-        return attention.mlx_own(query, *pair, row, scale, self.masks[at], sinks)
+        return attention.mlx_own(query, *pair, row, scale, mask, sinks)
 
     def extend(self, other: OwnRowsKVCache) -> None:
         self.rows += other.rows
