@@ -304,14 +304,7 @@ def test_split_files_are_read_as_one(good: bytes, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        Type.Q4_0,
-        *(pytest.param(k, marks=pytest.mark.slow) for k in (Type.Q8_0, Type.Q4_K, Type.Q6_K, Type.F16)),
-    ],
-    ids=lambda kind: kind.name,
-)
+@pytest.mark.parametrize("kind", [Type.Q4_K, Type.F16], ids=lambda kind: kind.name)
 def test_a_gguf_file_is_served_by_its_name(kind: Type, tmp_path: Path):
     source = build_family("llama", tmp_path / "source", changes=WIDE)
     name = f"tiny.{kind.name}"

@@ -430,4 +430,4 @@ def test_quick():
 
 @pytest.mark.slow
 def test_long():
-    run_state_machine_as_test(PoolMachine, settings=LONG)
+    run_state_machine_as_test(PoolMachine, settings=settings(LONG, max_examples=LONG.max_examples // 2))

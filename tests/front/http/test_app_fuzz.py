@@ -37,7 +37,7 @@ def quick(examples: int):
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@counts(15, 50)
+@counts(10, 50)
 @pytest.mark.parametrize("path", PATHS)
 def test_bodies_that_make_sense(path, count):
     @quick(count)
@@ -48,7 +48,7 @@ def test_bodies_that_make_sense(path, count):
     check()
 
 
-@counts(20, 100)
+@counts(12, 100)
 @pytest.mark.parametrize("path", PATHS)
 def test_bodies_that_no_longer_do(path, count):
     @quick(count)
@@ -60,7 +60,7 @@ def test_bodies_that_no_longer_do(path, count):
     check()
 
 
-@counts(20, 80)
+@counts(12, 60)
 @pytest.mark.parametrize("path", PATHS)
 def test_any_bytes(path, count):
     @quick(count)
@@ -76,7 +76,7 @@ def test_any_bytes(path, count):
     check()
 
 
-@counts(20, 60)
+@counts(12, 60)
 @pytest.mark.parametrize("path", BOLD)
 def test_bodies_that_ask_for_a_lot(path, count):
     @quick(count)

@@ -80,5 +80,6 @@ def test_five_kills(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hundred_kills(tmp_path):
-    rounds(tmp_path, 200)
+def test_a_hundred_kills(tmp_path):
+    """Each operation's crash is test_faults.py's."""
+    rounds(tmp_path, 100)
