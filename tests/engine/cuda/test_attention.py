@@ -237,7 +237,7 @@ def test_kernels_of_one_name_have_one_source():
         for dtype, span in product((mx.bfloat16, mx.float16), (512, 1024)):
             how = {"ring": ring, "sinks": sinks}
             function, source = attention_source.source_of(name, width, group, dtype, span, **how)
-            assert f" {function}(" in source
+            assert f"#define FUNCTION {function}\n" in source
             assert sources.setdefault(function, source) == source
     assert len(set(sources.values())) == len(sources) == len(names) * 2 * 2 * 2 * 2 * 2 * 2
 

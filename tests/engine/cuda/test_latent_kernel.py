@@ -100,7 +100,7 @@ def test_sources_are_complete():
     ]
     assert len({name for name, _ in made}) == len(made)
     for name, source in made:
-        assert f"{name}(" in source and source.count("{") == source.count("}")
+        assert f"#define FUNCTION {name}\n" in source and source.count("{") == source.count("}")
         for word in ("CHOSEN = ", "D = ", "E = ", "SPAN = ", "TILE = ", "WARPS = ", "using T = "):
             assert word in source
 

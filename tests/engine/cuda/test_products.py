@@ -175,12 +175,12 @@ def test_a_loaded_model_answers_as_without(
 
 def test_a_source_names_what_its_launch_is_given():
     plain, source = products_kernel.source_of("bfloat16", 1, (False,))
-    head = source[source.index('extern "C"') :]
+    head = source[: source.index("using T")]
     for argument in ("norm", "bias0", "w1"):
         assert f" {argument}," not in head
     function, source = products_kernel.source_of("bfloat16", 2, (True, False), True)
-    head = source[source.index('extern "C"') :]
-    assert function != plain and f"{function}(" in head
+    head = source[: source.index("using T")]
+    assert function != plain and f"#define FUNCTION {function}\n" in head
     for argument in ("x", "w0", "w1", "norm", "bias0", "y0", "y1", "n1", "k"):
         assert f" {argument}," in head
     assert "bias1," not in head

@@ -137,7 +137,7 @@ def test_kernels_of_one_name_have_one_source():
     sources: dict[str, str] = {}
     for width, group, dtype, sinks in product((64, 512), (1, 8), (mx.bfloat16, mx.float16), (False, True)):
         function, source = prompt_attention.source_of(width, group, dtype, sinks)
-        assert f" {function}(" in source
+        assert f"#define FUNCTION {function}\n" in source
         assert sources.setdefault(function, source) == source
     assert len(set(sources.values())) == len(sources) == 16
 

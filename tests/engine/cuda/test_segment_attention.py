@@ -565,4 +565,3 @@ def test_a_source_for_each_kind_of_heads():
     assert len({name for name, _ in sources}) == len(sources)
     assert all(name.isidentifier() for name, _ in sources)
     assert all(source.count("{") == source.count("}") for _, source in sources)
-    assert not any(word in source for _, source in sources for word in ("QUERY",))

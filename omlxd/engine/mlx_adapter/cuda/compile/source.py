@@ -1,6 +1,11 @@
-"""What CUDA sources of several kernels begin with. A source includes nothing else (nvrtc.py)."""
+"""CUDA source of kernels: the files of kernels/, behind `#define`s and constants. It includes nothing else
+(nvrtc.py)."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 
 import mlx.core as mx
 
@@ -9,98 +14,32 @@ TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16"}
 MOST_ROWS = 128
 """Rows of a decode step's kernels, at most."""
 
-HEADER = """
-#define INFINITY __int_as_float(0x7f800000)
-struct bfloat16 { unsigned short bits; };
-struct float16 { unsigned short bits; };
-template <typename T> __device__ float2 omlxd_floats(unsigned pair);
-template <> __device__ inline float2 omlxd_floats<bfloat16>(unsigned pair) {
-  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-template <> __device__ inline float2 omlxd_floats<float16>(unsigned pair) {
-  float2 x;
-  asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-      : "=f"(x.x), "=f"(x.y) : "r"(pair));
-  return x;
-}
-template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_floats<T>(x.bits).x; }
-// Until `count` blocks of this launch have counted themselves in `done`.
-__device__ inline void omlxd_await(const int* done, int count) {
-  if (threadIdx.x == 0) {
-    int now;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(done) : "memory");
-    while (now < count);
-  }
-  __syncthreads();
-}
-__device__ inline float omlxd_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-template <typename T> __device__ inline void omlxd_eight(uint4 bits, float* out) {
-  const unsigned pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-  #pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const float2 x = omlxd_floats<T>(pairs[e]);
-    out[2 * e] = x.x;
-    out[2 * e + 1] = x.y;
-  }
-}
-#define OMLXD_MMA(T, NAME) \\
-  template <> __device__ inline void omlxd_mma<T>( \\
-      float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) { \\
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 " \\
-        "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \\
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \\
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); \\
-  }
-template <typename T> __device__ void omlxd_mma(
-    float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1);
-#define OMLXD_ROUND(T, NAME) \\
-  template <> __device__ inline unsigned omlxd_pair<T>(float a, float b) { \\
-    unsigned x; \\
-    asm("cvt.rn." NAME "x2.f32 %0, %1, %2;" : "=r"(x) : "f"(b), "f"(a)); \\
-    return x; \\
-  } \\
-  template <> __device__ inline T omlxd_round<T>(float x) { \\
-    T y; \\
-    asm("cvt.rn." NAME ".f32 %0, %1;" : "=h"(y.bits) : "f"(x)); \\
-    return y; \\
-  }
-template <typename T> __device__ unsigned omlxd_pair(float a, float b);
-template <typename T> __device__ T omlxd_round(float x);
-OMLXD_MMA(bfloat16, "bf16")
-OMLXD_MMA(float16, "f16")
-OMLXD_ROUND(bfloat16, "bf16")
-OMLXD_ROUND(float16, "f16")
-"""
 
-COPIES = """
-#define OMLXD_COPY(to, from, bytes) \\
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes))
-__device__ inline void omlxd_matrices(unsigned* x, unsigned from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
-}
-__device__ inline void omlxd_turned_matrices(unsigned* x, unsigned from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
-}
-__device__ inline unsigned omlxd_turned(unsigned x) {
-  unsigned y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-__device__ inline unsigned omlxd_shared(const void* x) {
-  unsigned y;
-  asm("{.reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a;}" : "=r"(y) : "l"(x));
-  return y;
-}
-__device__ inline float omlxd_fresh(const float* from) {
-  float x;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
-  return x;
-}
-"""
-"""Copies into shared memory that do not wait, and matrices from there. Behind `HEADER`."""
+KERNELS = files("omlxd.engine.mlx_adapter.cuda") / "kernels"
+
+
+@cache
+def text_of(name: str) -> str:
+    """The file kernels/`name`.cu."""
+    return (KERNELS / f"{name}.cu").read_text()
+
+
+def source(
+    names: Sequence[str],
+    words: Mapping[str, str | int],
+    kind: str = "",
+    numbers: Mapping[str, float] | None = None,
+) -> str:
+    """What these files make, one behind the other.
+
+    words    macros, by their names; a flag is 0 or 1
+    kind     what numbers of 16 bits are: header.cu and `using T` come before the files
+    numbers  constants of the files, by their names
+    """
+    parts = [f"#define {word} {meaning}\n" for word, meaning in words.items()]
+    if kind:
+        parts.append(f"{text_of('header')}using T = {kind};\n")
+    for name, number in (numbers or {}).items():
+        is_float = isinstance(number, float)
+        parts.append(f"constexpr {'float' if is_float else 'int'} {name} = {number!r}{'f' * is_float};\n")
+    return "".join([*parts, *map(text_of, names)])

@@ -51,7 +51,6 @@ had left to do behind them (its KV takes 20), and 4 the way to the next launch.
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
@@ -59,11 +58,20 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..attention.fused_attention import ARGUMENTS, OWN, Heads, Launch, Shape, device_source, shared_bytes
+from ..attention.fused_attention import (
+    ARGUMENTS,
+    FILES,
+    OWN,
+    Heads,
+    Launch,
+    Shape,
+    device_source,
+    shared_bytes,
+)
 from ..compile import driver as cuda_driver
 from ..compile import kernel_store
-from ..compile.source import MOST_ROWS, TYPES
-from .products_kernel import FORMS, SET, SQUARES, WARPS, call_of, form_of, kernel_source
+from ..compile.source import MOST_ROWS, TYPES, source
+from .products_kernel import FORMS, SET, SQUARES, WARPS, bounds_of, call_of, form_of
 
 MOST_SHARED = 228 * 1024 // 2 - 1024
 """Bytes of shared memory of a block, where two share an H100's multiprocessor. CUDA takes 1,024 of each."""
@@ -101,76 +109,6 @@ class LayerProducts(NamedTuple):
         return TYPES[self.weights[0].dtype], tuple(bias is not None for bias in self.biases)
 
 
-_BODY = """
-  Products<T> p = {};
-  p.rows = rows;
-  p.parts = (hidden + 15) / 16;
-  p.eps = __int_as_float(eps);
-  const int sets = (rows + SET - 1) / SET, of_attention = ACROSS;
-  const int each = (blocks0 + blocks1 + blocks2 + blocks3) * sets + of_attention;
-  const int layer = LAYERS > 1 ? blockIdx.x / each : 0;
-  int block = blockIdx.x - layer * each;
-  int* done = const_cast<int*>(counters) + layer * COUNTED * PLACES;
-  CHOOSE
-  if (block < blocks0 * sets) {
-    p.x = layer ? ATTENDED : x; p.k = wide; p.w[0] = w0; p.n[0] = hidden; p.bias[0] = bias0; p.y[0] = sum0;
-    p.residual = layer ? sum1 : residual; p.scaled = norm0; p.next = scaled0; p.next_squares = squares0;
-    FIRST(p, block / sets, blocks0, block % sets * SET, layer ? done - PLACES : done,
-          layer ? of_attention : 0);
-    omlxd_count(done, blocks0 * sets);
-    return;
-  }
-  block -= blocks0 * sets;
-  if (block < blocks1 * sets) {
-    p.x = scaled0; p.k = hidden; p.w[0] = w1; p.w[1] = w2; p.n[0] = p.n[1] = ffn; p.bias[0] = bias1;
-    p.bias[1] = bias2; p.y[0] = inner; p.squares = squares0;
-    GATE_UP(p, block / sets, blocks1, block % sets * SET, done, blocks0 * sets);
-    omlxd_count(done + PLACES, blocks1 * sets);
-    return;
-  }
-  block -= blocks1 * sets;
-  if (block < blocks2 * sets) {
-    p.x = inner; p.k = ffn; p.w[0] = w3; p.n[0] = hidden; p.bias[0] = bias3; p.y[0] = sum1;
-    p.residual = sum0; p.scaled = norm1; p.next = scaled1; p.next_squares = squares1;
-    DOWN(p, block / sets, blocks2, block % sets * SET, done + PLACES, blocks1 * sets);
-    omlxd_count(done + 2 * PLACES, blocks2 * sets);
-    return;
-  }
-  block -= blocks2 * sets;
-  if (block < blocks3 * sets) {
-    p.x = scaled1; p.k = hidden; p.squares = squares1;
-    OF_NEXTS
-    NEXTS(p, block / sets, blocks3, block % sets * SET, done + 2 * PLACES, blocks2 * sets);
-    LAST
-    return;
-  }
-  ATTENTION
-"""
-
-_ATTENTION = """block -= blocks3 * sets;
-  if (threadIdx.x >= 32 * WARPS) return;
-  extern __shared__ uint4 its_rings[];
-  omlxd_attend(block % across_blocks, block / across_blocks, its_rings, done + 3 * PLACES, blocks3 * sets,
-               GIVEN);
-  if (omlxd_count(done + 4 * PLACES, of_attention) && layer == LAYERS - 1)
-    omlxd_begin_again(const_cast<int*>(counters));
-"""
-
-_COUNT = """
-// A block is done. True: all of `blocks` are, and this thread is the one to know.
-__device__ inline bool omlxd_count(int* done, int blocks) {
-  __syncthreads();
-  if (threadIdx.x) return false;
-  __threadfence();
-  return atomicAdd(done, 1) == blocks - 1;
-}
-// The very last one of all makes the counters ready for the next launch.
-__device__ inline void omlxd_begin_again(int* counters) {
-  for (int i = 0; i < LAYERS * COUNTED; i++) counters[PLACES * i] = 0;
-}
-"""
-
-
 def source_of(
     eights: int,
     kind: str,
@@ -180,35 +118,25 @@ def source_of(
 ) -> tuple[str, str]:
     """(function, CUDA source). `biases`: whether each weight has one. `attention`: with which each of
     `layers` ends."""
-    weights, nexts = range(len(biases)), range(len(biases) - 4)
-    its = [argument.rsplit(" ", 1) for argument in ARGUMENTS] if attention is not None else []
+    function = f"omlxd_layer_products_{kind}_{eights}_{''.join(str(int(has)) for has in biases)}"
+    numbers: dict[str, float] = {"SET": SET, "LAYERS": layers, "PLACES": PLACES}
+    numbers["COUNTED"] = 4 if attention is None else 5
+    words, files = dict[str, str | int](), ["products"]
     made = {"q": "y0", "k": "y1", "v": "y2"}
-    if attention is not None and not attention[0].norm:
-        made |= {"q_norm": "y0", "k_norm": "y1"}
-    named = [(its_kind, name) for its_kind, name in its if name not in made]
-    is_read = [its_kind.startswith("const") and its_kind.endswith("*") for its_kind, _ in named]
-    own = [("const T*", name) for name in (*(f"w{i}" for i in weights), "norm0", "norm1")]
-    own += [("const T*", f"bias{i}") for i in weights if biases[i]]
-    own += [(its_kind, f"its_{name}") for its_kind, name in named if name in OWN]
-    arguments = ["const T* x", "const T* residual"]
-    arguments += [f"{its_kind} {name}_{layer}" for layer in range(layers) for its_kind, name in own]
-    arguments += [
-        f"{its_kind} its_{name}"
-        for (its_kind, name), read in zip(named, is_read, strict=True)
-        if read and name not in OWN
-    ]
-    arguments += ["const int* counters", "T* sum0", "T* scaled0", "float* squares0", "T* inner", "T* sum1"]
-    arguments += ["T* scaled1", "float* squares1", *(f"T* y{i}" for i in nexts)]
-    arguments += [f"{its_kind} its_{name}" for its_kind, name in named if not its_kind.startswith("const")]
-    numbers = ["rows", "wide", "hidden", "ffn", "eps", *(f"n{i}" for i in nexts)]
-    numbers += [f"blocks{i}" for i in range(4)]
     if attention is not None:
-        numbers += [f"its_{name}" for its_kind, name in named if its_kind == "const int"]
-        numbers += ["across_blocks", "down_blocks"]
-    arguments += [f"const int {name}" for name in numbers]
-    late = partial(call_of, eights, late=True)
-    words = {
-        "CHOOSE": "".join(f"{its_kind} {name} = {_chosen(name, layers)};\n  " for its_kind, name in own),
+        name, its_numbers, words = device_source(*attention, late=True)
+        function, numbers, files = f"{function}_{layers}_{name}", numbers | its_numbers, [*files, *FILES]
+        made |= {} if attention[0].norm else {"q_norm": "y0", "k_norm": "y1"}
+    its = [_split(argument) for argument in ARGUMENTS] if attention is not None else []
+    own, takes = _arguments(biases, [one for one in its if one[1] not in made], layers)
+    late, nexts = partial(call_of, eights, late=True), range(len(biases) - 4)
+    chosen = [f"{its_kind} {name} = {_chosen(name, layers)};" for its_kind, name in own]
+    chosen += [f"const T* bias{i} = nullptr;" for i, has in enumerate(biases) if not has]
+    words |= {
+        **{"FUNCTION": function, "TAKES": ", ".join(takes), "BOUNDS": bounds_of(FORMS[eights])},
+        "ATTENDS": int(attention is not None),
+        "GIVEN": ", ".join(made.get(name, f"its_{name}") for _, name in its),
+        "CHOOSE": " ".join(chosen),
         "FIRST": call_of(eights, scaled=True, late=layers > 1),
         "GATE_UP": late(silu=True, squares=True),
         "DOWN": late(scaled=True),
@@ -217,29 +145,39 @@ def source_of(
             f"p.w[{i}] = w{i + 4}; p.n[{i}] = n{i}; p.bias[{i}] = bias{i + 4}; p.y[{i}] = y{i};"
             for i in nexts
         ),
-        "LAST": "if (IS_DONE) omlxd_begin_again(const_cast<int*>(counters));"
-        if attention is None
-        else "IS_DONE;",
-        "IS_DONE": "omlxd_count(done + 3 * PLACES, blocks3 * sets)",
-        "ATTENTION": "" if attention is None else _ATTENTION,
-        "ATTENDED": "x" if attention is None else "its_out",
-        "GIVEN": ", ".join(made.get(name, f"its_{name}") for _, name in its),
-        "ACROSS": "0" if attention is None else "across_blocks * down_blocks",
-        "COUNTED": "4" if attention is None else "5",
-        "LAYERS": str(layers),
-        "PLACES": str(PLACES),
-        "SET": str(SET),
     }
-    body = "".join(f"  const T* bias{i} = nullptr;\n" for i in weights if not biases[i]) + _BODY
-    function = f"omlxd_layer_products_{kind}_{eights}_{''.join(str(int(has)) for has in biases)}"
-    before = _COUNT
-    if attention is not None:
-        name, source = device_source(*attention, late=True)
-        function, before = f"{function}_{layers}_{name}", source + before
-    source = kernel_source(kind, FORMS[eights], function, arguments, body, before=before)
-    for word, meaning in words.items():  # In this order: some stand in another.
-        source = re.sub(rf"\b{word}\b", lambda _, meaning=meaning: meaning, source)
-    return function, source
+    return function, source([*files, "layer_products"], words, kind, numbers)
+
+
+def _split(argument: str) -> tuple[str, str]:
+    """(type, name)."""
+    its_kind, _, name = argument.rpartition(" ")
+    return its_kind, name
+
+
+def _arguments(
+    biases: tuple[bool, ...], its: Sequence[tuple[str, str]], layers: int
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """(type and name of each that is a layer's own; all of them, each layer's own by its number).
+
+    its  those of attention, but for what the launch makes; none: there is no attention
+    """
+    weights, nexts = range(len(biases)), range(len(biases) - 4)
+    own = [("const T*", name) for name in (*(f"w{i}" for i in weights), "norm0", "norm1")]
+    own += [("const T*", f"bias{i}") for i in weights if biases[i]]
+    own += [(its_kind, f"its_{name}") for its_kind, name in its if name in OWN]
+    arrays = [one for one in its if one[0].endswith("*") and one[1] not in OWN]
+    takes = ["const T* x", "const T* residual"]
+    takes += [f"{its_kind} {name}_{layer}" for layer in range(layers) for its_kind, name in own]
+    takes += [f"{its_kind} its_{name}" for its_kind, name in arrays if its_kind.startswith("const")]
+    takes += ["const int* counters", "T* sum0", "T* scaled0", "float* squares0", "T* inner", "T* sum1"]
+    takes += ["T* scaled1", "float* squares1", *(f"T* y{i}" for i in nexts)]
+    takes += [f"{its_kind} its_{name}" for its_kind, name in arrays if not its_kind.startswith("const")]
+    numbers = ["rows", "wide", "hidden", "ffn", "eps", *(f"n{i}" for i in nexts)]
+    numbers += [f"blocks{i}" for i in range(4)]
+    numbers += [f"its_{name}" for its_kind, name in its if its_kind == "const int"]
+    numbers += ["across_blocks", "down_blocks"] if its else []
+    return own, [*takes, *(f"const int {name}" for name in numbers)]
 
 
 def _chosen(name: str, layers: int) -> str:
@@ -251,8 +189,8 @@ def _chosen(name: str, layers: int) -> str:
 @cache
 def code(*form: Any) -> tuple[str, bytes]:
     """(function, machine code)."""
-    function, source = source_of(*form)
-    return function, kernel_store.machine_code(source)
+    function, made = source_of(*form)
+    return function, kernel_store.machine_code(made)
 
 
 @cache
