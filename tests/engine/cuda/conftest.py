@@ -367,15 +367,13 @@ class LatentReference:
         ends: list[int],
         scale: float,
         behind: mx.array,
-        chosen: mx.array | None = None,
     ) -> mx.array:
         LatentReference.calls += 1
         out, new = list[mx.array](), len(queries) // len(tails.table)
         for token, end in enumerate(ends):
             latents, parts = self.held(tails, token // new)
             assert end <= min(latents.shape[2], tails.most)
-            read = mx.arange(end) if chosen is None else chosen[token, : min(end, chosen.shape[1])]
-            latents, parts = latents[:, :, read], parts[:, :, read]
+            latents, parts = latents[:, :, :end], parts[:, :, :end]
             own = slice(token, token + 1)
             scores = (queries[own] * scale) @ latents.swapaxes(-1, -2)
             scores = scores + rope_queries[own] @ parts.swapaxes(-1, -2)
@@ -390,9 +388,8 @@ class LatentReference:
         ends: mx.array,
         scale: float,
         behind: Any,
-        chosen: mx.array | None = None,
     ) -> mx.array:
-        return self.over_tails(queries, rope_queries, tails, cast(Any, ends.tolist()), scale, behind, chosen)
+        return self.over_tails(queries, rope_queries, tails, cast(Any, ends.tolist()), scale, behind)
 
     @staticmethod
     def held(tails: Tails, row: int) -> list[mx.array]:

@@ -46,14 +46,6 @@ class Segmentless(LatentReference):
         return [mx.concatenate([part[:, :, cut:], part[:, :, :cut]], axis=2) for part in (latents, parts)]
 
 
-class Unchosen(LatentReference):
-    """Reads the first tokens in place of those that were chosen."""
-
-    def over_tails(self, *given: Any) -> mx.array:
-        *given, chosen = given
-        return super().over_tails(*given, chosen if chosen is None else mx.sort(chosen) // 2)
-
-
 def test_the_check_finds_a_kernel_that_differs(monkeypatch: pytest.MonkeyPatch):
     known_addresses(monkeypatch)
     monkeypatch.setattr(latent_kernel, "SPAN", 128)
@@ -64,7 +56,7 @@ def test_the_check_finds_a_kernel_that_differs(monkeypatch: pytest.MonkeyPatch):
     assert far(LatentReference()) < 1e-4
     for wrong in (Late, Unturned):
         assert far(wrong()) > latent_kernel.CLOSE, wrong
-    for wrong in (OfCompany, Segmentless, Unchosen):
+    for wrong in (OfCompany, Segmentless):
         assert far(wrong()) == float("inf"), wrong
 
 
@@ -93,15 +85,14 @@ def test_without_a_gpu_mlx_s_own_attention_stays(caplog: pytest.LogCaptureFixtur
 def test_sources_are_complete():
     """No machine here compiles them: each kernel has a name of its own, and all of its constants."""
     made = [
-        latent_kernel.source_of(width, part, dtype, chosen)
+        latent_kernel.source_of(width, part, dtype)
         for width, part in ((512, 64), (256, 64), (128, 32))
         for dtype in (mx.bfloat16, mx.float16)
-        for chosen in (False, True)
     ]
     assert len({name for name, _ in made}) == len(made)
     for name, source in made:
         assert f"#define FUNCTION {name}\n" in source and source.count("{") == source.count("}")
-        for word in ("CHOSEN = ", "D = ", "E = ", "SPAN = ", "TILE = ", "WARPS = ", "using T = "):
+        for word in ("D = ", "E = ", "SPAN = ", "TILE = ", "WARPS = ", "using T = "):
             assert word in source
 
 
@@ -119,9 +110,5 @@ def test_two_launches_read_all_rows(monkeypatch: pytest.MonkeyPatch):
     assert out.shape == queries.shape
     names, counts, grids = zip(*watched.launches, strict=True)
     assert [name.split("_float16")[0] for name in names] == ["omlxd_latents", "omlxd_decode_merge"]
-    assert counts == (7, 4)
+    assert counts == (6, 4)
     assert grids == ((2 * 256, 2, 6), (6 * 20 * 256, 1, 1)), "two spans, two tiles of heads, six tokens"
-    chosen = mx.zeros((6, 512), mx.uint32)
-    kernel.over_tails(queries, rope, tails, [7, 8, 9, 600, 601, 602], 0.1, mx.zeros((1,)), chosen)
-    (name, _, grid), _ = watched.launches[2:]
-    assert name.startswith("omlxd_latents_chosen") and grid == (256, 2, 6), "a span of chosen tokens"

@@ -20,8 +20,6 @@ the KV that a cache holds. Latents of MLA have a kernel of their own (latent_ker
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -35,12 +33,10 @@ from ...cache.growth import round_up
 from ...cache.packed import Quantisation, is_packed
 from ...cache.segments import SequenceKVCache
 from .. import prompt_shapes
-from ..compile import kernel_store, launch
+from ..compile import launch
 from . import attention_packed, checks, prompt_attention, segment_attention, segments
 from .attention_kernel import MOST_NEW, SPAN, Kernel, Tails
 from .segment_attention import SegmentKernel
-
-log = logging.getLogger(__name__)
 
 CLOSE = 0.03
 """Largest difference from MLX's own in float32, for values of a normal distribution: bfloat16's rounding.
@@ -279,35 +275,27 @@ def segment_kernel_for(
 
 def _checked(width: int, group: int, dtype: Any, window: bool, sinks: bool) -> Kernel | None:
     """A kernel that computes what MLX's own does, on rows of unequal length; None, and a line in the log."""
-    kernel, began, far = Kernel(width, group, dtype, ring=window, sinks=sinks), time.perf_counter(), 0.0
-    check = _Check(kernel, width, group, dtype, window, sinks)
+    kind = width, group, dtype, window, sinks
 
-    def differs() -> float:
+    def made() -> Kernel:
+        kernel = Kernel(width, group, dtype, ring=window, sinks=sinks)
+        kernel.compile_ahead()
+        return kernel
+
+    def difference(kernel: Kernel) -> float:
+        check = _Check(kernel, *kind)
         far = max(check.difference(*case) for case in ((ENDS[0], 1), (ENDS[1], 1), (ENDS[1], 5)))
         return max(far, check.step_difference())
 
-    try:
-        kernel.compile_ahead()
-        depends = width, group, dtype, window, sinks
-        far = kernel_store.remembered("attention", depends, differs, lambda far: far < CLOSE)
-    except Exception as error:
-        log.warning("decode attends by MLX's own kernels: ours does not run here (%s)", error)
-        return None
-    if not far < CLOSE:  # NaN too
-        log.warning("decode attends by MLX's own kernels: ours differs by %.3g", far)
-        return None
-    log.info(
-        "decode attends by omlxd's kernel (%s, %d wide, %d query heads a KV head%s%s): "
-        "within %.4f of MLX's own, checked in %.1f s",
-        dtype,
-        width,
-        group,
-        ", windows" if window else "",
-        ", sinks" if sinks else "",
-        far,
-        time.perf_counter() - began,
+    what = f"{dtype}, {width} wide, {group} query heads a KV head"
+    return checks.checked(
+        made,
+        difference,
+        CLOSE,
+        "decode attends by MLX's own kernels: ours",
+        f"decode attends by omlxd's kernel ({what}{', windows' * window}{', sinks' * sinks})",
+        remember=("attention", kind),
     )
-    return kernel
 
 
 ENDS = SPAN - 100, 3 * SPAN + 17
@@ -363,8 +351,7 @@ class _Check:
                 mask=mask,
                 sinks=None if self._sinks is None else self._sinks.astype(mx.float32),
             )
-            apart = cast(float, mx.abs(got[row : row + 1].astype(mx.float32) - want).max().item())
-            far = max(far, apart if apart == apart else float("inf"))
+            far = max(far, checks.far(got[row : row + 1], want))
         return far
 
     def _over_tails(

@@ -15,10 +15,9 @@ token's KV, packed, into its place, for compiled_step.py.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -93,22 +92,15 @@ def kernel_for(queries: mx.array, keys: Parts, values: Parts, how: Quantisation)
 
 def _checked(width: int, group: int, dtype: Any, how: Quantisation) -> PackedKernel | None:
     """A kernel that computes what MLX's own does, on rows of unequal length; None, and a line in the log."""
-    kernel, began, far = PackedKernel(width, group, dtype, how), time.perf_counter(), 0.0
-    try:
-        for new in (1, 5):
-            far = max(far, difference(kernel, width, group, dtype, how, new))
-    except Exception as error:
-        log.warning("packed KV is unpacked in each pass: omlxd's kernel does not run here (%s)", error)
-        return None
-    if not far < CLOSE:  # NaN too
-        log.warning("packed KV is unpacked in each pass: omlxd's kernel differs by %.3g", far)
-        return None
-    log.info(
-        "decode attends to packed KV by omlxd's kernel (%s, %d wide, %d query heads a KV head, %d bits in "
-        "groups of %d): within %.4f of MLX's own, checked in %.1f s",
-        *(dtype, width, group, how.bits, how.group, far, time.perf_counter() - began),
+    kind = width, group, dtype, how
+    return checks.checked(
+        lambda: PackedKernel(*kind),
+        lambda kernel: max(difference(kernel, *kind, new) for new in (1, 5)),
+        CLOSE,
+        "packed KV is unpacked in each pass: omlxd's kernel",
+        f"decode attends to packed KV by omlxd's kernel ({dtype}, {width} wide, {group} query heads a KV "
+        f"head, {how.bits} bits in groups of {how.group})",
     )
-    return kernel
 
 
 def difference(kernel: Any, width: int, group: int, dtype: Any, how: Quantisation, new: int) -> float:
@@ -133,7 +125,7 @@ def difference(kernel: Any, width: int, group: int, dtype: Any, how: Quantisatio
     own = mx.array(ends)[:, None, None, None] - new + mx.arange(new)[:, None]
     mask = (mx.arange(end) >= mx.array(starts)[:, None, None, None]) & (mx.arange(end) <= own)
     want = mx.fast.scaled_dot_product_attention(queries.astype(mx.float32), *exact, scale=scale, mask=mask)
-    far = cast(float, mx.abs(got.astype(mx.float32) - want).max().item())
+    far = checks.far(got, want)
     if new == 1:
         rows, columns = mx.arange(2), mx.array(ends) - 1
         seen = (mx.arange(shape[2]) != columns[:, None])[:, None, :, None]
@@ -159,7 +151,7 @@ def difference(kernel: Any, width: int, group: int, dtype: Any, how: Quantisatio
     shared = checks.over_tails_of(kernel, queries, held, at, newest, scale, before=before)
     if not mx.array_equal(shared, kernel(queries, *packed, at, scale)).item():
         return float("inf")
-    return far if far == far else float("inf")
+    return far
 
 
 def source_of(name: str, width: int, group: int, dtype: Any, how: Quantisation) -> tuple[str, str]:

@@ -1,15 +1,62 @@
-"""What checks of several kernels have in common: rows with arrays of their own."""
+"""The check of each kernel of attention: beside MLX's own, and with rows that have arrays of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
 from ...cache.packed import parts_of
-from ..compile import launch
+from ..compile import kernel_store, launch
 from .attention_kernel import Tails, put
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def checked(
+    make: Callable[[], T],
+    difference: Callable[[T], float],
+    close: float,
+    instead: str,
+    says: str,
+    also: str = "",
+    *,
+    remember: tuple[str, object] | None = None,
+) -> T | None:
+    """What `make` makes; None, and a line in the log, where it does not compute what MLX's own does.
+
+    difference  the largest from MLX's own; from `close` on it is too large
+    instead     what runs in the kernel's place, and the kernel: a line in the log begins so
+    says, also  what the log says of a kernel that passed, and behind its difference
+    remember    name of the check and what it depends on beside the machine; None: it runs at each load
+    """
+    began = time.perf_counter()
+    try:
+        kernel = make()
+        if remember is None:
+            far = difference(kernel)
+        else:
+            far = kernel_store.remembered(*remember, partial(difference, kernel), lambda far: far < close)
+    except Exception as error:
+        log.warning("%s does not run here (%s)", instead, error)
+        return None
+    if not far < close:  # NaN too
+        log.warning("%s differs by %.3g", instead, far)
+        return None
+    took = time.perf_counter() - began
+    log.info("%s: within %.4f of MLX's own%s, checked in %.1f s", says, far, also, took)
+    return kernel
+
+
+def far(got: mx.array, want: mx.array) -> float:
+    """The largest difference from `want`, in float32; NaN is infinite."""
+    apart = cast(float, mx.abs(got.astype(mx.float32) - want).max().item())
+    return apart if apart == apart else float("inf")
 
 
 def over_tails_of(

@@ -3,14 +3,12 @@
 A latent is the value of all heads, and their key beside the part that RoPE turns. Blocks of threads read a
 row's own latents and parts by address, in spans cut at fixed places, once for 16 heads, and multiply them on
 the tensor cores; attention_source.py's merge puts the spans together. Several tokens of a row are as many
-rows here (cache/mla_rows.py), so a pass with guesses has the bits of steps. `omlxd_latents_chosen` reads the
-tokens alone that an index chose (cache/dsa_rows.py).
+rows here (cache/mla_rows.py), so a pass with guesses has the bits of steps.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, cast
@@ -21,6 +19,7 @@ from ...runtime.arrays import rows_at
 from ..compile import launch
 from ..compile.launch import Code
 from ..compile.source import TYPES, source
+from . import checks
 from .attention_kernel import Tails, constant, put
 from .attention_source import source_of as merge_source
 
@@ -65,11 +64,11 @@ def fits(width: int, part: int, dtype: Any) -> bool:
     return dtype in TYPES and width % 128 == 0 and width <= 512 and part % 32 == 0 and 0 < part <= 128
 
 
-def source_of(width: int, part: int, dtype: Any, chosen: bool = False) -> tuple[str, str]:
-    """(function, CUDA source). `chosen`: it reads some tokens alone."""
+def source_of(width: int, part: int, dtype: Any) -> tuple[str, str]:
+    """(function, CUDA source)."""
     kind = TYPES[dtype]
-    function = f"omlxd_latents{'_chosen' * chosen}_{kind}_{width}_{part}"
-    numbers = {"D": width, "E": part, "SPAN": SPAN, "TILE": TILE, "WARPS": WARPS, "CHOSEN": int(chosen)}
+    function = f"omlxd_latents_{kind}_{width}_{part}"
+    numbers = {"D": width, "E": part, "SPAN": SPAN, "TILE": TILE, "WARPS": WARPS}
     return function, source(["copies", "latents"], {"FUNCTION": function}, kind, numbers)
 
 
@@ -79,9 +78,8 @@ class LatentKernel:
 
     def __init__(self, width: int, part: int, dtype: Any):
         self._width, self._part, self._dtype = width, part, dtype
-        sources = {name: source_of(width, part, dtype, name == "chosen") for name in ("spans", "chosen")}
-        sources["merge"] = merge_source("merge", width, 1, dtype, SPAN)
-        self._code = Code(sources)
+        merge = merge_source("merge", width, 1, dtype, SPAN)
+        self._code = Code({"spans": source_of(width, part, dtype), "merge": merge})
         # As `Kernel`'s.
         self._compiled = lru_cache(64)(
             lambda queries, **how: cast(Any, mx.compile(partial(self._attend, **how)))
@@ -95,7 +93,6 @@ class LatentKernel:
         ends: Sequence[int],
         scale: float,
         behind: mx.array,
-        chosen: mx.array | None = None,
     ) -> mx.array:
         """(tokens of all rows, heads, 1, width).
 
@@ -105,19 +102,12 @@ class LatentKernel:
         tails         of each row: latents and parts
         ends          of each token of these: how many it sees of its row's, itself included
         behind        what `put` gave
-        chosen        (tokens of all rows, picks) in int32: places of the tokens that each reads, in order;
-                      those that it does not see come last. None: it reads all
         """
-        new, most = len(queries) // len(tails.table), tails.most
-        if chosen is not None:
-            most = chosen.shape[1]
-            ends = [min(end, most) for end in ends]
-        how = {"most": most, "new": new, "each": tails.each, "picks": most if chosen is not None else 0}
-        call = self._compiled(queries.shape, **how)
+        new = len(queries) // len(tails.table)
+        call = self._compiled(queries.shape, most=tails.most, new=new, each=tails.each)
         places = constant(f"latents{new}", tuple(ends), mx.int32)
         scales = constant("scale", (scale,), mx.float32)
-        picked = places if chosen is None else chosen
-        return call(queries, rope_queries, tails.table, places, scales, behind, picked)
+        return call(queries, rope_queries, tails.table, places, scales, behind)
 
     def step(
         self,
@@ -127,15 +117,10 @@ class LatentKernel:
         ends: mx.array,
         scale: float,
         behind: mx.array,
-        chosen: mx.array | None = None,
     ) -> mx.array:
         """As `over_tails`, of one token a row, for a compiled step; `ends`: (rows,)."""
-        how = {"most": tails.most, "new": 1, "each": tails.each, "picks": 0}
-        if chosen is not None:
-            how["most"] = how["picks"] = chosen.shape[1]
-            ends = mx.minimum(ends, chosen.shape[1])
-        scales, picked = constant("scale", (scale,), mx.float32), ends if chosen is None else chosen
-        return self._attend(queries, rope_queries, tails.table, ends, scales, behind, picked, **how)
+        scales, how = constant("scale", (scale,), mx.float32), {"most": tails.most, "each": tails.each}
+        return self._attend(queries, rope_queries, tails.table, ends, scales, behind, new=1, **how)
 
     def _attend(
         self,
@@ -145,19 +130,17 @@ class LatentKernel:
         ends: mx.array,
         scale: mx.array,
         behind: mx.array,
-        chosen: mx.array,
         *,
         most: int,
         new: int,
         each: int,
-        picks: int,
     ) -> mx.array:
         tokens, heads = queries.shape[:2]
         spans = -(-most // SPAN)
         sums, weights = self._code.run(
-            "chosen" if picks else "spans",
-            [queries, rope_queries, table, ends, scale, behind, chosen],
-            [heads, new, table.shape[1], each, picks],
+            "spans",
+            [queries, rope_queries, table, ends, scale, behind],
+            [heads, new, table.shape[1], each],
             grid=(spans * 32 * WARPS, -(-heads // 16), tokens),
             threadgroup=(32 * WARPS, 1, 1),
             shared_memory=2 * TILE * (self._width + self._part + 8) * 2,
@@ -190,22 +173,13 @@ def checked(width: int, part: int, dtype: Any) -> LatentKernel | None:
     if not fits(width, part, dtype):
         log.info("no kernel for latents %d wide beside parts %d wide in %s", width, part, dtype)
         return None
-    began = time.perf_counter()
-    try:
-        kernel = LatentKernel(width, part, dtype)
-        far = difference(kernel, width, part, dtype)
-    except Exception as error:
-        log.warning("latents are read by MLX's own attention: omlxd's kernel does not run here (%s)", error)
-        return None
-    if not far < CLOSE:  # NaN too
-        log.warning("latents are read by MLX's own attention: omlxd's kernel differs by %.3g", far)
-        return None
-    log.info(
-        "decode attends to latents by omlxd's kernel (%s, %d wide, parts %d wide): within %.4f of MLX's own, "
-        "checked in %.1f s",
-        *(dtype, width, part, far, time.perf_counter() - began),
+    return checks.checked(
+        lambda: LatentKernel(width, part, dtype),
+        lambda kernel: difference(kernel, width, part, dtype),
+        CLOSE,
+        "latents are read by MLX's own attention: omlxd's kernel",
+        f"decode attends to latents by omlxd's kernel ({dtype}, {width} wide, parts {part} wide)",
     )
-    return kernel
 
 
 def tails_behind(rows: Sequence[Sequence[mx.array]], cut: int) -> tuple[Tails, list[mx.array]]:
@@ -222,8 +196,7 @@ def tails_behind(rows: Sequence[Sequence[mx.array]], cut: int) -> tuple[Tails, l
 
 def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
     """The largest from MLX's own in float32, for rows of unequal length; NaN is infinite. So are other bits
-    of a row alone, of one whose first tokens are in a segment, of one of several tokens in a pass, and of one
-    whose tokens are all chosen; and if others are read than those that are."""
+    of a row alone, of one whose first tokens are in a segment, and of one of several tokens in a pass."""
     ends, capacity, heads, scale = (SPAN - 100, 2 * SPAN + 17), 3 * SPAN, 20, (width + part) ** -0.5
 
     def some(seed: int, *shape: int) -> mx.array:
@@ -233,9 +206,7 @@ def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
     queries, turned = some(5, 2, 2, heads, 1, width), some(6, 2, 2, heads, 1, part)
     mx.eval(held, queries, turned)
 
-    def attend(
-        rows: Sequence[int], tokens: Sequence[int], cut: int = 0, chosen: mx.array | None = None
-    ) -> mx.array:
+    def attend(rows: Sequence[int], tokens: Sequence[int], cut: int = 0) -> mx.array:
         """`tokens` of the last two of each of `rows`, whose first `cut` tokens are in a segment."""
         count, at = len(tokens), [ends[row] - 2 + tokens[0] for row in rows]
         fresh = [
@@ -260,24 +231,20 @@ def difference(kernel: Any, width: int, part: int, dtype: Any) -> float:
             for array in (queries, turned)
         ]
         seen = [ends[row] - 1 + token for row in rows for token in tokens]
-        out = kernel.over_tails(*asked, tails, seen, scale, behind, chosen)
+        out = kernel.over_tails(*asked, tails, seen, scale, behind)
         mx.eval(out)
         return out
 
     together, far = attend((0, 1), (0, 1)), 0.0
     same = [(attend((1,), (0, 1)), together[2:]), (attend((0, 1), (1,)), together[1::2])]
     same.append((attend((1,), (0, 1), SPAN), together[2:]))
-    every = mx.broadcast_to(mx.arange(capacity), (2, capacity))
-    same.append((attend((1,), (0, 1), chosen=every), together[2:]))
     if not all(mx.array_equal(a, b).item() for a, b in same):
         return float("inf")
-    some_alone = attend((1,), (0, 1), SPAN, every[:, 1::2])
-    for at, got in enumerate([*together, *some_alone]):
-        row, token = divmod(at, 2) if at < 4 else (1, at - 4)
-        read = slice(ends[row] - 1 + token) if at < 4 else slice(1, None, 2)
+    for at, got in enumerate(together):
+        row, token = divmod(at, 2)
+        read = slice(ends[row] - 1 + token)
         latents, parts = (array[0, 0, read].astype(mx.float32) for array in held[row])
         query, rope = (array[row, token, :, 0].astype(mx.float32) for array in (queries, turned))
         want = mx.softmax(query @ latents.T * scale + rope @ parts.T, axis=-1) @ latents
-        apart = cast(float, mx.abs(got[:, 0].astype(mx.float32) - want).max().item())
-        far = max(far, apart if apart == apart else float("inf"))
+        far = max(far, checks.far(got[:, 0], want))
     return far

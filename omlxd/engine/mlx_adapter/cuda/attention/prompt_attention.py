@@ -32,18 +32,15 @@ and 0.5 if its keys and values are copied together before.
 
 from __future__ import annotations
 
-import logging
-import time
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
 from ..compile import kernel_store
 from ..compile.source import TYPES, source
+from . import checks
 from .attention_kernel import NO_WINDOW, constant
-
-log = logging.getLogger(__name__)
 
 WARPS = 4
 """Of a block of threads; each has 16 queries of a head."""
@@ -143,31 +140,17 @@ def fits(new: int, tokens: int, chunk: int) -> bool:
 @cache
 def checked(width: int, group: int, dtype: Any, sinks: bool) -> PromptKernel | None:
     """A kernel that computes what MLX's own attention does; None, and a line in the log: there is none."""
-    began, far = time.perf_counter(), 0.0
     if width % 16 or (width > WIDE and width != 512) or dtype not in TYPES:
         return None
-    try:
-        kernel = PromptKernel(width, group, dtype, sinks)
-        kind = width, group, dtype, sinks
-        far = kernel_store.remembered(
-            "attention of prompts",
-            kind,
-            lambda: max(_difference(kernel, kind, *case) for case in _CASES),
-            lambda far: far < CLOSE,
-        )
-    except Exception as error:
-        log.warning("prompts attend by MLX's own kernels: ours does not run here (%s)", error)
-        return None
-    if not far < CLOSE:  # NaN too
-        log.warning("prompts attend by MLX's own kernels: ours differs by %.3g", far)
-        return None
-    log.info(
-        "ends of prompts attend by omlxd's kernel (%d wide): within %.4f of MLX's own, checked in %.1f s",
-        width,
-        far,
-        time.perf_counter() - began,
+    kind = width, group, dtype, sinks
+    return checks.checked(
+        lambda: PromptKernel(*kind),
+        lambda kernel: max(_difference(kernel, kind, *case) for case in _CASES),
+        CLOSE,
+        "prompts attend by MLX's own kernels: ours",
+        f"ends of prompts attend by omlxd's kernel ({width} wide)",
+        remember=("attention of prompts", kind),
     )
-    return kernel
 
 
 _CASES = (65, 65, 0), (130, 300, 0), (100, 400, 90)
@@ -197,7 +180,7 @@ def _difference(kernel: PromptKernel, kind: tuple[Any, ...], new: int, tokens: i
         mask=mask,
         sinks=None if sinks is None else sinks.astype(mx.float32),
     )
-    far = cast(float, mx.abs(got.astype(mx.float32) - want).max().item())
+    far = checks.far(got, want)
     if window:  # Without what the last queries do not see.
         less = tokens - window - 20
         places = start + less, start + tokens
@@ -206,4 +189,4 @@ def _difference(kernel: PromptKernel, kind: tuple[Any, ...], new: int, tokens: i
             kernel(queries[:, :, -20:], keys, values, places, scale, **how), got[:, :, -20:]
         )
         far = far if alike.item() else float("inf")
-    return far if far == far else float("inf")
+    return far

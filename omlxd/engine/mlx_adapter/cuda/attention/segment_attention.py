@@ -6,8 +6,6 @@ alone were those beside others. fused_step.py's steps read segments by fused_att
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
@@ -15,15 +13,13 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ...runtime.arrays import rows_at
-from ..compile import kernel_store, launch
+from ..compile import launch
 from ..compile.launch import Code
-from . import segment_kernel
+from . import checks, segment_kernel
 from .attention_kernel import TILE_SPAN, Held, Kernel, Tails, constant, constants_of, kept
 from .fused_attention import MOST_GROUP, WIDTHS, Heads
 from .segment_kernel import MERGE_WARPS, SPAN, STAGES, WARPS, merge_source, segments_source
 from .segments import Shared, places_of
-
-log = logging.getLogger(__name__)
 
 Pair = tuple[mx.array, mx.array]
 
@@ -149,34 +145,23 @@ _used: list[SegmentKernel] = []
 def checked(tails: Kernel, sinks: bool = False) -> SegmentKernel | None:
     """What reads segments beside `tails`; None, and a line in the log, where it does not compute what MLX's
     own attention does, or not the same bits for a row alone."""
-    began, far = time.perf_counter(), 0.0
     if tails.width not in WIDTHS or tails.group > MOST_GROUP:
         return None
-    try:
-        kernel = SegmentKernel(tails, sinks)
-        far = kernel_store.remembered(
-            "attention over segments",
-            (tails.width, tails.group, tails.dtype, tails.span, sinks),
-            lambda: max(
-                _difference(kernel, tails, tokens, rows, new, sinks)
-                for new in {1, min(5, tails.most_new)}
-                for tokens, rows in _CASES
-            ),
-            lambda far: far < CLOSE,
-        )
-    except Exception as error:
-        log.warning("KV in segments is read by MLX's own products: our kernel does not run here (%s)", error)
-        return None
-    if not far < CLOSE:  # NaN too
-        log.warning("KV in segments is read by MLX's own products: our kernel differs by %.3g", far)
-        return None
-    log.info(
-        "KV in segments is read by omlxd's kernel, once for all rows: within %.4f of MLX's own, a row's bits "
-        "alone those beside others, checked in %.1f s",
-        far,
-        time.perf_counter() - began,
+    kernel = checks.checked(
+        lambda: SegmentKernel(tails, sinks),
+        lambda kernel: max(
+            _difference(kernel, tails, tokens, rows, new, sinks)
+            for new in {1, min(5, tails.most_new)}
+            for tokens, rows in _CASES
+        ),
+        CLOSE,
+        "KV in segments is read by MLX's own products: our kernel",
+        "KV in segments is read by omlxd's kernel, once for all rows",
+        ", a row's bits alone those beside others",
+        remember=("attention over segments", (tails.width, tails.group, tails.dtype, tails.span, sinks)),
     )
-    _used.append(kernel)
+    if kernel is not None:
+        _used.append(kernel)
     return kernel
 
 
@@ -249,6 +234,5 @@ def _difference(
         )
         if not mx.array_equal(attend([row]), together[row : row + 1]).item():
             return float("inf")
-        one = cast(float, mx.abs(together[row : row + 1].astype(mx.float32) - want).max().item())
-        far = max(far, one if one == one else float("inf"))
+        far = max(far, checks.far(together[row : row + 1], want))
     return far

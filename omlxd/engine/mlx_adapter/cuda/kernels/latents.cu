@@ -1,13 +1,12 @@
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) FUNCTION(
     const T* q, const T* rope_q, const unsigned long long* tails, const int* ends, const float* scale,
-    const int* behind, const int* chosen, float* sums, float* weights, const int heads, const int new_tokens,
-    const int columns, const int each, const int picks) {
+    const int* behind, float* sums, float* weights, const int heads, const int new_tokens, const int columns,
+    const int each) {
   // grid (spans, tiles of 16 heads, tokens of all rows)
   constexpr int WIDTH = D + E, CHUNKS = WIDTH / 8, STRIDE = CHUNKS + 1, STEPS = WIDTH / 16, OWN = D / WARPS;
   extern __shared__ uint4 ring[];
   __shared__ float tops[WARPS][16], masses[WARPS][16];
   __shared__ __align__(16) T shares[16][TILE + 8];
-  // `chosen`, where CHOSEN: (tokens of all rows, picks), of which each reads the first `ends`.
   const int span = blockIdx.x, tile = blockIdx.y, row = blockIdx.z;
   const int from = span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
@@ -24,14 +23,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) FUNCTION(
     parts = reinterpret_cast<const uint4*>(at[1]) + (long)first * (E / 8);
   };
   auto fetch = [&](int base, int stage) {
-    if constexpr (!CHOSEN) turn_to(base);
+    turn_to(base);
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += 32 * WARPS) {
       const int token = i / CHUNKS, chunk = i % CHUNKS;
       const bool has = base + token < to;
       const int place = (stage * TILE + token) * STRIDE + chunk, part = chunk - D / 8;
-      if constexpr (CHOSEN) turn_to(has ? chosen[(long)row * picks + base + token] : 0);
-      const int at = CHOSEN ? 0 : token;
-      const uint4* x = part < 0 ? latents + at * (D / 8) + chunk : parts + at * (E / 8) + part;
+      const uint4* x = part < 0 ? latents + token * (D / 8) + chunk : parts + token * (E / 8) + part;
       OMLXD_COPY(omlxd_shared(ring + place), has ? x : latents, has ? 16 : 0);
     }
     asm volatile("cp.async.commit_group;");

@@ -46,7 +46,7 @@ class AddressedLatentsKVCache(LatentRows, AddressedKVCache):
 
     def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float, chosen: Any) -> mx.array:
         kernel = latent_kernel.kernel_for(queries, rope_queries)
-        if kernel is None or self._behind is None:
+        if kernel is None or self._behind is None or chosen is not None:
             raise RuntimeError("no kernel reads these latents by address")
         (tails,) = tails_of([self], 1)
-        return kernel.over_tails(queries, rope_queries, tails, self.seen, scale, self._behind, chosen)
+        return kernel.over_tails(queries, rope_queries, tails, self.seen, scale, self._behind)
