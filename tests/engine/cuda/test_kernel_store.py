@@ -16,7 +16,6 @@ from omlxd.engine.mlx_adapter.cuda.compile import kernel_store
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A call of it is a new engine process, whose facts it takes."""
-    monkeypatch.setattr(kernel_store, "backend", lambda: "cuda")
     monkeypatch.delenv(kernel_store.VARIABLE, raising=False)
 
     def begin(machine: str = "an H100", sources: str = "these") -> Path:
@@ -178,6 +177,5 @@ def test_a_users_own_folder_for_mlx_stays(start, monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_kept_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(kernel_store, "backend", lambda: "cpu")
     kernel_store.use_folder(tmp_path / "kernels")
     assert not (tmp_path / "kernels").exists() and kernel_store.VARIABLE not in os.environ

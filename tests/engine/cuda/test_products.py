@@ -58,7 +58,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch):
     """In the place of CUDA's, found right and quick."""
     stand_in = Kernel()
     monkeypatch.setattr(products, "run", stand_in)
-    monkeypatch.setattr(products, "backend", lambda: "cuda")
     monkeypatch.setattr(products, "_in_use", {})
     monkeypatch.setattr(products, "_seconds", lambda weights: ([1.0] * ROWS, [1.0] * ROWS))
     yield stand_in
@@ -193,11 +192,14 @@ def test_a_form_fits_an_h100(eights: int):
     assert products_kernel.CHUNKS % form.chunks == 0 and form.stages >= 2
 
 
-def test_nothing_is_prepared_off_cuda():
+def test_a_kernel_that_does_not_run_is_not_in_use():
     layer = nn.Linear(K, N, bias=False)
     layer.set_dtype(mx.bfloat16)
-    products.prepare(layer)
-    assert not products.most_rows([layer.weight]) and loading.backend() != "cuda"
+    try:
+        products.prepare(layer)
+        assert not products.most_rows([layer.weight]) and loading.backend() != "cuda"
+    finally:
+        products.uninstall()
 
 
 class Routed(nn.Module):

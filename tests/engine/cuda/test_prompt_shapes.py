@@ -142,7 +142,6 @@ def test_products_are_checked_before_weights_are_read(
     on_cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What is checked ahead has the model's shapes, none of its weights, and is not checked again."""
-    monkeypatch.setattr(products, "backend", lambda: "cuda")
     model = nn.Module()
     model.layers = [nn.Linear(8, 16, bias=False), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)]
     model.set_dtype(mx.bfloat16)

@@ -32,7 +32,6 @@ from typing import Any, TypeVar
 import xxhash
 
 from .....common.files import read_small, write_atomic
-from ...runtime.device import backend
 from . import driver as cuda_driver
 from . import nvrtc
 
@@ -50,11 +49,8 @@ _lock = threading.Lock()
 
 
 def use_folder(folder: Path) -> None:
-    """Keep kernels and checks in `folder`, whose parent must exist, from now on. Call before MLX computes.
-    Does nothing but on CUDA."""
+    """Keep kernels and checks in `folder`, whose parent must exist, from now on. Call before MLX computes."""
     global _folder
-    if backend() != "cuda":
-        return
     try:
         own = folder / f"mlx-{_digest(_machine())}"
         for each in (folder, folder / "code", own):

@@ -7,7 +7,7 @@ router (`MoEGate`) chose. The kernel of products_kernel.py takes 1 to `SET` rows
 layer_products.py has a layer's products in one.
 
 `prepare` compiles and checks it for the shapes of a model's weights, beside MLX's own in results and in time;
-a shape whose check fails goes on by MLX. It never runs on Metal or a CPU.
+a shape whose check fails goes on by MLX.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from ...runtime.device import backend
 from .. import prompt_shapes
 from ..attention.fused_attention import Heads, Launch, Shape
 from ..compile import kernel_store
@@ -136,10 +135,7 @@ def compile_ahead(
 
 def compile_activations(model: Any) -> None:
     """Have MLX compile, or find on disk, what most models do between two products (4.2 s on an H100's host),
-    and check what needs no weights. Call it while weights are read, when nothing else is computed. Does
-    nothing but on CUDA."""
-    if backend() != "cuda":
-        return
+    and check what needs no weights. Call it while weights are read, when nothing else is computed."""
     for dtype in {module["scales" if "scales" in module else "weight"].dtype for module in _linears(model)}:
         if dtype in (mx.bfloat16, mx.float16, mx.float32):
             x = mx.zeros((1, 8), dtype)
@@ -220,8 +216,6 @@ def _needs_scores_alone(gate: Any) -> bool:
 
 def prepare(model: Any) -> None:
     """Check the kernel for each shape of `model`'s weights, and its time for all of them; install it."""
-    if backend() != "cuda":
-        return
     began = time.perf_counter()
     embedding_kernel.install()
     shapes: dict[tuple[int, int, Any], list[mx.array]] = {}

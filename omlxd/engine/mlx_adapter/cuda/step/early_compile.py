@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...runtime.device import backend
 from ..attention import fused_attention
 from ..attention.attention_kernel import Kernel
 from ..attention.prompt_attention import PromptKernel
@@ -30,10 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def begin(model: Any) -> None:
-    """Begin to compile what steps and prompts of `model` need, whose weights need not be read. Does nothing
-    but on CUDA."""
-    if backend() != "cuda":
-        return
+    """Begin to compile what steps and prompts of `model` need, whose weights need not be read."""
     pool = ThreadPoolExecutor(max(4, os.cpu_count() or 4), thread_name_prefix="nvrtc")
     try:
         for job in jobs_of(model, cuda_driver.architecture() in fused_attention.ARCHITECTURES):
