@@ -32,7 +32,7 @@ from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Tails
 from omlxd.engine.mlx_adapter.cuda.attention.segments import Shared
 from omlxd.engine.mlx_adapter.cuda.compile import launch
 from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
-from omlxd.engine.mlx_adapter.cuda.step import compiled_step, fused_step
+from omlxd.engine.mlx_adapter.cuda.step import fused_step, step_kv
 
 
 class Reference:
@@ -285,7 +285,7 @@ def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         return mx.array(numbers, mx.uint64)
 
     monkeypatch.setattr(launch, "addresses_of", addresses_of)
-    for module in (addressed_rows, compiled_step, latent_kernel, checks):
+    for module in (addressed_rows, step_kv, latent_kernel, checks):
         monkeypatch.setattr(module, "put", put_by_number)
 
 

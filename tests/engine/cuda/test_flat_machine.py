@@ -11,7 +11,8 @@ import pytest
 
 from omlxd.engine.mlx_adapter.cuda.compile import kernel_store
 from omlxd.engine.mlx_adapter.cuda.step import compiled_step
-from omlxd.engine.mlx_adapter.cuda.step.fused_step import FusedStep, Unfusable
+from omlxd.engine.mlx_adapter.cuda.step.fused_step import FusedStep
+from omlxd.engine.mlx_adapter.cuda.step.fused_weights import Unfusable
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 

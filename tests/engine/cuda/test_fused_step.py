@@ -26,9 +26,10 @@ from omlxd.engine.mlx_adapter.cuda.attention.fused_attention import (
 )
 from omlxd.engine.mlx_adapter.cuda.attention.segments import Shared
 from omlxd.engine.mlx_adapter.cuda.products.products_kernel import FORMS, SET
-from omlxd.engine.mlx_adapter.cuda.step import compiled_step, fused_step
+from omlxd.engine.mlx_adapter.cuda.step import compiled_step, fused_step, model_checks, places
 from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
-from omlxd.engine.mlx_adapter.cuda.step.fused_step import FusedStep, Unfusable
+from omlxd.engine.mlx_adapter.cuda.step.fused_step import FusedStep
+from omlxd.engine.mlx_adapter.cuda.step.fused_weights import Unfusable
 from omlxd.engine.mlx_adapter.model import checks
 from omlxd.engine.mlx_adapter.model import load as loading
 from omlxd.engine.speculate.controller import flat_size
@@ -328,9 +329,9 @@ def test_a_flat_pass_has_of_each_row_its_own_tokens(
         assert {key[0] for key in compiled._functions} == {3, 6, 18}
 
 
-@pytest.mark.parametrize("copied", [0, compiled_step.COPIED], ids=["a layer at a time", "all at once"])
+@pytest.mark.parametrize("copied", [0, places.COPIED], ids=["a layer at a time", "all at once"])
 def test_rows_join_and_leave(copied: int, tmp_path, reference, fused, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiled_step, "COPIED", copied)
+    monkeypatch.setattr(places, "COPIED", copied)
     loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "model"))
     reference()
 
@@ -383,18 +384,16 @@ def test_a_model_that_is_not_quite_of_its_kind(what: str, tmp_path, reference):
 
 def test_a_model_is_checked_once(tmp_path, reference, monkeypatch: pytest.MonkeyPatch):
     reference()
-    monkeypatch.setattr(compiled_step, "FusedStep", fuse)
+    monkeypatch.setattr(model_checks, "FusedStep", fuse)
     asked: list[int] = []
 
     def taken(architecture: int) -> bool:
         model = mlx_adapter.load(build_family("llama", tmp_path / f"{architecture}")).model
-        monkeypatch.setattr(
-            compiled_step.cuda_driver, "architecture", lambda: asked.append(1) or architecture
-        )
+        monkeypatch.setattr(model_checks.cuda_driver, "architecture", lambda: asked.append(1) or architecture)
         vars(model).pop("omlxd_fused")  # Of the load.
         asked.clear()
-        first = compiled_step.fused_step(model)
-        assert compiled_step.fused_step(model) is first
+        first = model_checks.fused_step(model)
+        assert model_checks.fused_step(model) is first
         assert len(asked) == 1
         return first is not None
 
@@ -405,7 +404,7 @@ def test_a_model_is_checked_once(tmp_path, reference, monkeypatch: pytest.Monkey
         step.most_rows = 0
         return step
 
-    monkeypatch.setattr(compiled_step, "FusedStep", unusable)
+    monkeypatch.setattr(model_checks, "FusedStep", unusable)
     assert not taken(100)
 
 

@@ -31,7 +31,7 @@ from omlxd.engine.mlx_adapter.cuda.attention.segments import places_of, shared_i
 from omlxd.engine.mlx_adapter.cuda.compile import driver, kernel_store, launch, source
 from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
 from omlxd.engine.mlx_adapter.cuda.rows.addressed_rows import AddressedKVCache
-from omlxd.engine.mlx_adapter.cuda.step import compiled_step
+from omlxd.engine.mlx_adapter.cuda.step import compiled_step, model_checks
 from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
 from omlxd.engine.schedule import decode_batch, end_steps
 from omlxd.engine.schedule.decode_batch import DecodeBatch
@@ -478,11 +478,11 @@ def test_fused_steps_that_read_segments_wrongly_keep_prefixes_apart(
     model = mlx_adapter.load(folder).model
     step = fuse(model)
     object.__setattr__(model, "omlxd_fused", step)
-    assert compiled_step.steps_share(model)
+    assert model_checks.steps_share(model)
     attend = step.attend
     step.attend = lambda *given, **_: attend(*given[:6])  # type: ignore[method-assign]  It misses the segments.
     with caplog.at_level("WARNING"):
-        assert not compiled_step.steps_share(model)
+        assert not model_checks.steps_share(model)
     assert "prefixes are not shared" in caplog.text
 
 

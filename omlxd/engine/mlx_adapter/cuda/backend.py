@@ -19,8 +19,9 @@ from .products import products
 from .rows.addressed_rows import AddressedKVCache
 from .rows.mla_rows import AddressedLatentsKVCache
 from .step import early_compile, warm_up
-from .step.compiled_step import CompiledStep, kind_of, packed_share, reads_by_address, steps_share
-from .step.fused_step import may_fuse
+from .step.compiled_step import CompiledStep
+from .step.fused_weights import may_fuse
+from .step.model_checks import kind_of, packed_share, reads_by_address, steps_share
 
 MASKED_COST = 6.0
 """Times the KV bytes of rows of unequal length, where attention with a mask leaves its fused kernel.

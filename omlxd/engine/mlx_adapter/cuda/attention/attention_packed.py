@@ -134,8 +134,7 @@ def difference(kernel: Any, width: int, group: int, dtype: Any, how: Quantisatio
         mx.eval(got, fresh, held)
         put = kernel.step(queries, fresh, held, mx.array(starts), mx.array(ends), scale)
         mx.eval(put)
-        pairs = zip((put[0], *put[1], *put[2]), (got, *packed[0], *packed[1]), strict=True)
-        if not all(mx.array_equal(a, b).item() for a, b in pairs):
+        if not checks.are_equal((put[0], *put[1], *put[2]), (got, *packed[0], *packed[1])):
             return float("inf")
     newest = [
         [mx.stack([part[row, :, at - new : at] for row, at in enumerate(ends)]) for part in parts]

@@ -13,6 +13,7 @@ import mlx.core as mx
 from ...cache.packed import parts_of
 from ..compile import kernel_store, launch
 from .attention_kernel import Tails, put
+from .fused_attention import owners_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,3 +103,30 @@ def over_tails_of(
 def _addresses_of(rows: Sequence[Sequence[mx.array]]) -> mx.array:
     """(rows, arrays of one)."""
     return launch.addresses_of([array for arrays in rows for array in arrays]).reshape(len(rows), -1)
+
+
+def are_equal(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
+    return all(mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True))
+
+
+def tails_of(arrays: Sequence[mx.array]) -> Tails:
+    """Of keys and values of each row, evaluated, which must stay."""
+    addresses, capacity = launch.addresses_of(arrays).reshape(-1, 2), arrays[0].shape[2]
+    return Tails(mx.concatenate([addresses, mx.full((len(addresses), 1), capacity, mx.uint64)], 1), capacity)
+
+
+def unequal_rows(rows: int, length: int) -> tuple[list[int], list[int]]:
+    """First columns of so many rows, and the columns behind their last ones."""
+    places = [(0, length), (5, length - 7), (length - 1, length)] * -(-rows // 3)
+    return [start for start, _ in places[:rows]], [end for _, end in places[:rows]]
+
+
+Ends = tuple[mx.array, mx.array, mx.array | None]
+
+
+def places_of(starts: list[int], ends: list[int], tokens: range) -> Ends:
+    """Start, end and owner of each of `tokens` of rows that end at `ends`, as `FusedAttention` has them."""
+    count = len(tokens)
+    begin = mx.array([start for start in starts for _ in tokens])
+    end = mx.array([stop + i for stop in ends for i in tokens])
+    return begin, end, owners_of([count] * len(starts), count * len(starts)) if count > 1 else None

@@ -184,6 +184,15 @@ def owners_of(counts: Sequence[int], size: int) -> mx.array:
     return mx.array(owners + [-1] * (size - len(owners)), mx.int32)
 
 
+def _arrays_of(held: Held) -> tuple[list[mx.array], int, int]:
+    """(keys, values and addresses, of which some stand for what there is not; capacity, 0: each row has its
+    own; tokens of the longest row, at most)."""
+    if isinstance(held, Tails):
+        return [held.table] * 3, 0, held.most
+    capacity = held[0].shape[2]
+    return [*held, held[0]], capacity, capacity
+
+
 class Launch(NamedTuple):
     """A launch of the kernel, or what a layer's launch ends with.
 
@@ -293,11 +302,7 @@ class FusedAttention:
         heads, shape, width = self.heads, self._shape, self.heads.width
         group = heads.heads // heads.kv_heads
         rows = turns.shape[0]
-        if isinstance(held, Tails):
-            kv, capacity, longest = [held.table] * 3, 0, held.most
-        else:
-            kv, capacity = [*held, held[0]], held[0].shape[2]
-            longest = capacity
+        kv, capacity, longest = _arrays_of(held)
         if shared is None or shared.widest * group <= 8:
             shape = self.narrow
         places = min(shape.most, -(-longest // shape.least)) * rows
@@ -315,20 +320,9 @@ class FusedAttention:
             heads=heads,
             shape=shape,
             norms=norms or (),
-            inputs=[
-                turns,
-                *kv,
-                starts,
-                ends,
-                ends if owners is None else owners,
-                *its,
-                self._counters,
-            ],
+            inputs=[turns, *kv, starts, ends, ends if owners is None else owners, *its, self._counters],
             scalars=[capacity, int(owners is not None), rows, segments, length, across, most],
-            blocks=(
-                segments * -(-length // shape.span) * across + places,
-                heads.heads // most_heads(group),
-            ),
+            blocks=(segments * -(-length // shape.span) * across + places, heads.heads // most_heads(group)),
             outputs=[
                 ((rows, heads.heads * width), heads.dtype),
                 *(((rows, heads.heads, most, size), mx.float32) for size in (width, 2)),

@@ -25,34 +25,31 @@ packed KV: their logits are those of steps without guesses, bit for bit.
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from ...attention import hooks as attention
 from ...attention.backend import DecodeStep, current
 from ...cache.batch import EvenBatchKVCache, WindowBatchKVCache
-from ...cache.kinds import COPIED, Cache, arrays_of, leaves, spec_of
-from ...cache.mla_rows import same_parts
+from ...cache.kinds import Cache, leaves, spec_of
 from ...cache.packed import Quantisation
 from ...cache.segments import SequenceKVCache
-from ..attention import attend, attention_packed, latent_kernel, segment_attention, segments
-from ..attention.attention_kernel import Tails, put
-from ..attention.fused_attention import ARCHITECTURES, MOST_NEW, owners_of
+from ..attention import segment_attention, segments
+from ..attention.attention_kernel import Tails
+from ..attention.fused_attention import MOST_NEW, owners_of
 from ..attention.segments import Shared
-from ..compile import driver as cuda_driver
-from ..compile import kernel_store
-from ..rows.addressed_rows import AddressedKVCache, Tail, tails_of
+from ..rows.addressed_rows import AddressedKVCache, tails_of
 from ..rows.mla_rows import AddressedLatentsKVCache
-from .fused_step import Between, FusedStep, Layer, Unfusable
+from .fused_step import Between, Layer
+from .model_checks import fused_step
+from .places import advance, places_with_room, shape_of, tails_in, window_of
+from .step_kv import StepKV, StepState, Untraceable
 
 log = logging.getLogger(__name__)
 
@@ -70,101 +67,6 @@ compile as a whole, whenever a row joined or left, a pass with guesses likewise:
 once. A step takes as long either way, 5.8 ms, as the host has time left. And what MLX made of all layers
 together were kernels of its own, of which the first took 15 s on a new machine, in the middle of an answer.
 """
-
-
-class Untraceable(Exception):
-    """The model does with its KV what a compiled step can't."""
-
-
-@dataclass(slots=True, frozen=True)
-class Next:
-    """Where the next token of each row goes, in all layers of one window.
-
-    layer    one of them
-    lengths  tokens of each row, with the next one
-    """
-
-    layer: Any
-    starts: list[int]
-    ends: list[int]
-    lengths: list[int]
-
-    def arrays(self, counts: Sequence[int], size: int) -> tuple[mx.array, mx.array, mx.array]:
-        """(size,) each: start, end and tokens before it of each next token. A row has as many of these as
-        `counts` says, one row's behind the other's; zeros fill the arrays up."""
-        rows = list(zip(self.starts, self.ends, self.lengths, counts, strict=True))
-        places = (
-            [start for start, _, _, count in rows for _ in range(count)],
-            [end + i for _, end, _, count in rows for i in range(count)],
-            [length - 1 + i for _, _, length, count in rows for i in range(count)],
-        )
-        # One array, cut into these three, takes the host 0.1 ms longer (CUDA).
-        starts, ends, offset = (mx.array(at + [0] * (size - len(at)), mx.int32) for at in places)
-        return starts, ends, offset
-
-
-def _window_of(layer: Any) -> int:
-    return layer.window if isinstance(layer, AddressedKVCache) else getattr(layer, "max_size", 0)
-
-
-def _next(layer: Any, count: int = 1) -> Next | None:
-    """None: the arrays have no room for `count` tokens, or keep their first tokens beside a window."""
-    if isinstance(layer, AddressedKVCache):
-        lengths = [base + end + 1 for base, end in zip(layer.bases, layer.ends, strict=True)]
-        return Next(layer, *layer.places(1, 1), lengths) if layer.has_room(count) else None
-    alone, ring = isinstance(layer, KVCache | RotatingKVCache), _shape(layer)[2]
-    if window := _window_of(layer):
-        lengths = [tokens + 1 for tokens in ([layer.offset] if alone else layer.tokens())]
-        grows = ring < window and (layer.offset if alone else layer._offset) >= ring
-        if ring > window or grows or getattr(layer, "keep", 0):
-            return None
-        return Next(layer, *attend.window_places(lengths, layer._idx % window + 1, ring, window), lengths)
-    base = getattr(layer, "base", 0)
-    ends = [layer.offset - base] if alone else layer.ends
-    starts = [0] if alone else layer.starts
-    if max(ends) + count > ring:
-        return None
-    lengths = [base + end + 1 - start for start, end in zip(starts, ends, strict=True)]
-    return Next(layer, starts, [end + 1 for end in ends], lengths)
-
-
-def _places(cache: Cache, windows: list[int], count: int) -> dict[int, Next | None]:
-    """`_next` of the first layer of each window; `windows`: of each layer."""
-    return {window: _next(cache[windows.index(window)], count) for window in dict.fromkeys(windows)}
-
-
-def _tails(layer: Any) -> Sequence[Tail]:
-    """Of a batch whose rows have tails of their own; else none."""
-    return getattr(layer, "tails", ())
-
-
-def _shape(layer: Any, name: str = "keys") -> tuple[int, ...]:
-    """Of the array of keys (or values), or of the first where they are packed; (rows, …) of rows' tails."""
-    if tails := _tails(layer):
-        return len(tails), *tails[0].parts[0].shape[1:]
-    held = getattr(layer, name)
-    return tuple((held[0] if isinstance(held, list) else held).shape)
-
-
-class StepState:
-    """Stands for a layer's recurrent state while a step is traced: its arrays, by number."""
-
-    lengths = left_padding = None
-
-    def __init__(self, arrays: Sequence[mx.array]):
-        self.arrays = list(arrays)
-
-    def __getitem__(self, at: int) -> mx.array:
-        return self.arrays[at]
-
-    def __setitem__(self, at: int, array: mx.array) -> None:
-        self.arrays[at] = array
-
-    def make_mask(self, N: int) -> None:
-        """A new token of each row hides nothing."""
-
-    def advance(self, N: int) -> None:
-        """No row has lengths of its own."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -203,215 +105,6 @@ def _is_state(leaf: Any) -> bool:
     )
 
 
-class StepKV:
-    """Stands for a layer's cache while a step is traced. `offset`, `starts`, `ends`: (rows,); of a fused pass
-    of several tokens they and `owners` as `FusedStep` and `FusedAttention` have them.
-
-    `keys` and `values` hold the new token once attention was computed, or `keys` tells where each row's lie.
-    `window`: 0 where all tokens are kept. `shared`: what rows hold in segments before them. `how`: keys and
-    values are packed so.
-    """
-
-    def __init__(
-        self,
-        keys: Any,
-        values: Any,
-        starts: mx.array,
-        ends: mx.array,
-        offset: mx.array,
-        window: int = 0,
-        shared: Shared | None = None,
-        how: Quantisation | None = None,
-        owners: mx.array | None = None,
-    ):
-        self.keys, self.values, self.shared, self.how = keys, values, shared, how
-        self.owners = owners
-        self.starts, self.ends, self.offset, self._window = starts, ends, offset, window
-        self._fresh: tuple[mx.array, mx.array] | None = None
-        self.done = False
-
-    @property
-    def held(self) -> tuple[Any, Any] | Tails:
-        """As `FusedAttention` takes it."""
-        return self.keys if isinstance(self.keys, Tails) else (self.keys, self.values)
-
-    @property
-    def _latents(self) -> bool:
-        return isinstance(self.keys, Tails) and self.keys.latents
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._fresh is not None:
-            raise Untraceable("a layer keeps KV twice in a step")
-        self._fresh = keys, values
-        attention.note_given(keys, values, self)
-        return keys, same_parts(values) if self._latents else values
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        if self._fresh is None:
-            raise Untraceable("a layer reads another's KV before it is there")
-        return self._fresh
-
-    def make_mask(self, N: int, *, return_array: bool = False, window_size: int | None = None) -> None:
-        if (return_array and not self._latents) or (window_size or self._window) != self._window:
-            raise Untraceable("a layer wants a mask")
-
-    def attend(
-        self, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
-    ) -> mx.array:
-        """Layers that share this one's KV attend by it too, after it."""
-        fresh = self._fresh
-        if self._latents and fresh is not None and keys is values is fresh[0] and sinks is None:
-            return self._attend_latents(queries, fresh, mask, scale)
-        if fresh is None or keys is not fresh[0] or values is not fresh[1] or mask is not None:
-            raise Untraceable("attention does not read the KV that its cache gave")
-        put = () if self.done else fresh
-        held, ends, step = self.held, (self.starts, self.ends), None
-        if not isinstance(held, Tails):  # addressed_rows.py has looked at those.
-            dtype = (self.keys if self.how is None else self.keys[1]).dtype
-            if fresh[0].dtype != dtype or _shape(self) != _shape(self, "values"):
-                raise Untraceable("keys and values of several kinds")
-        if self.how is not None:
-            its = self.how.pack(fresh[0]), self.how.pack(fresh[1])
-            packed = attention_packed.kernel_for(queries, *its, self.how) if sinks is None else None
-            step = packed and packed.step(queries, its if put else (), held, *ends, scale)
-        elif self.shared is None:
-            kernel = attend.kernel_for(queries, fresh[0], self._window > 0, sinks)
-            step = kernel and kernel.step(queries, put, held, *ends, scale, sinks)
-        else:
-            over_segments = attend.segment_kernel_for(queries, fresh[0], sinks)
-            step = over_segments and over_segments.step(queries, put, held, self.shared, *ends, scale, sinks)
-        if step is None:
-            raise Untraceable("no kernel for this attention")
-        out, self.keys, self.values = step
-        self.done = True
-        return out
-
-    def _attend_latents(self, queries: mx.array, fresh: Any, rope_queries: Any, scale: float) -> mx.array:
-        """As `AddressedLatentsKVCache`, once."""
-        kernel = None if self.done else latent_kernel.kernel_for(queries, rope_queries)
-        if kernel is None:
-            raise Untraceable("no kernel for this attention")
-        behind = put(fresh, self.keys, self.ends - self.starts)
-        self.done = True
-        return kernel.step(queries, rope_queries, self.keys, self.ends, scale, behind)
-
-
-def fused_step(model: Any) -> FusedStep | None:
-    """What computes `model`'s steps in fewer kernels; None, and why in the log, where its own do. Kept."""
-    found = vars(model).get("omlxd_fused", False)
-    if found is False:
-        found, began = None, time.perf_counter()
-        try:
-            if cuda_driver.architecture() not in ARCHITECTURES:
-                raise Unfusable("another GPU than an H100's kind")
-            step = FusedStep(model)
-            if not step.most_rows:
-                raise Unfusable("MLX's own products are used")
-            step.compile_ahead()
-            known = kernel_store.knows("fused steps", kind_of(model))
-            passed = partial(_passed, step, model)
-            step.passed = kernel_store.remembered("fused steps", kind_of(model), passed, all)
-            found = step
-            log.info(
-                "decode steps are fused%s: %s in %.1f s",
-                ", passes with guesses too" if step.is_repeatable else "",
-                "remembered" if known else "checked",
-                time.perf_counter() - began,
-            )
-        except Exception as error:
-            log.info("decode steps are not fused: %s", error)
-        object.__setattr__(model, "omlxd_fused", found)
-    return found
-
-
-def _passed(step: FusedStep, model: Any) -> list[bool]:
-    """What the checks of `step` find. Raises Unfusable."""
-    step.check(model, StepKV)
-    step.repeats(StepKV)
-    return step.passed
-
-
-def kind_of(model: Any) -> tuple[Any, ...]:
-    """What checks of a model's steps depend on: its classes, and the shapes and types of its weights."""
-    weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-    held = sorted((name, array.shape, str(array.dtype)) for name, array in weights)
-    kinds = sorted({f"{type(each).__module__}.{type(each).__name__}" for each in model.modules()})
-    return kinds, repr(getattr(model, "args", None)), held
-
-
-def steps_share(model: Any) -> bool:
-    """Whether steps of `model`, fused or not, read segments by our kernels; else the log says why not."""
-    fused = vars(model).get("omlxd_fused") or None
-    if segment_attention.in_use() and fused is not None:
-
-        def passed() -> list[bool]:
-            example = partial(segment_attention.example, fused.heads)
-            fused.check(model, StepKV, example)
-            if fused.is_repeatable and not fused.repeats(StepKV, example):
-                log.info("passes with guesses over segments do not have the bits of steps: none are fused")
-            return fused.passed
-
-        try:
-            depends = kind_of(model), fused.passed
-            fused.passed = kernel_store.remembered("fused steps over segments", depends, passed, all)
-        except Exception as error:
-            log.warning("prefixes are not shared: fused steps over segments: %s", error)
-            return False
-    return segment_attention.in_use()
-
-
-def packed_share(tokens: int) -> bool:
-    """Whether our kernels read packed KV in segments of so many tokens."""
-    return attention_packed.in_use() and tokens % attention_packed.SPAN == 0
-
-
-def reads_by_address(model: Any, shares: bool) -> bool:
-    """Whether fused steps of `model`, if it has any, read rows' own arrays; `shares`: behind segments too."""
-    fused = vars(model).get("omlxd_fused") or None
-    if fused is None:
-        return True
-    example = partial(segment_attention.example, fused.heads)
-
-    def reads() -> bool:
-        return fused.reads_tails(StepKV) and (not shares or fused.reads_tails(StepKV, example))
-
-    try:
-        return kernel_store.remembered("rows' own arrays", (kind_of(model), fused.passed, shares), reads)
-    except Exception as error:
-        log.warning("fused steps do not run over rows' own arrays: %s", error)
-        return False
-
-
-def _make_room(cache: Cache, count: int) -> None:
-    """Make the KV's arrays contiguous, with room for `count` tokens of each row.
-
-    Some layers at a time: MLX keeps what a launch graph reads until it ran, and a fused step is one graph.
-    """
-    waiting: list[mx.array] = []
-    for layer in cache:
-        if _tails(layer):
-            layer.make_room(count)
-            continue
-        layer.update_and_fetch(*(_blank(layer, held, count) for held in (layer.keys, layer.values)))
-        layer.unread = None  # What a layer with segments gave out.
-        if isinstance(layer, EvenBatchKVCache):
-            layer.trim_rows([count] * layer.offset.shape[0])
-        else:
-            layer.offset -= count
-        waiting += arrays_of([layer.keys, layer.values])
-        if sum(array.nbytes for array in waiting) > COPIED:
-            mx.eval(waiting)
-            waiting.clear()
-
-
-def _blank(layer: Any, held: Any, count: int) -> mx.array:
-    """Zeros for `count` tokens of each row, as what `held` keeps is made of."""
-    if not isinstance(held, list):
-        return mx.zeros((*held.shape[:2], count, held.shape[3]), held.dtype)
-    words, scales, _ = held
-    return mx.zeros((*words.shape[:2], count, words.shape[3] * 32 // layer.how.bits), scales.dtype)
-
-
 TRACED = {
     *(KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache),
     *(SequenceKVCache, AddressedKVCache, AddressedLatentsKVCache),
@@ -423,6 +116,25 @@ def _is_traced(layer: Any) -> bool:
     """Whether it is one of `TRACED`, and no row alone with packed segments."""
     kind = type(layer)
     return kind in TRACED and not (kind is SequenceKVCache and layer.how is not None and layer.layer)
+
+
+def _kv_and_states(cache: Cache) -> tuple[Cache, list[int], list[Any]]:
+    """(leaves that keep KV, numbers of those with recurrent state, and these)."""
+    if all(map(_is_traced, cache)):
+        return cache, [], []
+    every = [leaf for _, leaf in leaves(cache)]
+    states = [at for at, leaf in enumerate(every) if _is_state(leaf)]
+    return [leaf for at, leaf in enumerate(every) if at not in states], states, [every[at] for at in states]
+
+
+def _are_traced(cache: Cache) -> bool:
+    """Whether steps take leaves of these classes: rows have arrays of their own in all layers, or in none."""
+    own = [layer for layer in cache if isinstance(layer, AddressedKVCache)]
+    return (
+        all(map(_is_traced, cache))
+        and bool(cache)
+        and (not own or (len(own) == len(cache) and bool(own[0].tails)))
+    )
 
 
 class CompiledStep(DecodeStep):
@@ -451,37 +163,24 @@ class CompiledStep(DecodeStep):
         """
         if self._off or (self._fused is None and vars(self._model).get("omlxd_compiles") is False):
             return None
-        states, recurrent, tree = list[int](), list[Any](), _tree(cache)
-        if not all(map(_is_traced, cache)):
-            every = [leaf for _, leaf in leaves(cache)]
-            states = [at for at, leaf in enumerate(every) if _is_state(leaf)]
-            recurrent = [every[at] for at in states]
-            cache = [leaf for at, leaf in enumerate(every) if at not in states]
-        if not cache:
+        tree, (cache, states, recurrent) = _tree(cache), _kv_and_states(cache)
+        if not _are_traced(cache):
             return None
-        kinds, first = {type(layer) for layer in cache}, cache[0]
-        own = [kind for kind in kinds if issubclass(kind, AddressedKVCache)]
-        if not all(map(_is_traced, cache)) or (own and not (len(kinds) == len(own) and first.tails)):
-            return None
-        tails, sharing = _tails(first), [segments.shared_in(layer) for layer in cache]
-        shared = next((one for one in sharing if one is not None), None)
+        first, sharing = cache[0], [segments.shared_in(layer) for layer in cache]
+        tails, shared = tails_in(first), next((one for one in sharing if one is not None), None)
         if shared is not None and ((not tails and first.keys is None) or not segment_attention.in_use()):
             return None
-        counts = counts or [tokens.shape[1]] * len(tokens)
+        size, counts = tokens.size, counts or [tokens.shape[1]] * len(tokens)
         count, fused = max(counts), self._fuses(tokens, tails[0].keys if tails else first.keys)
-        several = fused and 1 < count <= MOST_NEW and tokens.size <= self.most_tokens(cache)
+        several = fused and 1 < count <= MOST_NEW and size <= self.most_tokens(cache)
         if not (fused or steps or tails) or not (count == 1 or several):
             return None
-        windows = [_window_of(layer) for layer in cache]
-        places = _places(cache, windows, count)
-        if (fused and not steps) or ((fused or tails) and not all(places.values())):
-            _make_room(cache, count)
-            places = _places(cache, windows, count)
-        if not all(places.values()):
+        windows = [window_of(layer) for layer in cache]
+        grows = "first" if fused and not steps else "late" if fused or tails else ""
+        if (places := places_with_room(cache, windows, count, grows)) is None:
             return None
-        size = tokens.size
         keys: list[Any] = tails_of(cache, count, count) if tails else [layer.keys for layer in cache]
-        shape: tuple[Any, ...] = size, *(_shape(at.layer) for at in places.values() if at is not None)
+        shape: tuple[Any, ...] = size, *(shape_of(at.layer) for at in places.values())
         if tails:
             shape = size, len(tails), keys[0].table.shape[1]
             shape += tuple(keys[windows.index(window)].most for window in places)
@@ -494,37 +193,23 @@ class CompiledStep(DecodeStep):
         if shape not in self._functions and not fused and steps < AFTER:
             return None
         values = [() if tails else layer.values for layer in cache]
+        plan = Plan(windows, [one is not None for one in sharing], states, tree)
         try:
-            plan = Plan(windows, [one is not None for one in sharing], states, tree)
             function = self._function(shape, cache, plan, fused)
-            arrays = [at.arrays(counts, size) for at in places.values() if at is not None]
-            owners = [owners_of(counts, size)] if count > 1 else []
-            before = [leaf.cache for leaf in recurrent]
-            logits, keys, values, after = function(tokens, keys, values, arrays, held, owners, before)
+            arrays = [at.arrays(counts, size) for at in places.values()]
+            given = held, [owners_of(counts, size)] if count > 1 else [], [leaf.cache for leaf in recurrent]
+            logits, keys, values, after = function(tokens, keys, values, arrays, *given)
         except Exception as error:
             log.info("decode steps are not compiled: %s", error)
             self._off = True
             return None
         for leaf, now in zip(recurrent, after, strict=True):
             leaf.cache = now
-        at = places[windows[0]]
-        assert at is not None
         # Of a step it is lazy: an array of the host's takes CUDA 30 µs, and few passes ask for this one.
+        at = places[windows[0]]
         offset = arrays[0][2] + 1 if size == len(counts) else mx.array(at.lengths) + (count - 1)
         for layer, own_keys, own_values, window in zip(cache, keys, values, windows, strict=True):
-            if isinstance(layer, AddressedKVCache):
-                layer.advance(count)
-                continue
-            layer.keys, layer.values = own_keys, own_values
-            if isinstance(layer, RotatingKVCache):
-                layer._idx = layer._idx % window + 1
-                layer.offset += 1
-            elif isinstance(layer, KVCache):
-                layer.offset += count
-            elif count > 1:
-                layer.advance(offset, count)
-            else:
-                layer.advance(offset)
+            advance(layer, own_keys, own_values, window, offset, count)
         return logits
 
     def _fuses(self, tokens: mx.array, keys: Any) -> bool:
@@ -544,8 +229,8 @@ class CompiledStep(DecodeStep):
         self.compiles = function is None
         if function is None:
             of_window = list(zip(plan.windows, cache, strict=True))
-            held = {window: _shape(layer) for window, layer in of_window}
-            if any(_shape(layer) != held[window] and not _tails(layer) for window, layer in of_window):
+            held = {window: shape_of(layer) for window, layer in of_window}
+            if any(shape_of(layer) != held[window] and not tails_in(layer) for window, layer in of_window):
                 raise Untraceable("layers keep different KV")
             if fused:
                 function = partial(self._trace, plan, mx.compile(self._trace_layers))

@@ -23,7 +23,7 @@ from ..attention.prompt_attention import PromptKernel
 from ..attention.segment_attention import SegmentKernel
 from ..compile import driver as cuda_driver
 from ..products import embedding_kernel, layer_products, products_kernel
-from . import fused_step
+from . import fused_weights
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def _quietly(job: Callable[[], object]) -> None:
 
 def jobs_of(model: Any, fuses: bool) -> list[Callable[[], object]]:
     """What to call, longest first. `fuses`: the GPU is one that fused steps run on."""
-    if not fused_step.may_fuse(model):
+    if not fused_weights.may_fuse(model):
         return []
     inner, head = model.model, getattr(model, "lm_head", None)
     own, mlp = inner.layers[0].self_attn, inner.layers[0].mlp
@@ -60,7 +60,7 @@ def jobs_of(model: Any, fuses: bool) -> list[Callable[[], object]]:
     last = (*amid[:4], head is not None and "bias" in head)
     jobs: list[Callable[[], object]] = []
     if fuses and type(own.rope) is nn.RoPE:  # Others hold arrays, which are the engine thread's.
-        heads = fused_step.heads_of(inner.layers[0], own.rope)
+        heads = fused_weights.heads_of(inner.layers[0], own.rope)
         fused, layers = fused_attention.FusedAttention(heads), len(inner.layers) - 1
         its, most = (heads, fused.narrow), layer_products.AT_ONCE
         at_once = {min(most, layers - start) for start in range(0, layers, most)}

@@ -12,23 +12,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import rope_utils
 
-from ..attention.attention_kernel import Tails
-from ..attention.fused_attention import FusedAttention, Heads, fits, owners_of
+from ...runtime.arrays import distance
+from ..attention import checks
+from ..attention.fused_attention import FusedAttention, fits
 from ..attention.segments import Shared
-from ..compile import launch
 from ..products import products
-from ..products.layer_products import AT_ONCE, LayerProducts
+from ..products.layer_products import AT_ONCE
+from .fused_weights import (
+    Layer,
+    Linear,
+    Start,
+    Unfusable,
+    heads_of,
+    is_known,
+    layer_of,
+    linear_of,
+    norm_of,
+    qk_norms,
+    qkv_of,
+)
 
 log = logging.getLogger(__name__)
-
-MODULES = {f"mlx_lm.models.{name}" for name in ("llama", "qwen2", "qwen3")}
-ROPES = (nn.RoPE, rope_utils.Llama3RoPE, rope_utils.YarnRoPE, rope_utils.SuScaledRoPE)
 
 CLOSE = 0.02
 """Root of the mean square of a layer's difference from the model's own, as a share of what the layer adds.
@@ -54,43 +63,6 @@ JOINED = (1, 1), (3, 1), (2, 3), (4, 4), (9, 1), (2, 15), (16, 4)
 """Rows, and tokens of each, of what is computed in one launch and in several, and compared."""
 
 
-class Unfusable(Exception):
-    """The model is of another kind, or the kernels don't compute what it does."""
-
-
-def _is_known(module: Any) -> bool:
-    """Whether its class is one of `MODULES`, or made from one."""
-    return any(kind.__module__ in MODULES for kind in type(module).__mro__)
-
-
-def may_fuse(model: Any) -> bool:
-    """Whether `model` is of a kind that `FusedStep` knows. Computes nothing."""
-    if not _is_known(model):
-        return False
-    projection = model.model.layers[0].self_attn.q_proj
-    return type(projection) is nn.Linear and projection.weight.dtype == mx.bfloat16
-
-
-class Linear(NamedTuple):
-    weight: mx.array
-    bias: mx.array | None
-
-
-class Start(NamedTuple):
-    """Weights of a layer before its attention. `qk_norms`: of queries and keys, or None."""
-
-    norm: mx.array
-    qkv: tuple[Linear, ...]
-    qk_norms: tuple[mx.array, mx.array] | None
-
-
-class Layer(NamedTuple):
-    """Weights of a layer behind its attention. `next_norms`: `Start.qk_norms` of the layer behind it."""
-
-    products: LayerProducts
-    next_norms: tuple[mx.array, mx.array] | None
-
-
 class Between(NamedTuple):
     """What one layer gives the next. `sum`: (rows, hidden), the residual. `attended`: (rows, heads * width),
     what the next layer's attention gives."""
@@ -114,7 +86,7 @@ class FusedStep:
     """
 
     def __init__(self, model: Any, attend: Callable[..., Any] | None = None):
-        if not _is_known(model):
+        if not is_known(model):
             raise Unfusable("another kind of model")
         inner = model.model
         self._embedding: nn.Embedding = inner.embed_tokens
@@ -128,13 +100,13 @@ class FusedStep:
         self._eps: float = inner.norm.eps
         head = getattr(model, "lm_head", None)
         head = getattr(head, "head", head)  # Of the last positions alone.
-        self._head = _linear(head) if head is not None else Linear(self._embedding.weight, None)
-        nexts = [(_norm(layer.input_layernorm, self._eps), _qkv_of(layer)) for layer in inner.layers]
-        nexts.append((_norm(inner.norm, self._eps), (self._head,)))
+        self._head = linear_of(head) if head is not None else Linear(self._embedding.weight, None)
+        nexts = [(norm_of(layer.input_layernorm, self._eps), qkv_of(layer)) for layer in inner.layers]
+        nexts.append((norm_of(inner.norm, self._eps), (self._head,)))
         followings = [*inner.layers[1:], None]
-        self._layers = [_layer_of(*each) for each in zip(inner.layers, nexts[1:], followings, strict=True)]
+        self._layers = [layer_of(*each) for each in zip(inner.layers, nexts[1:], followings, strict=True)]
         self._starts = [
-            Start(*own, _qk_norms(layer.self_attn)) for own, layer in zip(nexts, inner.layers, strict=False)
+            Start(*own, qk_norms(layer.self_attn)) for own, layer in zip(nexts, inner.layers, strict=False)
         ]
         self.attend = attend or FusedAttention(self.heads)
         self.is_repeatable = False
@@ -271,7 +243,7 @@ class FusedStep:
         shared: Callable[..., tuple[Shared, mx.array, Any]] | None,
     ) -> bool:
         """Whether `layers` gives what its parts do, for rows of unequal lengths, each with `count` tokens."""
-        return _are_equal(
+        return checks.are_equal(
             *(self._group_by(compute, step_kv, rows, count, shared) for compute in (self.layers, self._apart))
         )
 
@@ -281,7 +253,7 @@ class FusedStep:
         """Whether rows with arrays of their own, told by address, have the bits of rows in one array."""
         given = ((self.layers, step_kv, *one, shared) for one in (*JOINED, (CHECKED_ROWS[1], 1)))
         return bool(self._groups) and all(
-            _are_equal(self._group_by(*each), self._group_by(*each, own=True)) for each in given
+            checks.are_equal(self._group_by(*each), self._group_by(*each, own=True)) for each in given
         )
 
     def _group_by(
@@ -298,8 +270,8 @@ class FusedStep:
         with `count` tokens each; and their keys and values. `own`: each row has arrays of its own."""
         weights, length = self._layers[self._groups[0]], UNEQUAL_TOKENS
         its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
-        starts, ends = _unequal_rows(rows, length)
-        begin, end, owners = _places(starts, ends, range(count))
+        starts, ends = checks.unequal_rows(rows, length)
+        begin, end, owners = checks.places_of(starts, ends, range(count))
         offset = bases + end - begin - 1
         shape = rows, self.heads.kv_heads, length + count, self.heads.width
         given = [*((rows * count, size) for size in weights[0].products.weights[0].shape), shape, shape]
@@ -313,7 +285,12 @@ class FusedStep:
         mx.eval(arrays)
         kvs = [
             step_kv(
-                *((_tails_of(pair), None) if own else pair), begin, end, offset, shared=its, owners=owners
+                *((checks.tails_of(pair), None) if own else pair),
+                begin,
+                end,
+                offset,
+                shared=its,
+                owners=owners,
             )
             for pair in arrays
         ]
@@ -343,7 +320,7 @@ class FusedStep:
         self, rows: int, step_kv: Any, shared: Callable[..., tuple[Shared, mx.array, Any]] | None
     ) -> bool:
         heads, n, length = self.heads, PASS, UNEQUAL_TOKENS // 2
-        starts, ends = _unequal_rows(rows, length)
+        starts, ends = checks.unequal_rows(rows, length)
         keys = [mx.random.key(i) for i in range(3)]
         x = mx.random.normal((rows, n, self._embedding.weight.shape[1]), key=keys[0]).astype(heads.dtype)
         shape = rows, heads.kv_heads, length + n, heads.width
@@ -353,7 +330,7 @@ class FusedStep:
         def run(tokens: range, arrays: list[mx.array]) -> list[mx.array]:
             """The head's logits (rows, tokens, vocabulary), and keys and values."""
             count, own = len(tokens), x[:, tokens.start : tokens.stop].reshape(-1, x.shape[-1])
-            begin, end, owners = _places(starts, ends, tokens)
+            begin, end, owners = checks.places_of(starts, ends, tokens)
             its, bases, stay = shared(rows, count) if shared is not None else (None, mx.array(0), None)
             kv = step_kv(*arrays, begin, end, bases + end - begin - 1, shared=its, owners=owners)
             behind = self.begin(own, self._starts[-1], self.turns(kv.offset), kv)
@@ -369,7 +346,7 @@ class FusedStep:
             each.append(logits)
         copies = [array + 0 for array in held]
         mx.eval(copies)
-        return _are_equal([mx.concatenate(each, axis=1), *arrays], run(range(n), copies))
+        return checks.are_equal([mx.concatenate(each, axis=1), *arrays], run(range(n), copies))
 
     def _difference(
         self,
@@ -383,7 +360,7 @@ class FusedStep:
         """The largest of what a layer adds, of its KV and of what follows, for rows of unequal lengths."""
         heads, dtype = self.heads, self.heads.dtype
         length, capacity = 300, 512
-        starts, ends = map(mx.array, _unequal_rows(rows, length))
+        starts, ends = map(mx.array, checks.unequal_rows(rows, length))
         shape = rows, heads.kv_heads, capacity, heads.width
         keys = [mx.random.key(4 * rows - at + i) for i in range(3)]
         x = mx.random.normal((rows, self._embedding.weight.shape[1]), key=keys[0]).astype(dtype)
@@ -401,7 +378,7 @@ class FusedStep:
         added = total - x, want[:, 0] - x
         pairs = [added, (ours.keys, own.keys), (ours.values, own.values)]
         pairs += zip(results, (wanted[:, 0] for wanted in self._wanted_behind(model, at, want)), strict=True)
-        return max(_apart(*pair) for pair in pairs)
+        return max(distance(*pair) for pair in pairs)
 
     def _wanted_behind(self, model: Any, at: int, x: mx.array) -> list[mx.array]:
         """The next layer's queries, keys and values, or the logits, by the model's own modules."""
@@ -416,103 +393,3 @@ class FusedStep:
 def _given(turns: mx.array, kv: Any) -> tuple[Any, ...]:
     """Of what `FusedAttention` takes: all but the new tokens and norms."""
     return turns, kv.held, kv.starts, kv.ends, kv.owners, kv.shared
-
-
-def _are_equal(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
-    return all(mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True))
-
-
-def _tails_of(arrays: Sequence[mx.array]) -> Tails:
-    """Of keys and values of each row, evaluated, which must stay."""
-    addresses, capacity = launch.addresses_of(arrays).reshape(-1, 2), arrays[0].shape[2]
-    return Tails(mx.concatenate([addresses, mx.full((len(addresses), 1), capacity, mx.uint64)], 1), capacity)
-
-
-def _unequal_rows(rows: int, length: int) -> tuple[list[int], list[int]]:
-    """First columns of so many rows, and the columns behind their last ones."""
-    places = [(0, length), (5, length - 7), (length - 1, length)] * -(-rows // 3)
-    return [start for start, _ in places[:rows]], [end for _, end in places[:rows]]
-
-
-def _places(starts: list[int], ends: list[int], tokens: range) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Start, end and owner of each of `tokens` of rows that end at `ends`, as `FusedAttention` has them."""
-    count = len(tokens)
-    begin = mx.array([start for start in starts for _ in tokens])
-    end = mx.array([stop + i for stop in ends for i in tokens])
-    return begin, end, owners_of([count] * len(starts), count * len(starts)) if count > 1 else None
-
-
-def _apart(got: mx.array, want: mx.array) -> float:
-    got, want = got.astype(mx.float32), want.astype(mx.float32)
-    return cast(float, mx.sqrt(mx.mean((got - want) ** 2) / mx.mean(want**2)).item())
-
-
-def heads_of(layer: Any, rope: Any) -> Heads:
-    """Raises Unfusable, AttributeError."""
-    if not _is_known(layer):
-        raise Unfusable("another kind of layer")
-    own = layer.self_attn
-    if getattr(layer, "use_sliding", False) or not _same_turns(own.rope, rope):
-        raise Unfusable("layers of several kinds")
-    width = own.k_proj.weight.shape[0] // own.n_kv_heads
-    norm = "q_norm" in own
-    turned = own.rope.dim if isinstance(rope, rope_utils.SuScaledRoPE) else own.rope.dims
-    if turned > width or turned % 2:
-        raise Unfusable(f"heads of {width} dimensions, {turned} of them rotated")
-    return Heads(
-        width=width,
-        heads=own.n_heads,
-        kv_heads=own.n_kv_heads,
-        turned=turned,
-        traditional=bool(getattr(rope, "traditional", False)),
-        norm=norm,
-        scale=own.scale,
-        eps=own.q_norm.eps if norm else 0.0,
-        dtype=own.k_proj.weight.dtype,
-    )
-
-
-def _same_turns(one: Any, other: Any) -> bool:
-    if type(one) not in ROPES or type(one) is not type(other) or vars(one) != vars(other):
-        return False
-    return all(mx.array_equal(one[name], other[name]).item() for name in one)
-
-
-def _qkv_of(layer: Any) -> tuple[Linear, ...]:
-    own = layer.self_attn
-    return _linear(own.q_proj), _linear(own.k_proj), _linear(own.v_proj)
-
-
-def _layer_of(layer: Any, behind: tuple[mx.array, tuple[Linear, ...]], following: Any) -> Layer:
-    """`behind`: the next layer's norm, and its queries, keys and values, or the head. `following`: the next
-    layer, or None."""
-    own, mlp, eps = layer.self_attn, layer.mlp, layer.input_layernorm.eps
-    linears = *map(_linear, (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)), *behind[1]
-    return Layer(
-        LayerProducts(
-            weights=tuple(linear.weight for linear in linears),
-            biases=tuple(linear.bias for linear in linears),
-            norms=(_norm(layer.post_attention_layernorm, eps), behind[0]),
-            eps=eps,
-        ),
-        None if following is None else _qk_norms(following.self_attn),
-    )
-
-
-def _qk_norms(own: Any) -> tuple[mx.array, mx.array] | None:
-    if "q_norm" not in own:
-        return None
-    return _norm(own.q_norm, own.k_norm.eps), _norm(own.k_norm, own.q_norm.eps)
-
-
-def _norm(norm: Any, eps: float) -> mx.array:
-    if type(norm) is not nn.RMSNorm or norm.eps != eps:
-        raise Unfusable("another kind of norm")
-    return norm.weight
-
-
-def _linear(linear: Any) -> Linear:
-    """Raises Unfusable for packed weights, and where an adapter is beside them."""
-    if type(linear) is not nn.Linear:
-        raise Unfusable(f"a {type(linear).__name__}")
-    return Linear(linear.weight, linear.get("bias"))
