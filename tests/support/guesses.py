@@ -11,7 +11,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.speculate.controller import RowSpeculator, Speculation
+from omlxd.engine.speculate.controller import Speculation
+from omlxd.engine.speculate.row import RowSpeculator
 
 Guesser = Callable[[list[int]], list[int]]
 """Tokens so far → guesses."""

@@ -32,7 +32,7 @@ from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Kernel
 from omlxd.engine.mlx_adapter.cuda.attention.prompt_attention import PromptKernel
 from omlxd.engine.process.prepare import set_backend_defaults
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
-from omlxd.engine.speculate.controller import WIDTHS
+from omlxd.engine.speculate.verify import WIDTHS
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import BlockKey

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from .. import mlx_adapter
 from ..mlx_adapter import DecodeStep, LayerHook
-from ..speculate.controller import filled_up
+from ..speculate.verify import filled_up
 
 LONGEST = 32
 """Tokens of an end, without the last, that passes of steps compute, `most_new` of a row at most in each. A

@@ -29,8 +29,9 @@ from ..prompt.pipeline import RenderedPrompt
 from ..prompt.sessions import Standing
 from ..schedule.scheduler import Scheduler
 from ..sequence.sequence import Sequence
-from ..speculate.controller import WIDTHS, GuessCounts
+from ..speculate.controller import GuessCounts
 from ..speculate.draft_model import DraftModel
+from ..speculate.verify import WIDTHS
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,10 @@ from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel, Quantisation
 from ..process import blas
 from ..prompt.pipeline import PromptPipeline
-from ..speculate.controller import PassTimes, Speculation
+from ..speculate.controller import Speculation
 from ..speculate.draft_model import DraftModel, check_tokenizer
 from ..speculate.mtp import MtpModel
+from ..speculate.times import PassTimes
 
 log = logging.getLogger(__name__)
 

@@ -29,18 +29,22 @@ from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
 from ..sequence.sampling import NEG_INF, BatchSampler, Masked, RowSampling
 from ..sequence.sequence import SamplerRow, Sequence
-
-CHUNK = 512
-"""Tokens of them in a pass; on a CPU as few as of a prompt."""
-
-BEHIND = 16
-"""Tokens that a row may lack to be guessed for; the pass that computes them gives the first guess."""
+from .verify import most_of_row
 
 
 class DraftModel:
-    """`loaded`: it. `vocab_size`: of the model that it guesses for. Raises ModelError if it can't."""
+    """A small model that proposes draft tokens for another.
 
-    def __init__(self, loaded: LoadedModel, name: str, target: LoadedModel, target_name: str):
+    loaded      it
+    vocab_size  of the model that it guesses for
+    chunk       tokens of a prompt that one forward computes; on a CPU as few as of any prompt
+
+    Raises ModelError if it can't.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, name: str, target: LoadedModel, target_name: str, chunk: int = 512
+    ):
         _check(loaded.tokenizer, target.tokenizer, name, target_name)
         if loaded.layout is None or loaded.states is None or loaded.states.tensors or not loaded.batchable:
             raise ModelError(
@@ -50,7 +54,7 @@ class DraftModel:
         self.loaded = loaded
         self.vocab_size = target.vocab_size
         self.context = min(DRAFT_CONTEXT, loaded.context_length // 2)
-        self.chunk = CPU_PREFILL_CHUNK if mlx_adapter.backend() == "cpu" else CHUNK
+        self.chunk = CPU_PREFILL_CHUNK if mlx_adapter.backend() == "cpu" else chunk
 
     def kv_bytes(self, sequence: Sequence) -> int:
         """Most that its KV takes for one sequence, as far as room is made for its answer at once."""
@@ -137,21 +141,22 @@ class DraftRows:
     def guess(self, wanted: Seq[Wanted], width: int) -> dict[Sequence, list[int]]:
         """Up to `width` tokens that may come next, of the rows whose KV is there.
 
-        Of others some is computed, of one a chunk.
+        Of others some is computed, of one a chunk. A row may lack as much as the widest verify step gives it;
+        the forward that computes that gives its first guess.
         """
         began, self.seconds = clock(), 0.0
         self._drop_long(wanted, width)
         extra = self._bring_one(wanted)
         by = {each.sequence: each for each in wanted}
         lacks = [len(by[row.sequence].tokens) - row.end if row.sequence in by else 0 for row in self._rows]
-        if max(lacks, default=0) > BEHIND:
+        if max(lacks, default=0) > most_of_row():
             self._feed(by, [min(max(0, lack - 1), self.model.chunk) for lack in lacks])
             lacks = [
                 lack and len(by[row.sequence].tokens) - row.end
                 for row, lack in zip(self._rows, lacks, strict=True)
             ]
             extra = True
-        counts = [lack if lack <= BEHIND else 0 for lack in lacks]
+        counts = [lack if lack <= most_of_row() else 0 for lack in lacks]
         if not any(counts):
             return {}
         drawn = self._draw(by, counts, width)

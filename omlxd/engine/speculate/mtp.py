@@ -20,36 +20,39 @@ import mlx.core as mx
 from .. import mlx_adapter
 from ..sequence.sampling import BatchSampler
 from ..sequence.sequence import Sequence
-from .draft_model import BEHIND, Wanted, clock, until_no_token
-
-MOST = 1024
-"""Hidden states that wait for the heads: 8 MB of 4,096 numbers in 16 bits. Then they begin anew."""
+from .draft_model import Wanted, clock, until_no_token
+from .verify import most_of_row
 
 
 class MtpModel:
-    """A model's heads in the place of a draft model."""
+    """A model's heads in the place of a draft model.
 
-    def __init__(self, heads: mlx_adapter.MtpHeads):
-        self.heads = heads
+    most  hidden states that wait for the heads: 8 MB of 4,096 numbers in 16 bits. Then they begin anew
+    """
+
+    def __init__(self, heads: mlx_adapter.MtpHeads, most: int = 1024):
+        self.heads, self.most = heads, most
 
     def kv_bytes(self, sequence: Sequence) -> int:
         """Most that the heads' KV takes for one sequence, as far as room is made for its answer at once."""
-        tokens = MOST + sequence.capacity - sequence.prompt.length
+        tokens = self.most + sequence.capacity - sequence.prompt.length
         return self.heads.token_bytes * mlx_adapter.round_up(tokens)
 
     def rows(self) -> MtpRows:
-        return MtpRows(self.heads)
+        return MtpRows(self.heads, self.most)
 
 
 @dataclass(slots=True)
 class MtpRows:
     """What the heads keep of a batch's row: states of its tokens that they have not read, and their KV.
 
+    most     states that wait at most
     seconds  that the last guesses took; 0: there were none, or the heads had more to read than usual
     _next    token whose state is to come
     """
 
     heads: mlx_adapter.MtpHeads
+    most: int
     seconds: float = 0.0
     _sequence: Sequence | None = None
     _state: mlx_adapter.MtpState | None = None
@@ -65,8 +68,8 @@ class MtpRows:
         """Take the states (tokens, hidden) of a pass over the sequence's tokens from `start` on."""
         state, end = self._state, start + len(hidden)
         follows = sequence is self._sequence and state is not None and start == self._next
-        if state is None or not follows or end - state.position > MOST:
-            hidden = hidden[-MOST:]
+        if state is None or not follows or end - state.position > self.most:
+            hidden = hidden[-self.most :]
             self._sequence, self._unread = sequence, []
             self._state = self.heads.new_state(end - len(hidden))
         self._unread.append(hidden)
@@ -94,6 +97,6 @@ class MtpRows:
         guesses = mx.concatenate(drawn)
         mx.eval(guesses)
         self.heads.take_back(state, width - 1)
-        if len(following) <= BEHIND:
+        if len(following) <= most_of_row():
             self.seconds = clock() - began
         return {each.sequence: until_no_token(cast(list[int], guesses.tolist()))}

@@ -10,23 +10,6 @@ from typing import Any
 
 import numpy as np
 
-MIN_MATCH = 3
-"""Tokens that must have stood together before, for what followed them to be a guess."""
-
-MARKS_PER_TOKEN = 16
-"""Marks of triples of tokens that stood together, for each token that there is room for: 1 of 16 lookups is
-wrong at most. A table of a megabyte for every row took 0.7 ms to make, 11 ms when 16 rows joined."""
-
-MOST_MARKS = 1 << 20
-"""A byte each."""
-
-LONGEST_MATCH = 16
-"""Tokens of a match that are compared. Until a guess fails, the most recent of the longest counts, but one in
-the prediction first."""
-
-CANDIDATES = 256
-"""Most recent matches that are compared further."""
-
 
 class NgramProposer:
     """Guesses the continuation of one sequence from its own tokens.
@@ -36,9 +19,12 @@ class NgramProposer:
     text took 1.4 ms a step for searches, and take 0.1.
 
     prediction  tokens that the client predicts: searched as if they stood before `tokens`, and believed first
+    longest     tokens of a match that are compared. Until a guess fails, the most recent of the longest
+                matches counts, but one in the prediction first
     """
 
-    def __init__(self, tokens: Seq[int], prediction: Seq[int] = ()):
+    def __init__(self, tokens: Seq[int], prediction: Seq[int] = (), longest: int = 16):
+        self._most = longest
         self._begin = begin = len(prediction)
         self._count = begin + len(tokens)
         self._ids = np.empty(max(1024, 2 * self._count), np.int32)
@@ -73,17 +59,26 @@ class NgramProposer:
             self._match = (end, match[1] + len(tokens)) if held else None
 
     def _mark_all(self) -> None:
-        """Make the marks of all triples but the newest."""
-        size = min(MOST_MARKS, MARKS_PER_TOKEN * len(self._ids))
+        """Mark all triples of tokens that stood together but the newest.
+
+        With 16 marks for each token that there is room for, 1 of 16 lookups is wrong at most. A table of a
+        megabyte for every row took 0.7 ms to make, 11 ms when 16 rows joined.
+        """
+        size = min(1 << 20, 16 * len(self._ids))
         self._marks = bytearray(size)
         ids = self._ids[: self._count].astype(np.int64)
         np.frombuffer(self._marks, np.uint8)[_mark(size, ids[:-3], ids[1:-2], ids[2:-1])] = 1
 
     def match(self) -> int:
-        """Tokens of the longest match, up to LONGEST_MATCH; 0: there is none, and nothing to guess."""
+        """Tokens of the longest match, as far as they are compared; 0: there is none."""
         if self._match is None:
             self._match = self._longest()
-        return min(self._match[1], LONGEST_MATCH) if self._match is not None else 0
+        return min(self._match[1], self._most) if self._match is not None else 0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the match is as long as any that is compared."""
+        return self._match is not None and self._match[1] >= self._most
 
     @property
     def is_predicted(self) -> bool:
@@ -105,10 +100,13 @@ class NgramProposer:
         following = self._ids[self._match[0] + 1 : self._count][:most]
         return (following if len(following) == most else np.resize(following, most)).tolist()
 
-    def _longest(self) -> tuple[int, int] | None:
-        """Where the longest match ends, and its tokens; None: there is none."""
+    def _longest(self, candidates: int = 256) -> tuple[int, int] | None:
+        """Find where the longest match ends, and its tokens; None: there is none.
+
+        Three tokens must have stood together before. Of such places the last `candidates` are compared.
+        """
         last = self._count - 1
-        if last < MIN_MATCH or not self._marks[_mark(len(self._marks), *self._newest)]:
+        if last < 3 or not self._marks[_mark(len(self._marks), *self._newest)]:
             return None
         ids = self._ids
         ends = np.flatnonzero(
@@ -116,13 +114,13 @@ class NgramProposer:
             & (ids[1 : last - 1] == ids[last - 1])
             & (ids[: last - 2] == ids[last - 2])
         )
-        ends = ends[-CANDIDATES:] + (MIN_MATCH - 1)
+        ends = ends[-candidates:] + 2
         if not ends.size:
             return None
-        back = np.arange(MIN_MATCH, LONGEST_MATCH)
+        back = np.arange(3, self._most)
         places = ends[:, None] - back
         same = (ids[places] == ids[last - back]) & (places >= 0)
-        lengths = MIN_MATCH + np.logical_and.accumulate(same, axis=1).sum(axis=1)
+        lengths = 3 + np.logical_and.accumulate(same, axis=1).sum(axis=1)
         longest = lengths.max()
         ends = ends[lengths == longest]
         predicted = ends[ends + 1 < self._begin]

@@ -42,7 +42,7 @@ def test_flat_passes_cancels_and_restarts_change_no_token(
 
     monkeypatch.setattr(mx, "compile", lambda function, **how: function)  # A trace has no addresses.
     monkeypatch.setattr(compiled_step, "fused_step", fuse_or_not)
-    monkeypatch.setattr(decode_batch, "MOST_FLAT_ROWS", 3)
+    monkeypatch.setattr(decode_batch, "MOST_TOKENS", 3 * 16)
     monkeypatch.setattr(DecodeBatch, "_forward_flat", counted)
     reference()
     # Each restart loads the model, and its checks take seconds: they are made once.

@@ -32,7 +32,7 @@ from omlxd.engine.mlx_adapter.cuda.step.fused_step import FusedStep
 from omlxd.engine.mlx_adapter.cuda.step.fused_weights import Unfusable
 from omlxd.engine.mlx_adapter.model import checks
 from omlxd.engine.mlx_adapter.model import load as loading
-from omlxd.engine.speculate.controller import flat_size
+from omlxd.engine.speculate.verify import flat_size
 
 from .conftest import SegmentReference, only_seen, put_newest, with_room
 from .test_compiled_step import STEPS, Steps, batch_of

@@ -350,7 +350,7 @@ def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool | st
         return logits
 
     if speculate == "many rows":
-        monkeypatch.setattr(decode_batch, "MOST_FLAT_ROWS", 2)
+        monkeypatch.setattr(decode_batch, "MOST_TOKENS", 2 * 16)
     if speculate in ("flat", "many rows"):
         own_forward = DecodeBatch._forward_flat
         monkeypatch.setattr(compiled_step, "fused_step", partial(fuse_passes, most=128))

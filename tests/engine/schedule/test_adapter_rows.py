@@ -11,7 +11,7 @@ from guesses import guess_by
 from rig import Output, Rig
 
 from omlxd.engine.server.metrics import adapter_metrics, metrics_of
-from omlxd.engine.speculate.controller import WIDTHS
+from omlxd.engine.speculate.verify import WIDTHS
 from omlxd.errors import OmlxdError
 from omlxd.models import demo
 

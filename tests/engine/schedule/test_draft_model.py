@@ -22,15 +22,8 @@ from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.sequence.sequence import Prompt, SamplerRow, Sequence
 from omlxd.engine.server.host import EngineHost
 from omlxd.engine.speculate import draft_model
-from omlxd.engine.speculate.controller import (
-    DRAFT,
-    KINDS,
-    MOST_CREDIT,
-    HoldRate,
-    Offer,
-    RowSpeculator,
-    Speculation,
-)
+from omlxd.engine.speculate.controller import MOST_CREDIT, Speculation
+from omlxd.engine.speculate.row import DRAFT, KINDS, HoldRate, Offer, RowSpeculator
 from omlxd.errors import ModelError
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=5)

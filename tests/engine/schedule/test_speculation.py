@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partialmethod
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,10 @@ from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule.decode_batch import DecodeBatch
-from omlxd.engine.speculate import controller as speculation
-from omlxd.engine.speculate.controller import (
-    EACH_STEP,
-    LOOK_S,
-    LOOK_SHARE,
-    LOST_SHARE,
-    MOST_CREDIT,
-    MOST_STEPS,
-    OWN_SHARE,
-    Offer,
-    PassTimes,
-    RowSpeculator,
-    Speculation,
-)
-from omlxd.engine.speculate.ngram import LONGEST_MATCH, MIN_MATCH, NgramProposer
+from omlxd.engine.speculate.controller import LOST_SHARE, MOST_CREDIT, Speculation
+from omlxd.engine.speculate.ngram import NgramProposer
+from omlxd.engine.speculate.row import Offer, RowSpeculator
+from omlxd.engine.speculate.times import NEWEST, PassTimes
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +143,14 @@ def wait_for_tokens(output: Output, count: int) -> None:
 
 def test_looks_in_vain_come_further_and_further_apart():
     shared = Speculation()
-    shared.times.record_step(4, LOOK_S)
-    intervals = [shared.look_interval(4, vain) for vain in range(EACH_STEP + 9)]
-    assert intervals[: EACH_STEP + 3] == [1] * (EACH_STEP + 1) + [2, 4]
-    assert intervals == sorted(intervals) and intervals[-1] == MOST_STEPS
+    shared.times.record_step(4, 1e-4)
+    intervals = [shared.look_interval(4, vain, 2.5e-6) for vain in range(NEWEST + 9)]
+    assert intervals[: NEWEST + 3] == [1] * (NEWEST + 1) + [2, 4]
+    assert intervals == sorted(intervals) and intervals[-1] == ceil(0.1 / LOST_SHARE), "what they may take"
     for _ in range(9):
-        shared.times.record_step(4, 4 * LOOK_S / LOOK_SHARE)
-    assert shared.look_interval(4, 99) == 1 and shared.look_interval(5, 99) == MOST_STEPS
+        shared.times.record_step(4, 0.01)
+    assert shared.look_interval(4, 99, 0.9 * LOST_SHARE / 400) == 1
+    assert shared.look_interval(5, 99, 0.9 * LOST_SHARE / 400) == 2
 
 
 @pytest.mark.parametrize("look_s", [0.0, 1.0])
@@ -184,7 +176,8 @@ def test_where_steps_are_short_it_looks_for_guesses_rarely(
         for row, speculator in self._speculators.items():
             assert speculator.tokens.tolist() == row.tokens, "the tokens of all steps, in their order"
 
-    monkeypatch.setattr(speculation, "LOOK_S", look_s)
+    interval = partialmethod(Speculation.look_interval, look_s=look_s)
+    monkeypatch.setattr(Speculation, "look_interval", interval)
     monkeypatch.setattr(DecodeBatch, "step", step)
     monkeypatch.setattr(DecodeBatch, "_catch_up", catch_up)
     with Rig(model, speculate=True) as rig:
@@ -305,21 +298,22 @@ def test_a_loop_is_proposed_to_go_on():
     st.lists(st.integers(0, 3), max_size=40),
     st.integers(1, 9),
     st.integers(1, 9),
+    st.integers(4, 16),
 )
 def test_a_proposal_is_what_followed_the_longest_match(
-    begin: list[int], rest: list[int], prediction: list[int], most: int, at_once: int
+    begin: list[int], rest: list[int], prediction: list[int], most: int, at_once: int, longest: int
 ):
-    proposer = NgramProposer(begin, prediction)
+    proposer = NgramProposer(begin, prediction, longest)
     for at in range(0, len(rest), at_once):
         proposer.add_tokens(rest[at : at + at_once])
     tokens = prediction + begin + rest
     best, match = 0, 0
     for end in range(len(tokens) - 1):
         length = 0
-        while length <= end and length < LONGEST_MATCH and tokens[end - length] == tokens[-1 - length]:
+        while length <= end and length < longest and tokens[end - length] == tokens[-1 - length]:
             length += 1
         is_late = end + 1 >= len(prediction) and best + 1 < len(prediction)
-        if length >= max(MIN_MATCH, match) and not (length == match and is_late):
+        if length >= max(3, match) and not (length == match and is_late):
             best, match = end, length
     guesses = proposer.following(most)
     assert proposer.match() == match
@@ -405,7 +399,7 @@ def test_on_a_gpu_the_second_pass_of_a_kind_tells():
 def test_a_pass_is_made_where_the_credit_covers_its_loss():
     shared, offer = measured({0: 1.0, 2: 2.2, 4: 2.4, 7: 4.0, 15: 5.0}), Offer(0.97, 15)
     widths: list[int] = []
-    for shared.credit in (0.0, 0.1, 0.49, 0.6, 2.2, 3.1):  # Of 1.7 to 1.9 tokens a pass is sure.
+    for shared.credit in (0.0, 0.1, 0.3, 0.6, 2.2, 3.1):  # Of 1.97 tokens a pass is sure.
         widths.append(shared.best_width([offer]))
     assert widths == [0, 0, 2, 4, 4, 15]
     shared.credit = 0.0
@@ -417,8 +411,8 @@ def test_a_pass_is_made_where_the_credit_covers_its_loss():
     assert shared.settle(1, 16, 3.0) == pytest.approx(3.0)
     assert shared.credit == MOST_CREDIT
     shared.credit = -1.0
-    assert not shared.best_width([offer._replace(won=0.1 / OWN_SHARE)])
-    assert shared.best_width([offer._replace(won=0.6 / OWN_SHARE)]) == 4
+    assert not shared.best_width([offer._replace(won=0.1)])
+    assert shared.best_width([offer._replace(won=0.6)]) == 4
 
 
 def test_a_step_begun_behind_a_pass_costs_a_step_at_most():
@@ -445,7 +439,7 @@ def test_a_batch_guesses_where_its_rows_together_gain():
 def test_a_row_waits_for_no_other_rows_guesses(passes: dict[float, float], flat: int):
     """Steps of one row take as long as those of four."""
     shared = measured(passes, rows=4)
-    for last in (NONE, UNSURE, NONE._replace(won=0.4), NONE._replace(won=-9.0, lent=9.0)):
+    for last in (NONE, UNSURE, NONE._replace(won=0.4), NONE._replace(won=-9.0)):
         assert not shared.best_width([*[SURE] * 3, last], flat)
     for last in (SURE, SURE._replace(won=-9.0), NONE._replace(won=2.0)):
         assert shared.best_width([*[SURE] * 3, last], flat), "its own guesses pay, or have paid"

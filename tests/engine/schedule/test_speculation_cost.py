@@ -11,15 +11,9 @@ from fast_or_slow import counts, rest_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlxd.engine.speculate.controller import (
-    FIRST_CREDIT,
-    LOST_SHARE,
-    MOST_DEBT,
-    WIDTHS,
-    GuessCounts,
-    RowSpeculator,
-    Speculation,
-)
+from omlxd.engine.speculate.controller import LOST_SHARE, GuessCounts, Speculation
+from omlxd.engine.speculate.row import RowSpeculator
+from omlxd.engine.speculate.verify import WIDTHS
 
 Table = Callable[[int], float]
 """Tokens of a pass, of all its rows → seconds."""
@@ -165,12 +159,13 @@ def time_together(
     ],
 )
 def test_no_answer_ends_later_by_the_guesses_of_others(machine: str, silent: int, rate: float, longer: int):
-    """But by `MOST_DEBT`, where the others' are longer. Costs are new to the first round."""
+    """But by as many steps as the widest pass gives tokens, where the others' are longer. Costs are new to
+    the first round."""
     table, shared, rng = TOGETHER[machine], Speculation(), random.Random(0)
     shared.times.record_prompt(65, table(65))
     for number in range(6):
         seconds = time_together(shared, table, rng, rate, silent, longer)
-        debt = MOST_DEBT if longer else 0.0
+        debt = WIDTHS[-1] + 1 if longer else 0.0
         assert seconds / table(16) <= 200 * (1.02 if number else 1.1) + debt, number
 
 
@@ -249,7 +244,7 @@ def test_whatever_passes_cost_and_prompts_promise_the_loss_is_bounded():
         for _ in range(20):
             engine.run(50)
             firsts = engine.firsts.values()
-            assert engine.lost < FIRST_CREDIT + sum(firsts) + max(firsts, default=0.0)
+            assert engine.lost < Speculation().credit + sum(firsts) + max(firsts, default=0.0)
 
     check()
 
