@@ -83,7 +83,7 @@ ADDED = {
     "LoRA training": (
         "cli/models/tune.py",
         "engine/server/tune.py",
-        "engine/mlx_adapter/model/tuning.py",
+        "engine/mlx_adapter/model/adapters/tuning.py",
         "models/tuning.py",
     ),
     "cache export, import, warm": (
@@ -96,7 +96,11 @@ ADDED = {
         *("engine/mlx_adapter/model/prompt_cache_file.py", "front/owner/cache/carry.py"),
     ),
     "LoRA adapters, served": (
-        *("engine/server/adapters.py", "engine/mlx_adapter/model/lora.py", "front/engines/adapters.py"),
+        *(
+            "engine/server/adapters.py",
+            "engine/mlx_adapter/model/adapters/lora.py",
+            "front/engines/adapters.py",
+        ),
         *("front/engines/guest.py", "models/adapters.py"),
     ),
     "load or compute": tuple(f"engine/kvio/reads/{name}.py" for name in ("rates", "restore", "tail_read")),

@@ -26,7 +26,7 @@ from omlxd.cli.daemon.owner_api import InstalledStatus
 from omlxd.cli.models import tune
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter.model import tuning
+from omlxd.engine.mlx_adapter.model.adapters import tuning
 from omlxd.engine.server.tune import LossCurve, draw
 from omlxd.errors import ConfigError, ModelError
 from omlxd.models import demo

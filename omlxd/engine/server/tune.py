@@ -98,7 +98,7 @@ def main() -> int:
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     prepare_mlx()
-    from ..mlx_adapter.model.tuning import Stopped, train_adapter  # It imports MLX.
+    from ..mlx_adapter.model.adapters.tuning import Stopped, train_adapter  # It imports MLX.
 
     try:
         curve = LossCurve(Path(job.adapter_path, "loss.svg"), job.resume)

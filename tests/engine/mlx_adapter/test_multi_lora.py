@@ -14,7 +14,7 @@ from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import LoadedModel, may_share_pass, row_adapters
-from omlxd.engine.mlx_adapter.model import lora as multi_lora
+from omlxd.engine.mlx_adapter.model.adapters import lora as multi_lora
 from omlxd.errors import AdapterError
 from omlxd.models import demo
 

@@ -39,8 +39,8 @@ from ..cache.packed import Quantisation
 from ..runtime.device import backend
 from ..runtime.mapped import MappedWeights
 from . import checks, vision
+from .adapters.lora import Adapters, read_adapter
 from .layer_hook import LayerHook
-from .lora import Adapters, read_adapter
 from .positions import last_position_only
 
 log = logging.getLogger(__name__)

@@ -30,10 +30,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_adapters
 
-from ....errors import AdapterError, ModelError
-from ....models.adapters import ADAPTER_FILES, check_adapter
-from ..attention.backend import current
-from ..runtime.device import backend
+from .....errors import AdapterError, ModelError
+from .....models.adapters import ADAPTER_FILES, check_adapter
+from ...attention.backend import current
+from ...runtime.device import backend
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner import trainer
 from mlx_lm.tuner.datasets import create_dataset
 
-from ....common.units import human
-from ....errors import ModelError
-from ....models.tuning import Example, Job
-from ..runtime.device import backend
-from . import vision
-from .load import read_model
+from .....common.units import human
+from .....errors import ModelError
+from .....models.tuning import Example, Job
+from ...runtime.device import backend
+from .. import vision
+from ..load import read_model
 
 ADAPTER = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"

@@ -1,0 +1,1 @@
+"""LoRA adapters: rows of a batch that have them, and training."""
