@@ -277,9 +277,9 @@ class MemoryAdmission:
     def _note_wait(
         self, sequence: Sequence, need: int, room: int, held: Held, running: list[Sequence]
     ) -> None:
-        if sequence.stats.short_since:
+        if sequence.stats.waiting_for_memory_since:
             return
-        sequence.stats.short_since = self._clock()
+        sequence.stats.waiting_for_memory_since = self._clock()
         layout, prompt = self._loaded.layout, mlx_adapter.round_up(sequence.prompt.length)
         answer = self._kv(sequence) - layout.nbytes(prompt) if layout else 0
         log.info(
@@ -299,7 +299,7 @@ class MemoryAdmission:
         """Forget that the front was asked for it, and log it with the access log's `prompt=` and `queue=`."""
         if self._asked is sequence:
             self._asked = None
-        if sequence.stats.short_since:
+        if sequence.stats.waiting_for_memory_since:
             waited = time.monotonic() - sequence.stats.received
             log.info("%s (prompt=%d) %s, queue=%.3fs", sequence.name, sequence.prompt.length, how, waited)
 

@@ -171,7 +171,7 @@ class SequenceStats:
 
     received       when it was made; `asked`: when its client asked
     admitted       when it got its slot; 0: it has none yet
-    short_since    when it began to wait for memory; 0: it has not
+    waiting_for_memory_since  when it began to wait for memory; 0: it has not
     overtaken      tokens of other prompts that went before its own
     restored_hot, restored_cold  tokens of its prompt that came from RAM and from SSD
     recomputed     tokens of its cached prefix that were computed, as that was faster, or a file was damaged
@@ -188,7 +188,7 @@ class SequenceStats:
     received: float = field(default_factory=time.monotonic)
     asked: float = 0.0
     admitted: float = 0.0
-    short_since: float = 0.0
+    waiting_for_memory_since: float = 0.0
     overtaken: int = 0
     restored_hot: int = 0
     restored_cold: int = 0
