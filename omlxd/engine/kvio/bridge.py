@@ -168,7 +168,7 @@ class KVBridge:
                 self.store.stats.new_state_bytes += held[1].nbytes
             # Before its chain, so the most recent: without it the chain is worth nothing.
             used = [*self.states.finish(sequence), *used]
-        self.store.stats.not_kept += len(sequence.kv.unkept)
+        self.store.stats.not_kept += len(sequence.kv.blocks_to_retry)
         hot = [block.on_disk and block.payload is not None for block in table.blocks]
         clean = [sequence.key(index, self._block) for index in range(len(hot)) if hot[index]]
         self.store.record_use(used, clean)
@@ -193,7 +193,7 @@ class KVBridge:
         sequence.hash_output(full, self._block)
         again: list[int] = []
         if last or self._copier.may_again(sequence):
-            again, sequence.kv.unkept = sorted(sequence.kv.unkept), []
+            again, sequence.kv.blocks_to_retry = sorted(sequence.kv.blocks_to_retry), []
         try:
             self._copier.put(sequence, table, again, rows, evict=last)
             self._copier.put(sequence, table, range(sequence.kv.offered, full), rows, evict=True)

@@ -1,7 +1,7 @@
 """Copies blocks of a sequence's KV into the store, as far as a tier has room for them.
 
-Where neither has, nothing is copied, and the sequence remembers the blocks (`SequenceKV.unkept`): its own KV
-is as good a source later, and so they are written straight from it as the writer's queue empties.
+Where neither has, nothing is copied, and the sequence remembers the blocks (`SequenceKV.blocks_to_retry`):
+its own KV is as good a source later, and so they are written straight from it as the writer's queue empties.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class BlockCopier:
         self._layout, self._store, self._block = layout, store, store.block_size
 
     def may_again(self, sequence: Request) -> bool:
-        """Whether to offer unkept blocks again: there is room for a run of them, or no writer is busy."""
-        if not sequence.kv.unkept:
+        """Whether to offer such blocks again: there is room for a run of them, or no writer is busy."""
+        if not sequence.kv.blocks_to_retry:
             return False
-        flusher, count = self._store.flusher, min(len(sequence.kv.unkept), RUN_BLOCKS)
+        flusher, count = self._store.flusher, min(len(sequence.kv.blocks_to_retry), RUN_BLOCKS)
         idle = flusher is not None and not flusher.writer.queued_bytes
         return idle or self._has_room(count, evict=False)
 
@@ -50,7 +50,7 @@ class BlockCopier:
     ) -> None:
         """Copy blocks that the store wants, root first, until it has no room.
 
-        indices  ascending; those that it has no room for become `unkept`
+        indices  ascending; those that it has no room for become `blocks_to_retry`
         evict    older blocks of the hot tier may go for these
         """
         wanted = (index for index in indices if self._store.wants(sequence.kv.hashes[index], index))
@@ -59,7 +59,7 @@ class BlockCopier:
                 self._put_run(sequence, table, run[:count], rows)
                 del run[:count]
             if run:
-                sequence.kv.unkept += indices[indices.index(run[0]) :]
+                sequence.kv.blocks_to_retry += indices[indices.index(run[0]) :]
                 return
 
     def _put_run(self, sequence: Request, table: BlockTable, run: list[int], rows: Rows) -> None:
@@ -73,7 +73,7 @@ class BlockCopier:
             sequence.kv.stored[key.block_hash] = had_file
             if store.stats.not_kept > not_kept and self._refused() > refused:
                 store.stats.not_kept = not_kept
-                sequence.kv.unkept.append(index)
+                sequence.kv.blocks_to_retry.append(index)
 
     def _refused(self) -> int:
         """Blocks for which there was no room, whatever the write policy thought of them."""

@@ -9,7 +9,7 @@
 | that the disk's writer has                                | not yet: their bytes stay until it is done |
 
 A block that is not on disk loses its name with its bytes. Where a running sequence has its KV, the bridge
-copies that again once a tier has room, or at the sequence's end (`SequenceKV.unkept`).
+copies that again once a tier has room, or at the sequence's end (`SequenceKV.blocks_to_retry`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class HotBlocks:
         if store.flusher is not None:
             store.flusher.unwritten.pop(block.block_hash)
         store.pool.forget(block)
-        sequence.kv.unkept.append(index)
+        sequence.kv.blocks_to_retry.append(index)
         return nbytes
 
     def _own(self, sequence: Sequence) -> int:

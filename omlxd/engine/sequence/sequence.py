@@ -132,7 +132,7 @@ class SequenceKV:
     length         tokens whose KV is in the cache
     hidden         states (1, tokens, hidden) of its newest pass, for the model's own MTP heads
     offered        blocks that the store has been offered
-    unkept         indices of those that it had no room for, or that went to make some: to be offered again
+    blocks_to_retry  indices of those that it had no room for, or that went to make some: to be offered again
     resume_at      blocks after which the checkpoint stands that the match ends at
     divergence     blocks after which a checkpoint is to be made, since the match missed one there; 0: none
     before_images  blocks after which one is to be made, since images begin there
@@ -152,7 +152,7 @@ class SequenceKV:
     length: int = 0
     hidden: mx.array | None = None
     offered: int = 0
-    unkept: list[int] = field(default_factory=list)
+    blocks_to_retry: list[int] = field(default_factory=list)
     resume_at: int = 0
     divergence: int = 0
     before_images: Seq[int] = ()

@@ -134,7 +134,9 @@ def test_none_waits_for_the_disk_nor_is_computed_anew(
     assert [output.hot for output in outputs] == [BLOCKS * BLOCK] * STREAMS
     assert "(prompt=1500) waits for memory: it needs" in caplog.text and "got memory, queue=" in caplog.text
     sequences = [output.sequence for output in outputs]
-    assert rig.on_engine(lambda: sum(len(sequence.kv.unkept) for sequence in sequences)), "blocks made room"
+    assert rig.on_engine(lambda: sum(len(sequence.kv.blocks_to_retry) for sequence in sequences)), (
+        "blocks made room"
+    )
     if disk is not None:  # They are written from the rows' own KV, while these decode.
         names = [name for sequence in sequences for name in sequence.kv.hashes[:BLOCKS]]
         disk.go.set()

@@ -424,8 +424,8 @@ def test_hot_blocks_of_a_running_request_give_way(tmp_path: Path, on_disk: bool)
         gone = [index for index, block in enumerate(blocks) if block.payload is None]
         assert gone and not first.reason
         assert len(second.tokens()) == 4
-        unkept = rig.on_engine(lambda: set(first.sequence.kv.unkept))
-        assert unkept.isdisjoint(gone) if on_disk else unkept.issuperset(gone)
+        blocks_to_retry = rig.on_engine(lambda: set(first.sequence.kv.blocks_to_retry))
+        assert blocks_to_retry.isdisjoint(gone) if on_disk else blocks_to_retry.issuperset(gone)
         rig.hot = 1 << 30
         rig.scheduler.cancel(first.sequence)
         rig.settle()
