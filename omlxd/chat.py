@@ -231,9 +231,9 @@ class GenerateRequest(Struct, frozen=True):
     return_token_ids  `TokenIds` come with the answer
     keys_file, values  a safetensors file that the prompt's keys are written to, its values too; "": none
     query       position in the prompt whose attention is written there too; negative: from the end
-    kv_from     a prompt-cache file of mlx-lm, which holds the KV of the first tokens of `prompt`: these alone
-                are the prompt; "": none
-    kv_into     one that the prompt's KV is written to; "": none
+    import_file  a prompt-cache file of mlx-lm, which holds the KV of the first tokens of `prompt`: these
+                alone are the prompt; "": none
+    export_to   one that the prompt's KV is written to; "": none
     name        the request's id in the access log, for the engine's lines; "": it has none
     again       another answer to a prompt of the same client's request: counters of prompts have it already
     asked       when its client asked, of `time.monotonic`, which is the same in all processes; 0: when the
@@ -256,8 +256,8 @@ class GenerateRequest(Struct, frozen=True):
     keys_file: str = ""
     values: bool = False
     query: int | None = None
-    kv_from: str = ""
-    kv_into: str = ""
+    import_file: str = ""
+    export_to: str = ""
     name: str = ""
     again: bool = False
     asked: float = 0.0

@@ -207,8 +207,8 @@ class PromptPasses:
     def compute(self, sequence: Sequence) -> None:
         """The next pass of `sequence`."""
         memory = self._turn.memory
-        if sequence.prompt.kv_from is not None:
-            self._take_file(sequence, sequence.prompt.kv_from)
+        if sequence.prompt.import_file is not None:
+            self._take_file(sequence, sequence.prompt.import_file)
             return
         if self._turn.match(sequence):
             return  # Somebody has computed it meanwhile, and it lies on disk.
@@ -294,7 +294,7 @@ class PromptPasses:
             sequence.prompt.labels,
             sequence.prompt.keys_file,
             sequence.prompt.write_kv,
-            sequence.prompt.kv_from,
+            sequence.prompt.import_file,
         )
         if any(more) or sequence.kv.compute_to or sequence.cancelled:
             return None
@@ -312,7 +312,7 @@ class PromptPasses:
         with mlx_adapter.row_adapters([sequence.adapter]):
             cache = next(sequence.kv.checked)
         if cache is not None:
-            sequence.prompt.kv_from = sequence.kv.checked = None
+            sequence.prompt.import_file = sequence.kv.checked = None
             bridge.adopt(sequence, cache, file.at)
 
     def first_token(self, sequence: Sequence, logits: mx.array) -> None:

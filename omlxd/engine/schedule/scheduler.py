@@ -246,7 +246,7 @@ class Scheduler:
 
     def match(self, sequence: Sequence) -> bool:
         """Give a sequence its cached prefix. True: the disk is read first, and `_restored` follows."""
-        if (bridge := self.bridges.of(sequence)) is None or sequence.prompt.kv_from is not None:
+        if (bridge := self.bridges.of(sequence)) is None or sequence.prompt.import_file is not None:
             return False
         began = time.monotonic()
 

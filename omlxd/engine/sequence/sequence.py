@@ -103,7 +103,7 @@ class Prompt:
     prediction     tokens that the client predicts
     keys_file, values, query  as the request has them (chat.py)
     write_kv       writes what its cache holds of its prompt into a file
-    kv_from        the file of its KV, until that is its own; None: it has none
+    import_file    the file of its KV, until that is its own; None: it has none
     pins           names of blocks to pin while it runs
     client, session  whose it is, and which conversation of theirs: for fairness alone
     """
@@ -118,7 +118,7 @@ class Prompt:
     query: int | None = None
     values: bool = False
     write_kv: Callable[[Cache], None] | None = None
-    kv_from: PromptCacheFile | None = None
+    import_file: PromptCacheFile | None = None
     pins: Seq[BlockHash] = ()
     client: str = ""
     session: str = ""
@@ -143,7 +143,7 @@ class SequenceKV:
     stored         names of what it has stored since its last good token, or its match; and
                    whether a file of it was there before
     unreached      blocks cached behind the checkpoint that its prefix had to end at, past the usual
-    checked        what is left to do until the KV of `Prompt.kv_from` is its own
+    checked        what is left to do until the KV of `Prompt.import_file` is its own
     """
 
     hashes: list[BlockHash] = field(default_factory=list)

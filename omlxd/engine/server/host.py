@@ -259,7 +259,7 @@ class EngineHost:
                 query=request.query,
                 values=request.values,
                 write_kv=self._writes_kv(request, tokens, served.adapter),
-                kv_from=checked.file,
+                import_file=checked.file,
                 client=request.client,
                 session=request.session,
             ),
@@ -271,7 +271,7 @@ class EngineHost:
             name=request.name,
             again=request.again,
             told=request.again,  # Another answer of its request has begun: a line would say that that waits.
-            carried=bool(request.kv_from or request.kv_into),
+            carried=bool(request.import_file or request.export_to),
         )
         sequence.deadline = sequence.stats.received + min(self._timeout_s, request.timeout_s or math.inf)
         return sequence
@@ -280,10 +280,10 @@ class EngineHost:
         self, request: GenerateRequest, tokens: list[int], adapter: Adapter | None
     ) -> Callable[[Cache], None] | None:
         """Writes a cache that holds `tokens` as the request wants it; None: it wants no file."""
-        if not request.kv_into:
+        if not request.export_to:
             return None
         told = {"model": self._path, "adapter": adapter.folder if adapter else self._adapter}
-        file = Path(request.kv_into)
+        file = Path(request.export_to)
         return lambda cache: mlx_adapter.write_prompt_cache(file, self.loaded, cache, [*tokens], told)
 
     def _over(

@@ -77,10 +77,10 @@ class RequestChecks:
         tokens   of the prompt, images' included
         context  tokens of prompt and answer at most
         """
-        file = self._open_cache(request, len(tokens)) if request.kv_from else None
+        file = self._open_cache(request, len(tokens)) if request.import_file else None
         if file is not None:
             tokens = tokens[: file.tokens]
-        if request.kv_into:
+        if request.export_to:
             why = "it has images" if images is not None else mlx_adapter.unwritable(self._loaded)
             if why:
                 raise InvalidRequest(f"This prompt's KV can't be written for mlx-lm: {why}.")
@@ -104,7 +104,7 @@ class RequestChecks:
 
     def _open_cache(self, request: GenerateRequest, tokens: int) -> PromptCacheFile:
         """Open the prompt cache. Raises InvalidRequest if it can't be that of this prompt's first tokens."""
-        file = mlx_adapter.open_prompt_cache(Path(request.kv_from), self._loaded, self._block)
+        file = mlx_adapter.open_prompt_cache(Path(request.import_file), self._loaded, self._block)
         if self._kv_off is not None:
             raise InvalidRequest(f"The prompt cache is not taken: {self._kv_off} is on.")
         if file.tokens > tokens:

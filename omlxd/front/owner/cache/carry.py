@@ -84,7 +84,7 @@ class Carrying:
             with self._file() as file:
                 asked = await _received(request.stream(), file)
                 engine, generate, _ = await self._explaining.request_of(asked)
-                usage = await computed(engine, _bare(generate, kv_from=str(file)))
+                usage = await computed(engine, _bare(generate, import_file=str(file)))
         info = engine.info
         return ImportedPrompt(engine.model_id, usage.prompt_tokens, info.block_size if info else 0)
 
@@ -93,7 +93,7 @@ class Carrying:
         asked = decode(_ASKED, await request.body())
         engine, generate, _ = await self._explaining.request_of(asked)
         with self._file() as file:
-            await computed(engine, _bare(generate, kv_into=str(file)))
+            await computed(engine, _bare(generate, export_to=str(file)))
             opened = file.open("rb")  # And its name goes: whatever becomes of the client, nothing stays.
         size = os.fstat(opened.fileno()).st_size
         headers = {"content-length": str(size), "content-type": _FILE}
@@ -129,7 +129,7 @@ def _check_taken(done: Imported) -> None:
     raise InvalidRequest("Nothing of it is imported: it has no block and no record.")
 
 
-def _bare(request: GenerateRequest, *, kv_from: str = "", kv_into: str = "") -> GenerateRequest:
+def _bare(request: GenerateRequest, *, import_file: str = "", export_to: str = "") -> GenerateRequest:
     """Return the request's prompt alone, without an answer."""
     return GenerateRequest(
         request.prompt,
@@ -137,9 +137,9 @@ def _bare(request: GenerateRequest, *, kv_from: str = "", kv_into: str = "") -> 
         session=request.session,
         parent_agent=request.parent_agent,
         cache_salt=request.cache_salt,
-        collected=not kv_from,  # A file that ends an engine does so once.
-        kv_from=kv_from,
-        kv_into=kv_into,
+        collected=not import_file,  # A file that ends an engine does so once.
+        import_file=import_file,
+        export_to=export_to,
     )
 
 
