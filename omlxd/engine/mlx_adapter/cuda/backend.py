@@ -130,7 +130,7 @@ class CudaBackend(AttentionBackend):
         return prompt_shapes.fixed_shapes(not final)
 
     def trim_memory(self) -> None:
-        driver.give_spare_back()
+        driver.trim_pool()
 
     def free_memory(self) -> int | None:
         try:

@@ -129,11 +129,11 @@ def free_memory() -> int:
     free, total, reserved, used, _ = _memory()
     if free >= total // SHORT:
         return free + reserved - used
-    give_spare_back()
+    trim_pool()
     return _memory()[0]
 
 
-def give_spare_back() -> None:
+def trim_pool() -> None:
     """Have MLX's pool give back what nothing has, where memory is short. Does nothing without CUDA."""
     with contextlib.suppress(DriverError):
         free, total, reserved, used, pool = _memory()
