@@ -21,7 +21,7 @@ Guesser = Callable[[list[int]], list[int]]
 def check_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is guessed is checked, also where that takes longer."""
     monkeypatch.setattr(
-        Speculation, "best_width", lambda self, offers, flat=0: max(own.guesses for own in offers)
+        Speculation, "best_width", lambda self, offers, packed=0: max(own.guesses for own in offers)
     )
 
 
@@ -55,7 +55,7 @@ def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
 def draft_always(monkeypatch: pytest.MonkeyPatch, width: int = 4) -> None:
     """The draft model guesses `width` tokens for every row that has no other guess."""
     monkeypatch.setattr(
-        Speculation, "draft_width", lambda self, offers, rates, most=15, flat=0: min(width, most)
+        Speculation, "draft_width", lambda self, offers, rates, most=15, packed=0: min(width, most)
     )
     check_always(monkeypatch)
     monkeypatch.setattr(RowSpeculator, "draft_rate", 0.01)

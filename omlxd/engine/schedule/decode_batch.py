@@ -61,7 +61,7 @@ class Turn:
     checked: float = 0.0
     spared: float = 0.0
     guesses: float = 0
-    flat: bool = False
+    packed: bool = False
     compiled: bool = False
     drawn: Seq[Draw] = ()
     read: int = 0
@@ -88,7 +88,7 @@ class DecodeBatch:
         self._steps = 0  # Since the rows changed.
         self._grid = grid
         self._speculation = speculation
-        self._flat = 0
+        self._packed = 0
         self._speculators: dict[Sequence, RowSpeculator] = {}
         self._speculates = False
         self._drafts: DraftRows | MtpRows | None = None
@@ -159,7 +159,7 @@ class DecodeBatch:
         self._sampler = None
         self._steps = self._rest = self._vain = 0
         self._plain, self._is_behind_pass = 0, False
-        self._flat = self._most_flat()
+        self._packed = self._most_packed()
         self._speculates, kept = self._may_speculate(), self._speculators
         self._speculators = {
             row: kept.get(row) or self._speculator(row) for row in (self.rows if self._speculates else ())
@@ -183,7 +183,7 @@ class DecodeBatch:
         # 16 streams of SmolLM2 on an H100 decode 6,000 to 8,000 tokens a second without guesses: a step takes
         # 1.5 to 2 ms and waits for the host. More streams were not measured.
         most_rows = MOST_TOKENS // most_of_row()
-        if self._speculation.draft_model is None and self._flat and len(self.rows) > most_rows:
+        if self._speculation.draft_model is None and self._packed and len(self.rows) > most_rows:
             return False
         params = [row.sampling.params for row in self.rows]
         return not self._speculation.repeatable or all(p.greedy or p.seed is not None for p in params)
@@ -263,7 +263,7 @@ class DecodeBatch:
         now, spared = clock(), turn.spared
         if turn.guesses:
             spared += self._speculation.times.record_check(
-                turn.rows, turn.guesses, now - turn.checked, flat=turn.flat, compiled=turn.compiled
+                turn.rows, turn.guesses, now - turn.checked, packed=turn.packed, compiled=turn.compiled
             )
         seconds = now - turn.began - spared
         if turn.guesses or turn.read or (turn.behind and not turn.drawn):
@@ -329,9 +329,9 @@ class DecodeBatch:
             plan.append((guess, masks))
         return plan if any(guess for guess, _ in plan) else []
 
-    def _most_flat(self) -> int:
-        """Tokens of a flat pass (speculate/controller.py) at most; 0: passes are as wide as the longest
-        guess."""
+    def _most_packed(self) -> int:
+        """Return the tokens of a packed verify step (speculate/controller.py) at most; 0: passes are as
+        wide as the longest guess."""
         if self._speculation is None or self._compiled is None or not (self.rows and self._is_plain()):
             return 0
         most = self._compiled.most_tokens(self._cache)
@@ -340,11 +340,11 @@ class DecodeBatch:
     @property
     def _most_guesses(self) -> int:
         """Of a row, in any pass."""
-        return min(WIDTHS[-1], self._flat - len(self.rows)) if self._flat else WIDTHS[-1]
+        return min(WIDTHS[-1], self._packed - len(self.rows)) if self._packed else WIDTHS[-1]
 
     def _best_width(self, offers: Seq[Offer]) -> int:
         assert self._speculation is not None
-        return self._speculation.best_width(offers, self._flat)
+        return self._speculation.best_width(offers, self._packed)
 
     def _draft_rates(self) -> list[float]:
         """Of each row, the share of the draft model's guesses that hold. It sees no images."""
@@ -354,7 +354,7 @@ class DecodeBatch:
         if self._drafts is None or self._speculation is None:
             return 0
         rates = self._draft_rates()
-        return self._speculation.draft_width(offers, rates, self._most_guesses, self._flat)
+        return self._speculation.draft_width(offers, rates, self._most_guesses, self._packed)
 
     def _draft(self, rooms: Mapping[Sequence, int]) -> None:
         """Have the draft model guess for the rows where that is better, if the next pass gains by it."""
@@ -389,9 +389,9 @@ class DecodeBatch:
             for row, (guess, masks) in zip(self.rows, plan, strict=True)
         ]
         counts = [len(guess) + 1 for guess, _ in plan]
-        logits = self._forward_flat([guess for guess, _ in plan], counts) if self._flat else None
+        logits = self._forward_packed([guess for guess, _ in plan], counts) if self._packed else None
         if logits is not None and self._compiled is not None:
-            turn.guesses, turn.flat = logits.shape[0] / len(plan) - 1, True
+            turn.guesses, turn.packed = logits.shape[0] / len(plan) - 1, True
             turn.compiled = self._compiled.compiles
             logits = logits[: sum(counts)]
         else:
@@ -480,7 +480,7 @@ class DecodeBatch:
         )
         return plain and not mlx_adapter.keeps_hidden()
 
-    def _forward_flat(self, guesses: Seq[list[int]], counts: Seq[int]) -> mx.array | None:
+    def _forward_packed(self, guesses: Seq[list[int]], counts: Seq[int]) -> mx.array | None:
         """Logits (any, vocabulary) of each row's newest token and its guesses, one row's behind the other's,
         and of what fills the pass up; None: there is no such pass.
 
@@ -490,11 +490,11 @@ class DecodeBatch:
         newest = (int(self._speculators[row].tokens[-1]) for row in self.rows)
         tokens = [token for first, own in zip(newest, guesses, strict=True) for token in (first, *own)]
         rows = len(guesses)
-        tokens = filled_up(tokens, rows, self._flat)
+        tokens = filled_up(tokens, rows, self._packed)
         logits = self._compiled(mx.array(tokens), self._cache, self._steps, counts)
         self._steps += logits is not None
         if logits is None:
-            self._flat = 0
+            self._packed = 0
         return logits
 
     def _forward(self, tokens: mx.array) -> mx.array:

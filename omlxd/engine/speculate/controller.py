@@ -13,7 +13,7 @@ decoding, and greedy ones its tokens, but for the rounding of wider passes.
    what took too long is tried again after a pause that doubles each time.
 
 Each row of a batch has as many guesses as it likes, none included. The pass is as wide as the longest, or,
-where a backend's decode step computes it, flat: it has no more of a row than its own tokens. What
+where a backend's decode step computes it, packed: it has no more of a row than its own tokens. What
 a grammar does not allow is not guessed, and what it leaves no choice in is.
 
 No MLX here: decode_batch.py computes the passes.
@@ -32,7 +32,7 @@ from .draft_model import DraftModel
 from .mtp import MtpModel
 from .row import KINDS, HoldRate, Offer, expected_tokens
 from .times import NEWEST, PassTimes
-from .verify import MOST_TOKENS, WIDTHS, flat_size, most_of_row
+from .verify import MOST_TOKENS, WIDTHS, most_of_row, packed_size
 
 GAIN = 1.1
 """Tokens a second, as a multiple of plain decoding, that a verify step must promise.
@@ -173,16 +173,16 @@ class Speculation:
     def _win(self, steps: float) -> None:
         self.credit = min(self.credit + steps, MOST_CREDIT)
 
-    def best_width(self, offers: Seq[Offer], flat: int = 0) -> int:
+    def best_width(self, offers: Seq[Offer], packed: int = 0) -> int:
         """Return the guesses a row, at most, for the next pass of a batch; 0: a plain step is faster.
 
         offers  of each row
-        flat    tokens of the pass at most, which has no more of a row than its guesses; 0: as many of each
+        packed  tokens of the pass at most, which has no more of a row than its guesses; 0: as many of each
         """
-        return self._best(offers, flat)[0]
+        return self._best(offers, packed)[0]
 
     def draft_width(
-        self, offers: Seq[Offer], rates: Seq[float], most: int = WIDTHS[-1], flat: int = 0
+        self, offers: Seq[Offer], rates: Seq[float], most: int = WIDTHS[-1], packed: int = 0
     ) -> int:
         """Return the guesses a row that the draft model is to make for the next pass; 0: a pass without them
         is faster.
@@ -194,10 +194,10 @@ class Speculation:
             own._replace(rate=rate, guesses=most) if rate > own.share else own
             for own, rate in zip(offers, rates, strict=True)
         ]
-        width, gain = self._best(rows, flat, drafting=True)
-        return width if gain > self._best(offers, flat)[1] else 0
+        width, gain = self._best(rows, packed, drafting=True)
+        return width if gain > self._best(offers, packed)[1] else 0
 
-    def _best(self, offers: Seq[Offer], flat: int, *, drafting: bool = False) -> tuple[int, float]:
+    def _best(self, offers: Seq[Offer], packed: int, *, drafting: bool = False) -> tuple[int, float]:
         """Return (guesses a row, tokens a second as a multiple of plain decoding).
 
         drafting  the draft model's time counts
@@ -213,11 +213,11 @@ class Speculation:
             seconds, known = self.draft_seconds.get(rows, 0.0), known and rows in self.draft_seconds
         for width in WIDTHS if known else WIDTHS[:1]:
             counts = [min(width, own.guesses) for own in offers]
-            all_guesses = sum(counts) if flat else rows * width
-            if width > most or rows + all_guesses > (flat or MOST_TOKENS):
+            all_guesses = sum(counts) if packed else rows * width
+            if width > most or rows + all_guesses > (packed or MOST_TOKENS):
                 break
-            guesses = flat_size(all_guesses, flat - rows) / rows if flat else width
-            cost = self.times.cost(rows, guesses, flat=flat > 0) + (
+            guesses = packed_size(all_guesses, packed - rows) / rows if packed else width
+            cost = self.times.cost(rows, guesses, packed=packed > 0) + (
                 seconds * width / plain if seconds else 0.0
             )
             if 1 + all_guesses / rows <= best_gain * cost:

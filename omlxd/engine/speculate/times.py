@@ -55,17 +55,17 @@ class PassTimes:
         self._plain[rows] = median_low(self._steps[rows])
 
     def record_check(
-        self, rows: int, guesses: float, seconds: float, *, flat: bool = False, compiled: bool = False
+        self, rows: int, guesses: float, seconds: float, *, packed: bool = False, compiled: bool = False
     ) -> float:
         """Record that a pass with guesses took `seconds`.
 
-        flat      as `cost` has it
+        packed    as `cost` has it
         compiled  before it ran, so that the time tells nothing of other passes
 
         Returns those of them that do not count: the first of a kind may load kernels, so no more than twice
         what was expected is held against it. Before as many rows made a plain step, it tells no cost.
         """
-        plain, usual, costs = self.plain(rows), self.cost(rows, guesses, flat=flat), self._costs[rows]
+        plain, usual, costs = self.plain(rows), self.cost(rows, guesses, packed=packed), self._costs[rows]
         new = guesses not in costs
         if not plain:
             return 0.0
@@ -104,10 +104,10 @@ class PassTimes:
         """Whether any pass with guesses was made."""
         return any(self._costs.values())
 
-    def cost(self, rows: int, guesses: float, *, flat: bool = False) -> float:
+    def cost(self, rows: int, guesses: float, *, packed: bool = False) -> float:
         """Return the cost of a pass in plain steps of the same rows; infinite before there was a step.
 
-        flat  it is thought to take as long as one of fewer tokens: starting kernels is what it costs, as
+        packed  it is thought to take as long as one of fewer tokens: starting kernels is what it costs, as
               long as the weights are read once
         """
         kind = rows, guesses
@@ -116,12 +116,12 @@ class PassTimes:
         if not self._plain:
             return float("inf")
         if kind not in self._thought:
-            self._thought[kind] = max(self._expected(rows, guesses, flat) / self.plain(rows), 1.0)
+            self._thought[kind] = max(self._expected(rows, guesses, packed) / self.plain(rows), 1.0)
         return self._thought[kind]
 
-    def _expected(self, rows: int, guesses: float, flat: bool) -> float:
+    def _expected(self, rows: int, guesses: float, packed: bool) -> float:
         """Return the seconds of a pass: those of one of fewer tokens, in all rows, and the others as tokens
-        of a prompt; where it is flat, those of the one with most of these.
+        of a prompt; where it is packed, those of the one with most of these.
 
         Of a prompt that is no longer than the fewest rows of a step each token takes its share of the pass;
         where there was no prompt, its share of a step.
@@ -135,6 +135,6 @@ class PassTimes:
         slope, tokens = max(min(slopes, default=plain / rows), 0.0), rows * (guesses + 1)
         ran = [(r * (g + 1), c * self.plain(r)) for r, costs in self._costs.items() for g, c in costs.items()]
         ran = [(c, s) for c, s in [(rows, plain), *self._plain.items(), *ran] if c <= tokens]
-        if flat:
+        if packed:
             return max(plain, max(ran)[1])
         return max(seconds + (tokens - count) * slope for count, seconds in ran)

@@ -32,7 +32,7 @@ def most_of_row() -> int:
     return WIDTHS[-1] + 1
 
 
-def flat_size(guesses: int, most: int) -> int:
+def packed_size(guesses: int, most: int) -> int:
     """Return the size of a packed verify step with so many draft tokens of all rows, `most` at most."""
     return next((size for size in SIZES if guesses <= size < most), most)
 
@@ -40,4 +40,4 @@ def flat_size(guesses: int, most: int) -> int:
 def filled_up(tokens: list[int], rows: int, most: int) -> list[int]:
     """Return `tokens` of so many rows and, behind them, tokens of no meaning up to the size of a packed
     verify step, `most` at most."""
-    return tokens + [0] * (rows + flat_size(len(tokens) - rows, most - rows) - len(tokens))
+    return tokens + [0] * (rows + packed_size(len(tokens) - rows, most - rows) - len(tokens))

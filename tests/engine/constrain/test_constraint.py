@@ -349,7 +349,7 @@ def test_guesses_change_nothing_of_what_a_grammar_lets_through(host: Host, monke
 
     with monkeypatch.context() as plain:
         plain.setattr(Scheduler, "_over", recorded)
-        plain.setattr(Speculation, "best_width", lambda self, offers, flat=0: 0)
+        plain.setattr(Speculation, "best_width", lambda self, offers, packed=0: 0)
         want = [summary(host.ask(request)) for request in guessed_requests(host)]
     guess_by(monkeypatch, half_right(rights, 1), forced=True)
     shared = host.engine.scheduler.speculation

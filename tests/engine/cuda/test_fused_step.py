@@ -32,7 +32,7 @@ from omlxd.engine.mlx_adapter.cuda.step.fused_step import FusedStep
 from omlxd.engine.mlx_adapter.cuda.step.fused_weights import Unfusable
 from omlxd.engine.mlx_adapter.model import checks
 from omlxd.engine.mlx_adapter.model import load as loading
-from omlxd.engine.speculate.verify import flat_size
+from omlxd.engine.speculate.verify import packed_size
 
 from .conftest import SegmentReference, only_seen, put_newest, with_room
 from .test_compiled_step import STEPS, Steps, batch_of
@@ -313,7 +313,7 @@ def test_a_flat_pass_has_of_each_row_its_own_tokens(
     cache, at = batch_of(loaded, lengths), [0, 0, 0]
     for steps, counts in enumerate(([1, 3, 2], [2, 1, 1], [1, 1, 1], [4, 2, 5])):
         flat = [tokens[row][begin + i] for row, begin in enumerate(at) for i in range(counts[row])]
-        filled = mx.array([*flat, *[0] * (3 + flat_size(len(flat) - 3, 29) - len(flat))])
+        filled = mx.array([*flat, *[0] * (3 + packed_size(len(flat) - 3, 29) - len(flat))])
         logits = (
             compiled(filled, cache, steps, counts)
             if steps != 2

@@ -338,23 +338,23 @@ def test_guesses_and_ends_of_prompts_are_read_by_it_too(folder: Path, reference)
     assert SegmentReference.several == len(loaded.model.layers) * (2 + with_segments)
 
 
-@pytest.mark.parametrize("speculate", rest_slow([False, True, "flat", "many rows"], True))
+@pytest.mark.parametrize("speculate", rest_slow([False, True, "packed", "many rows"], True))
 def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool | str, reference, monkeypatch):
     """Through the scheduler: from nothing, a hit, and who joins later."""
 
     flat_passes: list[list[int]] = []
 
-    def forward_flat(batch: DecodeBatch, guesses: list[list[int]], counts: list[int]) -> mx.array | None:
+    def forward_packed(batch: DecodeBatch, guesses: list[list[int]], counts: list[int]) -> mx.array | None:
         logits = own_forward(batch, guesses, counts)
         flat_passes.append([len(own) for own in guesses] if logits is not None else [])
         return logits
 
     if speculate == "many rows":
         monkeypatch.setattr(decode_batch, "MOST_TOKENS", 2 * 16)
-    if speculate in ("flat", "many rows"):
-        own_forward = DecodeBatch._forward_flat
+    if speculate in ("packed", "many rows"):
+        own_forward = DecodeBatch._forward_packed
         monkeypatch.setattr(compiled_step, "fused_step", partial(fuse_passes, most=128))
-        monkeypatch.setattr(DecodeBatch, "_forward_flat", forward_flat)
+        monkeypatch.setattr(DecodeBatch, "_forward_packed", forward_packed)
     prompts = [prompt(3 * 256 + 50) + prompt(20 + 9 * i, seed=i + 1) for i in range(4)]
     with ColdRun(folder) as cold:
         expected = [cold.once(tokens, 24)[0] for tokens in prompts]
@@ -371,9 +371,9 @@ def test_requests_at_once_read_one_copy_by_it(folder: Path, speculate: bool | st
         ends = 5 * len(rig.loaded.model.layers)  # Of the prompts, which have several tokens as well.
         assert SegmentReference.calls > ends and (SegmentReference.several > ends) == (speculate is True)
         unequal = any(len(set(guesses)) > 1 for guesses in flat_passes)
-        assert unequal or speculate != "flat", "rows with unequal guesses in one pass"
+        assert unequal or speculate != "packed", "rows with unequal guesses in one pass"
         most = max(map(len, flat_passes), default=0)
-        assert most == {"flat": 4, "many rows": 2}.get(str(speculate), 0), "rows of a flat pass"
+        assert most == {"packed": 4, "many rows": 2}.get(str(speculate), 0), "rows of a packed verify step"
         rig.settle()
         gc.collect()
         assert rig.on_engine(lambda: len(rig.loaded.segments)) == 0

@@ -434,15 +434,15 @@ def test_a_batch_guesses_where_its_rows_together_gain():
 
 
 @pytest.mark.parametrize(
-    ("passes", "flat"), [(PASSES, 0), ({0: 1.0, 3 / 4: 1.5, 15 / 4: 2.0, 28 / 4: 2.7, 60 / 4: 6.0}, 128)]
+    ("passes", "packed"), [(PASSES, 0), ({0: 1.0, 3 / 4: 1.5, 15 / 4: 2.0, 28 / 4: 2.7, 60 / 4: 6.0}, 128)]
 )
-def test_a_row_waits_for_no_other_rows_guesses(passes: dict[float, float], flat: int):
+def test_a_row_waits_for_no_other_rows_guesses(passes: dict[float, float], packed: int):
     """Steps of one row take as long as those of four."""
     shared = measured(passes, rows=4)
     for last in (NONE, UNSURE, NONE._replace(won=0.4), NONE._replace(won=-9.0)):
-        assert not shared.best_width([*[SURE] * 3, last], flat)
+        assert not shared.best_width([*[SURE] * 3, last], packed)
     for last in (SURE, SURE._replace(won=-9.0), NONE._replace(won=2.0)):
-        assert shared.best_width([*[SURE] * 3, last], flat), "its own guesses pay, or have paid"
+        assert shared.best_width([*[SURE] * 3, last], packed), "its own guesses pay, or have paid"
 
 
 @pytest.mark.parametrize(("alone", "width"), [(1.0, 0), (0.95, 0), (0.5, 7)])

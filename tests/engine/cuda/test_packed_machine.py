@@ -1,4 +1,4 @@
-"""The machine over guesses with cuda/step/fused_step.py's flat passes, by MLX's ops in place of kernels."""
+"""The machine over guesses with packed verify steps of cuda/step/fused_step.py, by MLX's ops, not kernels."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def fuse_or_not(model: Any) -> FusedStep | None:
 def test_flat_passes_cancels_and_restarts_change_no_token(
     drafts: bool, reference, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """Batches have more rows than flat passes at times, and guesses more tokens than there is room for."""
-    passes, forward = Counter[bool](), DecodeBatch._forward_flat
+    """Batches have more rows than packed steps at times, and guesses more tokens than there is room for."""
+    passes, forward = Counter[bool](), DecodeBatch._forward_packed
 
     def counted(batch: DecodeBatch, *given: list) -> mx.array | None:
         logits = forward(batch, *given)
@@ -43,7 +43,7 @@ def test_flat_passes_cancels_and_restarts_change_no_token(
     monkeypatch.setattr(mx, "compile", lambda function, **how: function)  # A trace has no addresses.
     monkeypatch.setattr(compiled_step, "fused_step", fuse_or_not)
     monkeypatch.setattr(decode_batch, "MOST_TOKENS", 3 * 16)
-    monkeypatch.setattr(DecodeBatch, "_forward_flat", counted)
+    monkeypatch.setattr(DecodeBatch, "_forward_packed", counted)
     reference()
     # Each restart loads the model, and its checks take seconds: they are made once.
     monkeypatch.setattr(kernel_store, "_folder", tmp_path)
@@ -51,4 +51,4 @@ def test_flat_passes_cancels_and_restarts_change_no_token(
     monkeypatch.setattr(kernel_store, "_gpu", lambda: "none")
     monkeypatch.setattr(kernel_store, "_machine", lambda: "this")
     run_machine("qwen3", 0, drafts, 3, monkeypatch, tmp_path)
-    assert passes[True] > 10, "flat passes"
+    assert passes[True] > 10, "packed verify steps"
