@@ -1,22 +1,25 @@
 """Speculative decoding by two rules: how many draft tokens a verify step checks, and whether it is made.
 
 vLLM calls the n-gram method `ngram`, transformers prompt lookup. Agents return files, logs and JSON that
-stand in their prompts, so guesses often hold. A pass computes each row's newest token and its guesses behind
-it. At each position a token is drawn as a step of its own would draw it there; guesses hold up to the first
-that was not drawn. A guess has no part in what is drawn: sampled answers have the distribution of plain
-decoding, and greedy ones its tokens, but for the rounding of wider passes.
+stand in their prompts, so draft tokens are often accepted. A verify step computes each row's newest token and
+its draft tokens behind it. At each position a token is drawn as a plain step would draw it there; draft
+tokens are accepted up to the first that was not drawn. They have no part in what is drawn: sampled answers
+have the distribution of plain decoding, and greedy ones its tokens, but for the rounding of wider forwards.
 
-1. **Acceptance picks the width.** The share of a row's guesses that holds says how many tokens a pass of each
-   width gives it; of the widths that promise `GAIN`, the one with most tokens a second is taken.
-2. **Measured speed switches off.** What turns with guesses win or lose beside plain steps is counted, in
-   plain steps. Where they have lost more than they may, they pause until plain steps have paid for that, and
-   what took too long is tried again after a pause that doubles each time.
+1. **Acceptance picks the width.** The share of a row's draft tokens that is accepted says how many tokens a
+   verify step of each width gives it; of the widths that promise `GAIN`, the one with most tokens a second is
+   taken.
+2. **Measured speed switches off.** What verify steps, and the steps right behind them, win or lose beside
+   plain steps is counted, in plain steps. Once drafts have lost more than they may, they pause until plain
+   steps have paid for that. What took too long is tried again after a pause that doubles each time.
 
-Each row of a batch has as many guesses as it likes, none included. The pass is as wide as the longest, or,
-where a backend's decode step computes it, packed: it has no more of a row than its own tokens. What
-a grammar does not allow is not guessed, and what it leaves no choice in is.
+No row waits for the drafts of others without getting the time back.
 
-No MLX here: decode_batch.py computes the passes.
+Each row of a batch has as many draft tokens as it likes, none included. The verify step is as wide as the
+longest draft, or, where a backend's decode step computes it, packed: it has no more of a row than its own
+tokens. What a grammar does not allow is not proposed, and what it leaves no choice in is.
+
+No MLX here: decode_batch.py computes the forwards.
 """
 
 from __future__ import annotations
@@ -63,11 +66,11 @@ this at 3.64 and 1.16."""
 
 @dataclass(slots=True)
 class GuessCounts:
-    """What passes checked of the model, or of one adapter.
+    """What verify steps checked of the model, or of one adapter.
 
-    drafts      guesses of a row in a pass; drafted, accepted: guesses made, guesses that held
-    by_held     passes of a row, by how many of its guesses held
-    of_model    likewise, of the draft model alone
+    drafts      rows with draft tokens in a verify step; drafted, accepted: draft tokens, and those accepted
+    by_held     verify steps of a row, by how many of its draft tokens were accepted
+    of_model    drafts, drafted and accepted of the draft model alone
     """
 
     drafts: int = 0
@@ -77,7 +80,7 @@ class GuessCounts:
     of_model: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def record(self, guesses: int, held: int, *, of_model: bool = False) -> None:
-        """Count what a pass checked for one row."""
+        """Count what a verify step checked for one row."""
         self.drafts += guesses > 0
         self.drafted += guesses
         self.accepted += held
@@ -86,7 +89,7 @@ class GuessCounts:
             self.of_model = [n + more for n, more in zip(self.of_model, (1, guesses, held), strict=True)]
 
     def accepted_at(self, position: int) -> int:
-        """Return how many guesses held that were the `position`th of their pass, counted from 0."""
+        """Return how many draft tokens were accepted that were the `position`th of theirs, counted from 0."""
         return sum(self.by_held[position + 1 :])
 
 
@@ -95,12 +98,12 @@ class Speculation:
     """What the sequences of one engine share.
 
     repeatable  the same requests in the same order get the same answers: one whose draws depend on what was
-                drawn before, so on the passes, decodes plainly
-    times       of passes
-    credit      plain steps that guesses may lose; one in the beginning: then an adversary wins two at most
-    rates       the share of guesses that hold, by their kind
-    draft_model  whose guesses are checked where a row has none as good; the model's own heads are one, too
-    draft_seconds  of one guess of it, by rows
+                drawn before, so on the verify steps, decodes plainly
+    times       of steps and verify steps
+    credit      plain steps that drafts may lose; one in the beginning: then an adversary wins two at most
+    rates       the share of draft tokens that is accepted, by their kind
+    draft_model  proposes where a row has no draft as good; the model's own heads are one, too
+    draft_seconds  of one token of its drafts, by rows
     counts      of each adapter, by it; None: of the model itself
     _idle       plain steps since the last verify step
     _pause      of these, after which costs are doubted: those that pay for the whole credit, then twice as
@@ -118,7 +121,7 @@ class Speculation:
     _pause: float = MOST_CREDIT / LOST_SHARE
 
     def count(self, row: Sequence, guesses: int, held: int, *, of_model: bool, predicted: bool) -> None:
-        """Count what a pass checked of `row`."""
+        """Count what a verify step checked of `row`."""
         self.counts[row.adapter].record(guesses, held, of_model=of_model)
         row.stats.drafted += guesses
         row.stats.accepted += held
@@ -139,7 +142,7 @@ class Speculation:
             self._idle, self._pause = 0, 2 * self._pause
 
     def look_interval(self, rows: int, vain: int, look_s: float = 15e-6) -> int:
-        """Return the steps from one look for guesses to the next, after so many in vain.
+        """Return the steps from one look for drafts to the next, after so many in vain.
 
         look_s  seconds of the host for a row's look
         """
@@ -152,8 +155,8 @@ class Speculation:
         """Count a turn that was none of plain decoding and gave `tokens` in all. Returns what it took, in
         plain steps.
 
-        A step that was started ahead gives its tokens a turn later: what the last turn before a pass with
-        guesses gives too much, the first one behind it gives too little. That costs a step at most: what else
+        A step that was started ahead gives its tokens a turn later: what the last turn before a verify
+        step gives too much, the first one behind it gives too little. That costs a step at most: what else
         it takes, as on a GPU where the KV's arrays have grown, a plain step would take, too.
         """
         if not (plain := self.times.plain(rows)):
@@ -166,7 +169,7 @@ class Speculation:
         return took
 
     def record_draft(self, rows: int, guesses: int, seconds: float) -> None:
-        """Record that the draft model took `seconds` for so many guesses a row."""
+        """Record that the draft model took `seconds` for so many draft tokens a row."""
         usual = self.draft_seconds.get(rows, seconds / guesses)
         self.draft_seconds[rows] = (usual + min(seconds / guesses, 2 * usual)) / 2
 
@@ -174,21 +177,20 @@ class Speculation:
         self.credit = min(self.credit + steps, MOST_CREDIT)
 
     def best_width(self, offers: Seq[Offer], packed: int = 0) -> int:
-        """Return the guesses a row, at most, for the next pass of a batch; 0: a plain step is faster.
+        """Return the draft tokens a row, at most, of the next verify step; 0: a plain step is faster.
 
         offers  of each row
-        packed  tokens of the pass at most, which has no more of a row than its guesses; 0: as many of each
+        packed  tokens of a packed verify step at most; 0: it has as many of each row
         """
         return self._best(offers, packed)[0]
 
     def draft_width(
         self, offers: Seq[Offer], rates: Seq[float], most: int = WIDTHS[-1], packed: int = 0
     ) -> int:
-        """Return the guesses a row that the draft model is to make for the next pass; 0: a pass without them
-        is faster.
+        """Return the tokens a row that the draft model is to propose; 0: a step without them is faster.
 
-        rates  the share of its guesses that holds, of each row; 0: a row that it guesses nothing for
-        most   guesses that a row may have
+        rates  the share of its tokens that is accepted, of each row; 0: it proposes nothing for that row
+        most   draft tokens that a row may have
         """
         rows = [
             own._replace(rate=rate, guesses=most) if rate > own.share else own
@@ -198,7 +200,7 @@ class Speculation:
         return width if gain > self._best(offers, packed)[1] else 0
 
     def _best(self, offers: Seq[Offer], packed: int, *, drafting: bool = False) -> tuple[int, float]:
-        """Return (guesses a row, tokens a second as a multiple of plain decoding).
+        """Return (draft tokens a row, tokens a second as a multiple of plain decoding).
 
         drafting  the draft model's time counts
 
@@ -222,7 +224,7 @@ class Speculation:
             )
             if 1 + all_guesses / rows <= best_gain * cost:
                 continue
-            sure = sum(own.share for own in offers) / rows  # Of its first guess alone.
+            sure = sum(own.share for own in offers) / rows  # Of its first draft token alone.
             if cost - 1 > may_lose and cost - 1 - sure > may_lose:  # A row has one token at least.
                 continue
             tokens = [expected_tokens(own.rate, n) for own, n in zip(offers, counts, strict=True)]
@@ -232,11 +234,11 @@ class Speculation:
         return best, best_gain
 
     def delays_nobody(self, offers: Seq[Offer], tokens: Seq[float], cost: float) -> bool:
-        """Return whether no answer ends later by a pass that gives each row so many tokens and takes `cost`
-        steps.
+        """Return whether no answer ends later by a verify step that gives each row so many tokens and takes
+        `cost` plain steps.
 
-        A row is late if plain steps would give it more tokens. It then uses what its own guesses have won it,
-        or it waits, for as many steps as the widest pass gives tokens at most: the others end earlier by what
+        A row is late if plain steps would give it more tokens. It then uses what its own drafts have won it,
+        or it waits, for as many steps as the widest one gives tokens at most: the others end earlier by what
         they are ahead of it, and a step of the smaller batch takes less time. With half as many
         steps three simulated edits beside an answer of 200 tokens were at 1.36 in place of 2.22.
         """

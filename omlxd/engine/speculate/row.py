@@ -13,18 +13,18 @@ from .ngram import NgramProposer
 from .verify import WIDTHS
 
 DRAFT = "draft"
-"""The kind of a draft model's guesses."""
+"""The kind of a draft model's tokens."""
 
 KINDS = ("short", "long", "forced", DRAFT)
-"""Of guesses: by the match that they follow, by a grammar, of the draft model."""
+"""Of draft tokens: by the match that they follow, by a grammar, of the draft model."""
 
 DECAY = 0.9
-"""Weight of earlier guesses in the share that holds, of each newer one. With 0.95, a simulated tool call on
-an H100 was at 3.28 and a story at 1.25; with this at 3.47 and 1.29."""
+"""Weight of earlier draft tokens in the share that is accepted, for each newer one. With 0.95, a simulated
+tool call on an H100 was at 3.28 and a story at 1.25; with this at 3.47 and 1.29."""
 
 
 class HoldRate:
-    """The share of guesses that hold, newest first in weight."""
+    """The share of draft tokens that is accepted, newest first in weight."""
 
     __slots__ = ("_begin", "_decay", "_held", "_tried")
 
@@ -47,11 +47,11 @@ class HoldRate:
 
 
 class Offer(NamedTuple):
-    """Of a row, for the next pass.
+    """What a row has for the next verify step.
 
-    rate     the share of its guesses that hold
+    rate     the share of its draft tokens that is accepted
     guesses  how many it has
-    won      steps that they have won it so far
+    won      plain steps that they have won it so far
     """
 
     rate: float
@@ -60,26 +60,27 @@ class Offer(NamedTuple):
 
     @property
     def share(self) -> float:
-        """`rate`; 0 without guesses."""
+        """`rate`; 0 without draft tokens."""
         return self.rate if self.guesses else 0.0
 
 
 def expected_tokens(rate: float, guesses: int) -> float:
-    """Return the tokens that a pass gives a row, where each guess holds with `rate` (below 1) if those before
-    it do."""
+    """Return the tokens that a verify step gives a row, where each draft token is accepted with `rate` (below
+    1) if those before it are."""
     return (1 - rate ** (guesses + 1)) / (1 - rate)
 
 
 class RowSpeculator:
-    """The guesses of one sequence, and the share of them that holds.
+    """The draft of one sequence, and the share of its draft tokens that is accepted.
 
-    A plain step beside which a guess was at hand tells whether that would have held, at no cost; so a
-    sequence whose guesses fail goes back to plain decoding, and begins again once they would hold.
+    A plain step beside which a draft was at hand tells whether its first token would have been accepted, at
+    no cost; so a sequence whose drafts fail goes back to plain decoding, and begins again once they would
+    not.
 
-    won         plain steps that guesses have won it: its tokens of turns with guesses, less what those took.
+    won         plain steps that drafts have won it: its tokens of turns with drafts, less what those took.
                 A row with a prediction begins with one, so that it tries it whatever others have lost
     constraint  of the sequence; its tokens so far are taken by it first
-    shared      the share of guesses that holds, of all sequences: what is thought before this one made any
+    shared      the share that is accepted, of all sequences: what is thought before this one proposed any
     prediction  tokens that the client predicts
     """
 
@@ -116,31 +117,31 @@ class RowSpeculator:
 
     @property
     def draft_rate(self) -> float:
-        """The share of the draft model's guesses that hold."""
+        """The share of the draft model's tokens that is accepted."""
         return self._rates[DRAFT].value
 
     @property
     def of_model(self) -> bool:
-        """Whether the draft model made the guess."""
+        """Whether the draft model proposed the draft."""
         return self._kind == DRAFT
 
     @property
     def of_prediction(self) -> bool:
-        """Whether the guess comes from the client's prediction."""
+        """Whether the draft comes from the client's prediction."""
         return self._kind in ("short", "long") and self._proposer.is_predicted
 
     def take_draft(self, guess: list[int]) -> None:
-        """Take the draft model's in place of its own guess."""
+        """Take the draft model's in place of its own draft."""
         self.guess, self._kind = guess, DRAFT
 
     def offer(self, most: int = WIDTHS[-1]) -> Offer:
-        """Return what the row has for the next pass, at most `most` guesses."""
+        """Return what the row has for the next verify step, at most `most` draft tokens."""
         count = WIDTHS[-1] if self._guess is None else len(self._guess)
         return Offer(self._rates[self._kind].value, max(0, min(most, count)), self.won)
 
     def add_tokens(self, tokens: Seq[int], checked: int = 0) -> None:
-        """Take the next tokens. A pass drew them: those of its `checked` guesses that held, and one more; or
-        plain steps did."""
+        """Take the next tokens. A verify step drew them: those of its `checked` draft tokens that were
+        accepted, and one more; or plain steps did."""
         if tokens and (self._guess is None or self._guess):
             held = len(tokens) - 1 if checked else int(self._is_next(tokens[0]))
             for rates in (self._rates, self._shared):
@@ -157,5 +158,5 @@ class RowSpeculator:
             self._kind = "long" if self._proposer.is_long else "short"
 
     def _is_next(self, token: int) -> bool:
-        """Whether the guess's first token is this one."""
+        """Whether the draft's first token is this one."""
         return self._proposer.is_next(token) if self._guess is None else self._guess[0] == token

@@ -16,11 +16,12 @@ story at 1.27, 1.29 and 1.20; four tool calls with a slower host at 1.79, 2.27 a
 
 
 class PassTimes:
-    """What passes take, by rows and guesses a row: the mean, where rows have unequal ones.
+    """What steps and verify steps take, by rows and draft tokens a row: the mean, where rows have unequal
+    ones.
 
-    first_tells  the first pass of a kind says what the others take. Not on a GPU, where it loads kernels: on
-                 an H200 SmolLM2's takes 8 to 13 ms, and the next one 3.5, so that a text that was repeated
-                 had 7 guesses in 192 tokens, at 0.96 of the speed without
+    first_tells  the first verify step of a kind says what the others take. Not on a GPU, where it loads
+                 kernels: on an H200 SmolLM2's takes 8 to 13 ms, and the next one 3.5, so that a text that was
+                 repeated had 7 draft tokens in 192, at 0.96 of the speed without
     """
 
     def __init__(self, first_tells: bool = True) -> None:
@@ -28,7 +29,7 @@ class PassTimes:
         self._steps: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._plain: dict[int, float] = {}  # Median seconds of the newest plain steps, by rows.
         self._costs: defaultdict[int, dict[float, float]] = defaultdict(dict)  # In plain steps.
-        # The newest costs of a kind, by (rows, guesses).
+        # The newest costs of a kind, by (rows, draft tokens a row).
         self._passes: defaultdict[tuple[int, float], deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._thought: dict[tuple[int, float], float] = {}  # Costs of kinds that never ran.
         self._prompts: dict[int, float] = {}  # Seconds of the longest ones, by tokens.
@@ -44,7 +45,7 @@ class PassTimes:
         """Record that a plain step took `seconds`.
 
         steady  plain steps of the same rows came before it. Those behind a pass or a row that joins take
-                longer: 16 rows of SmolLM2 on an H100, 3.1 ms for 1.8, so that passes with guesses were
+                longer: 16 rows of SmolLM2 on an H100, 3.1 ms for 1.8, so that verify steps were
                 thought to cost 1.6 steps, cost 2.7, and lost. They show what a step takes at most
         """
         if not steady and seconds >= self._plain.get(rows, 0.0):
@@ -57,10 +58,10 @@ class PassTimes:
     def record_check(
         self, rows: int, guesses: float, seconds: float, *, packed: bool = False, compiled: bool = False
     ) -> float:
-        """Record that a pass with guesses took `seconds`.
+        """Record that a verify step took `seconds`.
 
         packed    as `cost` has it
-        compiled  before it ran, so that the time tells nothing of other passes
+        compiled  before it ran, so that the time tells nothing of other steps
 
         Returns those of them that do not count: the first of a kind may load kernels, so no more than twice
         what was expected is held against it. Before as many rows made a plain step, it tells no cost.
@@ -80,7 +81,8 @@ class PassTimes:
         return seconds - cost * plain if new else 0.0
 
     def doubt(self) -> None:
-        """Take half of what passes cost beyond a step: what was too slow is tried again, and measured."""
+        """Take half of what verify steps cost beyond a plain step: what was too slow is tried again, and
+        measured."""
         self._passes.clear()
         for costs in self._costs.values():
             for guesses, cost in costs.items():
@@ -101,11 +103,11 @@ class PassTimes:
 
     @property
     def checked(self) -> bool:
-        """Whether any pass with guesses was made."""
+        """Whether any verify step was made."""
         return any(self._costs.values())
 
     def cost(self, rows: int, guesses: float, *, packed: bool = False) -> float:
-        """Return the cost of a pass in plain steps of the same rows; infinite before there was a step.
+        """Return the cost of a verify step in plain steps of the same rows; infinite before there was a step.
 
         packed  it is thought to take as long as one of fewer tokens: starting kernels is what it costs, as
               long as the weights are read once
