@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -49,6 +50,61 @@ RESERVE_FRACTION = 0.02
 """Of the memory, left free in any case; `AttentionBackend.memory_reserve` may be more."""
 
 
+@dataclass(slots=True)
+class ChunkCost:
+    """What computing a chunk takes besides its KV, in bytes: as thought, then as measured.
+
+    per_token  of a token of a first chunk
+    pair       of the scores of a token with another, all of which are there where attention is not fused
+    per_pair   of a token with another, in the chunk that ended at `farthest`
+    seen       tokens of the chunk that `per_token` was measured in; 0: it was not
+    """
+
+    per_token: float
+    pair: float
+    per_pair: float = 0.0
+    farthest: int = 0
+    seen: int = 0
+    measured: bool = False
+
+    def of(self, chunk: int, length: int, *, fused: bool) -> int:
+        """Return what `chunk` tokens take in a prompt of `length` tokens, at its worst chunk."""
+        context = min(length, REACH * self.farthest) if fused else length
+        attention = context * self.per_pair
+        if not fused:  # What is beyond the contexts whose scores are in `per_token`.
+            attention = max(attention, (context - self.seen) * self.pair)
+        return int(chunk * (self.per_token + attention))
+
+    def learn(self, start: int, stop: int, took: int) -> None:
+        """Learn from what tokens `start` to `stop` took, over what was there and what stays.
+
+        As ratios, so that a long prompt's peak says nothing of a short one: a first chunk's by its tokens,
+        and what the farthest takes over that, which is attention's, by tokens times context. From near,
+        tokens times context tell too little of what is far: what the scores take stays the least, unless
+        they take less.
+        """
+        tokens = stop - start
+        if not start:
+            if not self.measured or took / tokens > self.per_token:
+                self.per_token, self.seen = took / tokens, tokens
+            self.measured = True
+        elif stop >= self.farthest:
+            self.farthest = stop
+            over = max(0.0, took / tokens - self.per_token)
+            self.per_pair = over / stop
+            if stop >= 2 * self.seen:
+                self.pair = min(self.pair, over / (stop - self.seen))
+
+
+@dataclass(slots=True)
+class _Question:
+    """What the front was asked for: memory for `sequence`, at `asked_at`."""
+
+    sequence: Sequence
+    asked_at: float
+    answered: bool = False
+
+
 class MemoryAdmission:
     """`working`: bytes that computing `PREFILL_CHUNK` tokens is thought to take, until it has been measured.
     `pair`: bytes of the scores of a token with another, all of which are there where attention is not fused.
@@ -75,14 +131,10 @@ class MemoryAdmission:
         self._want = want
         self._measure = measure
         self._clock = clock
-        self._per_token = working / PREFILL_CHUNK
+        self.cost = ChunkCost(working / PREFILL_CHUNK, float(pair))
         self._chunk = chunk
         self._vision = tower or Tower()
-        self._seen = 0
-        self._per_pair = 0.0
-        self._farthest = 0
         self._fused = mlx_adapter.backend() != "cpu"
-        self._pair = float(pair)
         self.store: KVStore | None = None
         self.stores: dict[Adapter, KVStore] = {}
         self._hot = HotBlocks(self._all_stores, self._store_of)
@@ -90,12 +142,9 @@ class MemoryAdmission:
         self.live: int | None = None
         self.most: int | None = None
         self.peak = 0
-        self._measured = False
         self._before = 0
         self._ticket = 0
-        self._asked: Sequence | None = None
-        self._asked_at = 0.0
-        self._answered = False
+        self._asked: _Question | None = None
         self._looked: dict[
             int, tuple[float, int]
         ] = {}  # By arrival: when to look again, and what was needed.
@@ -168,12 +217,7 @@ class MemoryAdmission:
 
         At its worst chunk.
         """
-        chunk = min(length - cached, self._chunk)
-        context = min(length, REACH * self._farthest) if self._fused else length
-        attention = context * self._per_pair
-        if not self._fused:  # What is beyond the contexts whose scores are in `_per_token`.
-            attention = max(attention, (context - self._seen) * self._pair)
-        return int(chunk * (self._per_token + attention))
+        return self.cost.of(min(length - cached, self._chunk), length, fused=self._fused)
 
     def _through_cache(self, sequence: Sequence, room: int) -> tuple[int, list[Block]]:
         """What `sequence` will add with what the tiers have of it, and which blocks of that are hot.
@@ -297,7 +341,7 @@ class MemoryAdmission:
 
     def note_end_of_wait(self, sequence: Sequence, how: str) -> None:
         """Forget that the front was asked for it, and log it with the access log's `prompt=` and `queue=`."""
-        if self._asked is sequence:
+        if self._asked is not None and self._asked.sequence is sequence:
             self._asked = None
         if sequence.stats.waiting_for_memory_since:
             waited = time.monotonic() - sequence.stats.received
@@ -320,19 +364,18 @@ class MemoryAdmission:
 
     def _may_hope(self, sequence: Sequence, lacking: int) -> bool:
         """Whether the front has still to say what it can do for `sequence`; asks it at first."""
-        if self._asked is not sequence:
-            self._asked, self._answered = sequence, False
-            self._asked_at = self._clock()
+        if self._asked is None or self._asked.sequence is not sequence:
+            self._asked = _Question(sequence, self._clock())
             self._ticket += 1
             self._want(Wants(ticket=self._ticket, nbytes=lacking))
             return True
-        return not self._answered and self._clock() - self._asked_at < ANSWER_S
+        return not self._asked.answered and self._clock() - self._asked.asked_at < ANSWER_S
 
     def take_budget(self, budget: Budget) -> None:
         """The front's word: what this engine may hold from now on."""
         self.live, self.most = budget.live, budget.most
-        if budget.ticket == self._ticket:
-            self._answered = True
+        if budget.ticket == self._ticket and self._asked is not None:
+            self._asked.answered = True
 
     # ----------------------------------------------------------------- learning
 
@@ -343,24 +386,8 @@ class MemoryAdmission:
         self._before = mx.get_active_memory()
 
     def end_chunk(self, start: int, stop: int) -> None:
-        """It has been, of tokens `start` to `stop`: learn from its peak, over what was there and what stays.
-
-        As ratios, so that a long prompt's peak says nothing of a short one: a first chunk's by its
-        tokens, and what the farthest takes over that, which is attention's, by tokens times context. A short
-        chunk tells neither: what it takes is the same for a token as for a hundred. From near, tokens times
-        context tell too little of what is far: what the scores take stays the least, unless they take less.
-        """
-        tokens = stop - start
-        if tokens < min(MEASURABLE_TOKENS, self._chunk):
-            return
-        took = max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory()))
-        if not start:
-            if not self._measured or took / tokens > self._per_token:
-                self._per_token, self._seen = took / tokens, tokens
-            self._measured = True
-        elif stop >= self._farthest:
-            self._farthest = stop
-            over = max(0.0, took / tokens - self._per_token)
-            self._per_pair = over / stop
-            if stop >= 2 * self._seen:
-                self._pair = min(self._pair, over / (stop - self._seen))
+        """It has been, of tokens `start` to `stop`: learn from its peak. A short chunk tells nothing: what it
+        takes is the same for a token as for a hundred."""
+        if stop - start >= min(MEASURABLE_TOKENS, self._chunk):
+            took = max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory()))
+            self.cost.learn(start, stop, took)

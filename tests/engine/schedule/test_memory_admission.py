@@ -458,7 +458,7 @@ def test_what_the_cache_has_done_refuses_no_prompt(rig: Rig):
     rig.run(others, 2)
     cached = (len(PROMPT) - 1) // BLOCK * BLOCK
     assert rig.loaded.layout is not None
-    memory.admission._per_token = MB
+    memory.admission.cost.per_token = MB
     need = kv(rig, 600 + 4) + kv(rig, cached) + (len(PROMPT) - cached) * MB
     own = rig.loaded.layout.nbytes(cached)
     memory.available = RESERVE + need - own - younger // 2
@@ -541,7 +541,7 @@ def test_what_chunks_take_is_learnt_from_whole_ones(rig: Rig, monkeypatch: pytes
 
 def test_a_guess_from_short_contexts_refuses_no_long_one_where_attention_is_fused(rig: Rig):
     learning = MemoryAdmission(rig.loaded, 0, lambda wants: None, measure=lambda: (10**10, 10**10))
-    learning._per_pair, learning._farthest = 400.0, 4096
+    learning.cost.per_pair, learning.cost.farthest = 400.0, 4096
     assert learning.working(100_000) == 2048 * 100_000 * 400
     learning._fused = True
     assert learning.working(100_000) == 2048 * 4 * 4096 * 400
@@ -549,7 +549,7 @@ def test_a_guess_from_short_contexts_refuses_no_long_one_where_attention_is_fuse
 
 def test_the_first_long_prompt_is_weighed_with_its_scores_where_attention_is_not_fused(rig: Rig):
     memory = Memory(rig, 10**9)
-    memory.admission._fused, memory.admission._pair = False, 10_000.0
+    memory.admission._fused, memory.admission.cost.pair = False, 10_000.0
     memory.admission.take_budget(Budget(most=rig.loaded.weight_bytes + 10**9))
     assert len(rig.run(PROMPT[:100], 2).got) == 2  # 100 MB
     with pytest.raises(InvalidRequest, match=r"at most .* can be had"):
