@@ -23,7 +23,8 @@ from omlxd.engine.mlx_adapter.cache.packed import PARTS
 from omlxd.engine.mlx_adapter.cache.segments import Segment, SequenceKVCache
 from omlxd.engine.mlx_adapter.cuda.attention import attention_packed
 from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
-from omlxd.engine.mlx_adapter.cuda.rows.addressed_rows import AddressedKVCache, Tail
+from omlxd.engine.mlx_adapter.cuda.rows.addressed_rows import AddressedKVCache
+from omlxd.engine.mlx_adapter.cuda.rows.tail import Tail
 from omlxd.engine.mlx_adapter.cuda.step import compiled_step
 from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
 from omlxd.engine.mlx_adapter.model import checks

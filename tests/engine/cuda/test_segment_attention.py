@@ -29,7 +29,7 @@ from omlxd.engine.mlx_adapter.cuda.attention.attention_kernel import Tails
 from omlxd.engine.mlx_adapter.cuda.attention.fused_attention import FusedAttention, Heads
 from omlxd.engine.mlx_adapter.cuda.attention.segments import places_of, shared_in
 from omlxd.engine.mlx_adapter.cuda.compile import driver, kernel_store, launch, source
-from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
+from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows, tail
 from omlxd.engine.mlx_adapter.cuda.rows.addressed_rows import AddressedKVCache
 from omlxd.engine.mlx_adapter.cuda.step import compiled_step, model_checks
 from omlxd.engine.mlx_adapter.cuda.step.compiled_step import CompiledStep
@@ -409,18 +409,16 @@ def test_tails_of_a_row_that_leaves_wait_for_the_step_on_its_way(
     gone, held = second.address[0], list(cache[0].segments)  # A segment that goes waits, too.
     gc.collect()
     waits: list[bool] = []
-    monkeypatch.setattr(driver, "wait", lambda: waits.append(gone in addressed_rows._written))
+    monkeypatch.setattr(driver, "wait", lambda: waits.append(gone in tail.written))
     left = mlx_adapter.keep_rows(cache, [0, 2])
-    assert (
-        second in left and len(left) == len(cache) and addressed_rows._written[gone] is second and not waits
-    )
+    assert second in left and len(left) == len(cache) and tail.written[gone] is second and not waits
     assert cache[0].tails == [first, third] and first.is_known and third.is_known
     if computed:
         mlx_adapter.let_go(left)
-        assert second.address == [] and gone not in addressed_rows._written
+        assert second.address == [] and gone not in tail.written
     del second, left
     gc.collect()
-    assert len(waits) == (0 if computed else len(cache)) and held and gone not in addressed_rows._written
+    assert len(waits) == (0 if computed else len(cache)) and held and gone not in tail.written
 
 
 def test_a_segment_that_goes_waits_for_what_reads_it(folder: Path, reference, monkeypatch):

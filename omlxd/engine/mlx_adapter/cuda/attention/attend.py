@@ -246,10 +246,6 @@ def window_places(tokens: list[int], end: int, ring: int, window: int, new: int 
     return starts, [start + count for start, count in zip(starts, counts, strict=True)]
 
 
-def _has_kernel(width: int) -> bool:
-    return width % 8 == 0 and (16 <= width <= 256 or width == 512)
-
-
 def kernel_for(
     queries: mx.array, keys: mx.array, window: bool = False, sinks: mx.array | None = None
 ) -> Kernel | None:
@@ -259,7 +255,7 @@ def kernel_for(
     if sinks is not None and sinks.dtype != queries.dtype:
         return None
     if key not in _kernels:
-        fits = _has_kernel(width) and keys.dtype == queries.dtype
+        fits = width % 8 == 0 and (16 <= width <= 256 or width == 512) and keys.dtype == queries.dtype
         fits = fits and queries.dtype in (mx.bfloat16, mx.float16)
         _kernels[key] = _checked(*key) if fits else None
     return _kernels[key]
@@ -287,13 +283,13 @@ def _checked(width: int, group: int, dtype: Any, window: bool, sinks: bool) -> K
         far = max(check.difference(*case) for case in ((ENDS[0], 1), (ENDS[1], 1), (ENDS[1], 5)))
         return max(far, check.step_difference())
 
-    what = f"{dtype}, {width} wide, {group} query heads a KV head"
     return checks.checked(
         made,
         difference,
         CLOSE,
         "decode attends by MLX's own kernels: ours",
-        f"decode attends by omlxd's kernel ({what}{', windows' * window}{', sinks' * sinks})",
+        f"decode attends by omlxd's kernel ({dtype}, {width} wide, {group} query heads a KV head"
+        f"{', windows' * window}{', sinks' * sinks})",
         remember=("attention", kind),
     )
 

@@ -13,8 +13,7 @@ rows' own: the last of 32 rows of 500 to 1,647 tokens joins, 45 to 54 and 18 to 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import partial
 from itertools import islice
@@ -31,8 +30,8 @@ from ...runtime.arrays import CLOSE, distance
 from ..attention import attend, attention_packed, segments
 from ..attention.attention_kernel import Tails, constant, put
 from ..attention.segments import Shared
-from ..compile import driver as cuda_driver
 from ..compile import launch
+from .tail import Tail, laid_out, written
 
 TAIL_STEP = 1024
 """Tokens. A step is compiled anew for each multiple of these that the longest tail passes."""
@@ -40,86 +39,6 @@ TAIL_STEP = 1024
 MOST_TAKEN_BACK = 16
 """Tokens that a ring holds beside its window. A pass of so many overwrites no token that its first one sees,
 and its guesses can be forgotten. Before a longer pass the ring grows."""
-
-
-class Tail:
-    """A layer's KV of one row, behind its segments: keys and values, (1, heads, capacity, dim) each, or lists
-    of three such where they are packed. Token t lies in column t % capacity.
-
-    `address`: its row in the table of `Tails`; empty until a kernel needs it.
-    """
-
-    __slots__ = ("__weakref__", "address", "keys", "values")
-
-    def __init__(self, keys: Any, values: Any):
-        self.keys, self.values = keys, values
-        self.keys, self.values = self._mapped(mx.contiguous)
-        self.address: list[int] = []
-
-    def _mapped(self, change: Callable[[mx.array], mx.array]) -> tuple[Any, Any]:
-        """Keys and values of changed arrays."""
-        return tree_map(change, self.keys), tree_map(change, self.values)
-
-    def copy_arrays(self) -> None:
-        """Have arrays that nobody else has."""
-        self.keys, self.values = self._mapped(_copy)
-
-    @property
-    def parts(self) -> list[mx.array]:
-        """Arrays of keys, then of values."""
-        return [*parts_of(self.keys), *parts_of(self.values)]
-
-    @property
-    def capacity(self) -> int:
-        """Tokens."""
-        return self.parts[0].shape[2]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether `address` is of these arrays, not of those before they grew."""
-        return self.address[-1:] == [self.capacity]
-
-    def grow(self, first: int, end: int, capacity: int) -> None:
-        """Have room for `capacity` tokens; those from `first` to `end` stay. Copies this tail alone."""
-        if self.address:
-            _written.pop(self.address[0], None)
-        self.keys, self.values = self._mapped(lambda part: _laid_out(part, first, end, capacity))
-
-    def in_order(self, first: int, end: int) -> tuple[Any, Any]:
-        """Copies of tokens `first` to `end`: keys and values."""
-        return self._mapped(lambda part: _in_order(part, first, end))
-
-    def let_go(self) -> None:
-        """Note that no kernel writes here any more. A tail that is freed before waits for the GPU."""
-        if self.address:
-            _written.pop(self.address[0], None)
-            self.address = []
-
-    def __deepcopy__(self, memo: object) -> Tail:
-        return Tail(*self._mapped(_copy))
-
-    def __del__(self) -> None:
-        if self.address:  # MLX does not know what a kernel writes to that was told addresses.
-            cuda_driver.wait()
-
-
-def _laid_out(part: mx.array, first: int, end: int, capacity: int, shift: int = 0) -> mx.array:
-    """Tokens `first` to `end` of `part`, token t in column (t - shift) % its own capacity, laid out anew."""
-    own, at = part.shape[2], first
-    out = mx.zeros((*part.shape[:2], capacity, part.shape[3]), part.dtype)
-    while at < end:
-        column, to = (at - shift) % own, at % capacity
-        count = min(end - at, own - column, capacity - to)
-        out[:, :, to : to + count] = part[:, :, column : column + count]
-        at += count
-    return out
-
-
-def _in_order(part: mx.array, first: int, end: int) -> mx.array:
-    column, capacity = first % part.shape[2], part.shape[2]
-    behind = part[:, :, : max(0, column + end - first - capacity)]
-    # A copy, also of all: whoever reads a view makes the array move.
-    return mx.concatenate([part[:, :, column : column + end - first], behind], axis=2)
 
 
 class AddressedKVCache(RowBatch):
@@ -165,7 +84,7 @@ class AddressedKVCache(RowBatch):
         ordered, end = [row._temporal_order(array) for array in (row.keys, row.values)], row.offset
         held, capacity = ordered[0].shape[2], self._room(0, end, 1)
         first = end - min(end, held, self.window)
-        return Tail(*(_laid_out(array, first, end, capacity, end - held) for array in ordered))
+        return Tail(*(laid_out(array, first, end, capacity, end - held) for array in ordered))
 
     def _room(self, capacity: int, end: int, more: int) -> int:
         """The capacity to have before `more` tokens come behind `end`, now that it is `capacity`."""
@@ -392,23 +311,14 @@ def tails_of(layers: Sequence[AddressedKVCache], new: int, more: int = 0) -> lis
             shared: list[Tail] = []
             for tail in unknown:
                 tail.address = [*islice(found, len(tail.parts)), tail.capacity]
-                if _written.get(tail.address[0], tail) is not tail:  # Of requests with one prompt: n > 1.
+                if written.get(tail.address[0], tail) is not tail:  # Of requests with one prompt: n > 1.
                     tail.copy_arrays()
                     shared.append(tail)
                 else:
-                    _written[tail.address[0]] = tail
+                    written[tail.address[0]] = tail
             unknown = shared
         for layer in layers:
             layer.table = mx.array(layer.addresses(), mx.uint64)
     kinds = {layer.kind: layer for layer in layers}  # All layers have had the same tokens.
     most = {kind: (layer.most(new, more), layer.each, layer.latents) for kind, layer in kinds.items()}
     return [Tails(cast(mx.array, layer.table), *most[layer.kind]) for layer in layers]
-
-
-def _copy(part: mx.array) -> mx.array:
-    return part + 0
-
-
-_written: weakref.WeakValueDictionary[int, Tail] = weakref.WeakValueDictionary()
-"""Tails by the address of their first array. The kernel writes there, which MLX does not see: it lets copies
-of a cache share arrays."""

@@ -12,7 +12,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from ...cache.batch import EvenBatchKVCache
 from ...cache.kinds import COPIED, Cache, arrays_of
 from ..attention import attend
-from ..rows.addressed_rows import AddressedKVCache, Tail
+from ..rows.addressed_rows import AddressedKVCache
+from ..rows.tail import Tail
 
 
 @dataclass(slots=True, frozen=True)
