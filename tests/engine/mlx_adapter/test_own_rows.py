@@ -88,7 +88,7 @@ def test_windows_that_are_masked_otherwise_stay_joint(tmp_path, monkeypatch: pyt
     assert [type(leaf) for leaf in batch] == [WindowBatchKVCache, OwnRowsKVCache] * 2
 
 
-@pytest.mark.parametrize("family", rest_slow(OWN, "qwen3", "qwen3_next 4"))
+@pytest.mark.parametrize("family", rest_slow(OWN, "qwen3", "gemma3_text", "qwen3_next 4"))
 def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
     out = list[list[np.ndarray]]()
     for own in (True, False):

@@ -11,21 +11,29 @@ import pytest
 if not all(map(importlib.util.find_spec, ("mlx_vlm", "PIL"))):
     pytest.skip("mlx-vlm is not installed", allow_module_level=True)
 
+from fast_or_slow import diagonal
 from vision_families import VISION_FAMILIES
 from vision_rig import Segments, VisionRig, image
 
 FAST = ("qwen3_vl", "gemma4")
-ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in VISION_FAMILIES]
 TALKS: tuple[Segments, ...] = ([(150, 1), image(1), (70, 2)], [(10, 3), image(2), (5, 4)])
 """The last pass of one has text alone, and that of the other an image."""
 
 
-@pytest.fixture(scope="module", params=ALL)
+@pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize(
+    ("family", "talk"),
+    [
+        *((name, talk) for name in FAST for talk in TALKS),
+        *diagonal([name for name in VISION_FAMILIES if name not in FAST], TALKS, ("qwen3_5",)),
+    ],
+    indirect=["family"],
+    scope="module",
+)
 def test_labels_are_as_likely_as_what_is_generated(family: str, model: Path, talk: Segments):
     with VisionRig(family, model) as rig:
         generated = rig.begin(talk, 3, top_logprobs=5)
