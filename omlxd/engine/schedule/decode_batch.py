@@ -46,7 +46,7 @@ class Turn:
     behind   the turn before started no step ahead
     waited   `wait` was called before: the time of this turn is no whole step's
     plain    steps without guesses, of the same rows, that came right before
-    looked   seconds that went into looking for guesses
+    propose_s  seconds that it took to propose drafts
     spared   seconds that do not count against the guesses
     guesses  of a row in its pass; 0: there was no such pass
     drawn    what the call returned; `read` of them come from a step that began before
@@ -57,7 +57,7 @@ class Turn:
     behind: bool
     waited: bool
     plain: int
-    looked: float = 0.0
+    propose_s: float = 0.0
     checked: float = 0.0
     spared: float = 0.0
     guesses: float = 0
@@ -105,7 +105,7 @@ class DecodeBatch:
         self._plain = 0  # Steps in a row, of the same rows, without guesses.
         self._is_behind_pass = False  # A turn for guesses came, and no steady step since.
         self._turn: Turn | None = None
-        self._rest = self._vain = 0  # Steps until the next look; looks without a pass.
+        self._rest = self._vain = 0  # Steps until it proposes again; proposals in vain.
 
     # ----------------------------------------------------------------- joining and leaving
 
@@ -227,10 +227,10 @@ class DecodeBatch:
         assert self._speculation is not None
         self._turn = turn = Turn(clock(), len(self.rows), self._behind, self._waited, self._plain)
         self._waited, self._plain = False, 0
-        looks, self._rest = not self._rest, max(0, self._rest - 1)
+        proposes, self._rest = not self._rest, max(0, self._rest - 1)
         read: list[Draw] = []
         plan: list[tuple[list[int], list[Any]]] = []
-        if looks:
+        if proposes:
             self._catch_up()
             offers = self._offers({row: self._most_guesses for row in self.rows})
             width = self._best_width(offers)
@@ -245,8 +245,8 @@ class DecodeBatch:
                     return read  # The row has ended.
             plan = self._plan(rooms, offers, width)
             self._vain = 0 if plan else self._vain + 1
-            self._rest = self._speculation.look_interval(len(self.rows), self._vain) - 1
-            turn.looked = clock() - turn.began
+            self._rest = self._speculation.propose_interval(len(self.rows), self._vain) - 1
+            turn.propose_s = clock() - turn.began
         drawn = self._check(plan) if plan else self._step()
         turn.drawn, turn.read = read + drawn, len(read)
         self._behind = bool(plan)
@@ -270,7 +270,7 @@ class DecodeBatch:
             self._settle(turn, seconds)
             self._is_behind_pass = True
         elif turn.drawn and not turn.waited:
-            self._plain, seconds = turn.plain + 1, seconds - turn.looked
+            self._plain, seconds = turn.plain + 1, seconds - turn.propose_s
             steady = turn.plain >= NEWEST
             if self._is_behind_pass and not steady:
                 self._settle(turn, seconds)
@@ -290,7 +290,7 @@ class DecodeBatch:
             speculator.won += tokens[row] - took
 
     def _catch_up(self) -> None:
-        """Give the speculators the tokens of steps before which nobody looked."""
+        """Give the speculators the tokens of steps before which nothing was proposed."""
         for row, speculator in self._speculators.items():
             if missed := row.tokens[len(speculator.tokens) :]:
                 speculator.add_tokens(missed)
@@ -368,7 +368,7 @@ class DecodeBatch:
             if rate > own.share and rooms[row] > 0
         ]
         began = clock()
-        for row, guess in self._drafts.guess(wanted, width).items():
+        for row, guess in self._drafts.propose(wanted, width).items():
             self._speculators[row].take_draft(guess)
         if self._drafts.seconds:
             self._speculation.record_draft(len(self.rows), width, self._drafts.seconds)
@@ -530,12 +530,12 @@ class DecodeBatch:
             if new:
                 draws.append((row, token, likely.get(id(row.sampling))))
                 _advance(row, token)
-        if turn is not None and not self._rest:  # The next turn looks, and a step is on its way.
+        if turn is not None and not self._rest:  # The next turn proposes, and a step is on its way.
             began = clock()
             for row, token, _ in draws:
                 speculator = self._speculators[row]
                 speculator.add_tokens([*row.tokens[len(speculator.tokens) :], token])
-            turn.looked += clock() - began
+            turn.propose_s += clock() - began
         return draws
 
 

@@ -55,7 +55,7 @@ and for 4-bit weights on Metal:
 The slowest are 16 stories on the H100: 0.97, and 0.98 before."""
 
 LOST_SHARE = 0.015
-"""Of plain steps: what drafts that are not accepted may cost, and looking for drafts. So no work is slower
+"""Of plain steps: what drafts that are not accepted may cost, and proposing drafts. So no work is slower
 than 0.985 for long, whatever is accepted."""
 
 MOST_CREDIT = 2.0
@@ -141,14 +141,14 @@ class Speculation:
             self.times.doubt()
             self._idle, self._pause = 0, 2 * self._pause
 
-    def look_interval(self, rows: int, vain: int, look_s: float = 15e-6) -> int:
-        """Return the steps from one look for drafts to the next, after so many in vain.
+    def propose_interval(self, rows: int, vain: int, propose_s: float = 15e-6) -> int:
+        """Return the steps from one proposal to the next, after so many in vain.
 
-        look_s  seconds of the host for a row's look
+        propose_s  seconds of the host for a row's proposal
         """
         if self.draft_model is not None or not (plain := self.times.plain(rows)):
             return 1
-        longest = max(1, ceil(look_s * rows / (LOST_SHARE * plain)))
+        longest = max(1, ceil(propose_s * rows / (LOST_SHARE * plain)))
         return min(1 << max(0, vain - NEWEST), longest)
 
     def settle(self, rows: int, tokens: int, seconds: float) -> float:

@@ -138,7 +138,7 @@ class DraftRows:
         else:
             self._cache = []
 
-    def guess(self, wanted: Seq[Wanted], width: int) -> dict[Sequence, list[int]]:
+    def propose(self, wanted: Seq[Wanted], width: int) -> dict[Sequence, list[int]]:
         """Up to `width` tokens that may come next, of the rows whose KV is there.
 
         Of others some is computed, of one a chunk. A row may lack as much as the widest verify step gives it;

@@ -75,7 +75,7 @@ class MtpRows:
         self._unread.append(hidden)
         self._next = end
 
-    def guess(self, wanted: Seq[Wanted], width: int) -> dict[Sequence, list[int]]:
+    def propose(self, wanted: Seq[Wanted], width: int) -> dict[Sequence, list[int]]:
         """Up to `width` tokens that may come next."""
         began, self.seconds = clock(), 0.0
         each = next((each for each in wanted if each.sequence is self._sequence), None)

@@ -9,7 +9,7 @@ import numpy as np
 
 NEWEST = 5
 """Newest measures of a kind, whose median counts; plain steps behind a verify step or a row that joins before
-one counts as steady; and looks for drafts in vain before a batch looks more rarely.
+one counts as steady; and proposals in vain before a batch proposes more rarely.
 
 Simulated on an H100, with 3, 5 and 9: 16 logs at 1.15, 1.17 and 1.08 times the speed without drafts, one
 story at 1.27, 1.29 and 1.20; four tool calls with a slower host at 1.79, 2.27 and 1.73."""

@@ -141,21 +141,21 @@ def wait_for_tokens(output: Output, count: int) -> None:
     wait_until(lambda: len(output.got) >= count or output.reason)
 
 
-def test_looks_in_vain_come_further_and_further_apart():
+def test_proposals_in_vain_come_further_and_further_apart():
     shared = Speculation()
     shared.times.record_step(4, 1e-4)
-    intervals = [shared.look_interval(4, vain, 2.5e-6) for vain in range(NEWEST + 9)]
+    intervals = [shared.propose_interval(4, vain, 2.5e-6) for vain in range(NEWEST + 9)]
     assert intervals[: NEWEST + 3] == [1] * (NEWEST + 1) + [2, 4]
     assert intervals == sorted(intervals) and intervals[-1] == ceil(0.1 / LOST_SHARE), "what they may take"
     for _ in range(9):
         shared.times.record_step(4, 0.01)
-    assert shared.look_interval(4, 99, 0.9 * LOST_SHARE / 400) == 1
-    assert shared.look_interval(5, 99, 0.9 * LOST_SHARE / 400) == 2
+    assert shared.propose_interval(4, 99, 0.9 * LOST_SHARE / 400) == 1
+    assert shared.propose_interval(5, 99, 0.9 * LOST_SHARE / 400) == 2
 
 
-@pytest.mark.parametrize("look_s", [0.0, 1.0])
-def test_where_steps_are_short_it_looks_for_guesses_rarely(
-    look_s: float, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("propose_s", [0.0, 1.0])
+def test_where_steps_are_short_drafts_are_proposed_rarely(
+    propose_s: float, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     prompts = [prompt(30 + 9 * index, seed=index) for index in range(4)]
     with Rig(model) as rig:
@@ -176,8 +176,8 @@ def test_where_steps_are_short_it_looks_for_guesses_rarely(
         for row, speculator in self._speculators.items():
             assert speculator.tokens.tolist() == row.tokens, "the tokens of all steps, in their order"
 
-    interval = partialmethod(Speculation.look_interval, look_s=look_s)
-    monkeypatch.setattr(Speculation, "look_interval", interval)
+    interval = partialmethod(Speculation.propose_interval, propose_s=propose_s)
+    monkeypatch.setattr(Speculation, "propose_interval", interval)
     monkeypatch.setattr(DecodeBatch, "step", step)
     monkeypatch.setattr(DecodeBatch, "_catch_up", catch_up)
     with Rig(model, speculate=True) as rig:
@@ -185,7 +185,7 @@ def test_where_steps_are_short_it_looks_for_guesses_rarely(
         assert [output.tokens() for output in running] == alone
         shared = rig.scheduler.speculation
         assert shared is not None and shared.counts[None].accepted > 0
-        assert len(looks) < 0.8 * len(steps) if look_s else len(looks) == len(steps)
+        assert len(looks) < 0.8 * len(steps) if propose_s else len(looks) == len(steps)
         rig.settle()
 
 
