@@ -33,7 +33,7 @@ def guess_by(monkeypatch: pytest.MonkeyPatch, guesser: Guesser, *, forced: bool 
         propose(self)
         if not (forced and self._kind == "forced"):
             tokens: Any = self._proposer._ids[: self._proposer._count]
-            self.guess, self._kind = guesser(tokens.tolist()), "short"
+            self.draft, self._kind = guesser(tokens.tolist()), "short"
 
     monkeypatch.setattr(RowSpeculator, "_propose", instead)
     check_always(monkeypatch)

@@ -262,7 +262,7 @@ class DecodeBatch:
             return
         now, spared = clock(), turn.spared
         if turn.guesses:
-            spared += self._speculation.times.record_check(
+            spared += self._speculation.times.record_verify(
                 turn.rows, turn.guesses, now - turn.checked, packed=turn.packed, compiled=turn.compiled
             )
         seconds = now - turn.began - spared
@@ -322,7 +322,7 @@ class DecodeBatch:
             width = self._best_width(now)
         plan: list[tuple[list[int], list[Any]]] = []
         for row in self.rows if width else ():
-            guess, masks = self._speculators[row].guess[: min(width, rooms[row])], []
+            guess, masks = self._speculators[row].draft[: min(width, rooms[row])], []
             if guess and (constraint := row.sampling.constraint) is not None:
                 masks = constraint.masks_along(guess)
                 guess = guess[: len(masks) - 1]

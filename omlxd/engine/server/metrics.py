@@ -29,7 +29,7 @@ from ..prompt.pipeline import RenderedPrompt
 from ..prompt.sessions import Standing
 from ..schedule.scheduler import Scheduler
 from ..sequence.sequence import Sequence
-from ..speculate.controller import GuessCounts
+from ..speculate.controller import DraftCounts
 from ..speculate.draft_model import DraftModel
 from ..speculate.verify import WIDTHS
 
@@ -82,7 +82,7 @@ def _computed(scheduler: Scheduler, adapter: Adapter | None) -> dict[str, float]
         "generation_tokens_total": scheduler.counts.decoded[adapter],
     }
     if scheduler.speculation is not None:
-        counts = scheduler.speculation.counts.get(adapter, GuessCounts())
+        counts = scheduler.speculation.counts.get(adapter, DraftCounts())
         names = ("drafts", "draft_tokens", "accepted_tokens")
         for name, count, of_model in zip(
             names, (counts.drafts, counts.drafted, counts.accepted), counts.of_model, strict=True

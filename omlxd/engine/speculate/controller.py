@@ -65,7 +65,7 @@ this at 3.64 and 1.16."""
 
 
 @dataclass(slots=True)
-class GuessCounts:
+class DraftCounts:
     """What verify steps checked of the model, or of one adapter.
 
     drafts      rows with draft tokens in a verify step; drafted, accepted: draft tokens, and those accepted
@@ -116,7 +116,7 @@ class Speculation:
     rates: dict[str, HoldRate] = field(default_factory=lambda: {kind: HoldRate(decay=0.99) for kind in KINDS})
     draft_model: DraftModel | MtpModel | None = None
     draft_seconds: dict[int, float] = field(default_factory=dict)
-    counts: defaultdict[Hashable, GuessCounts] = field(default_factory=lambda: defaultdict(GuessCounts))
+    counts: defaultdict[Hashable, DraftCounts] = field(default_factory=lambda: defaultdict(DraftCounts))
     _idle: int = 0
     _pause: float = MOST_CREDIT / LOST_SHARE
 

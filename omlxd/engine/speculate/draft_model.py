@@ -1,11 +1,11 @@
-"""Guesses of a draft model: a small model of the same tokenizer says what the large one may say next.
+"""Draft tokens of a draft model: a small model of the same tokenizer says what the large one may say next.
 
 It draws its tokens with the noise that the check of the same positions draws with, so that likely tokens
-agree (Gumbel coupling). Where rejection sampling keeps a guess with min(1, p/q) and draws anew else, here the
-check draws from p as a step of its own would, and a guess holds if it was drawn: the answer is that of plain
-decoding, token by token where it is greedy or seeded.
+agree (Gumbel coupling). Where rejection sampling keeps a draft token with min(1, p/q) and draws anew else,
+here the check draws from p as a step of its own would, and a draft token is accepted if it was drawn: the
+answer is that of plain decoding, token by token where it is greedy or seeded.
 
-Its KV is its own: plain, of the newest tokens alone, in no block and in no file. It is computed when guesses
+Its KV is its own: plain, of the newest tokens alone, in no block and in no file. It is computed when drafts
 of this model begin to pay, a chunk between two passes; after a restore or a cancel there is nothing to mend.
 """
 
@@ -36,7 +36,7 @@ class DraftModel:
     """A small model that proposes draft tokens for another.
 
     loaded      it
-    vocab_size  of the model that it guesses for
+    vocab_size  of the model that it proposes for
     chunk       tokens of a prompt that one forward computes; on a CPU as few as of any prompt
 
     Raises ModelError if it can't.
@@ -96,7 +96,7 @@ def _check(draft: Any, target: Any, name: str, target_name: str) -> None:
 
 @dataclass(slots=True)
 class Wanted:
-    """A row to guess for. `tokens`: all it has, of which the newest has no KV. `sampler`: a copy."""
+    """A row to propose for. `tokens`: all it has, of which the newest has no KV. `sampler`: a copy."""
 
     sequence: Sequence
     tokens: np.ndarray
@@ -117,7 +117,7 @@ class _Row:
 class DraftRows:
     """What the draft model keeps of the rows of one batch.
 
-    seconds  that the last guesses took; 0: there were none, or they brought a row here
+    seconds  that the last drafts took; 0: there were none, or they brought a row here
     """
 
     model: DraftModel
@@ -139,10 +139,10 @@ class DraftRows:
             self._cache = []
 
     def propose(self, wanted: Seq[Wanted], width: int) -> dict[Sequence, list[int]]:
-        """Up to `width` tokens that may come next, of the rows whose KV is there.
+        """Propose up to `width` tokens that may come next, of the rows whose KV is there.
 
         Of others some is computed, of one a chunk. A row may lack as much as the widest verify step gives it;
-        the forward that computes that gives its first guess.
+        the forward that computes that gives its first draft token.
         """
         began, self.seconds = clock(), 0.0
         self._drop_long(wanted, width)
@@ -222,7 +222,7 @@ class DraftRows:
         return logits
 
     def _draw(self, by: dict[Sequence, Wanted], counts: Seq[int], width: int) -> list[list[int]]:
-        """`width` guesses of each row, one after the other; no KV of a guess stays."""
+        """Draw `width` draft tokens of each row, one after the other; no KV of them stays."""
         logits = self._feed(by, counts, max(counts))
         ends = mx.array([max(0, count - 1) for count in counts])
         logits = mx.take_along_axis(logits, ends[:, None, None], axis=1)[:, 0]
@@ -250,7 +250,7 @@ def clock() -> float:
 
 
 def until_no_token(guess: list[int]) -> list[int]:
-    """A guess up to where the draft model's logits are no numbers."""
+    """Cut a draft where the draft model's logits are no numbers."""
     return guess[: next((index for index, token in enumerate(guess) if token < 0), len(guess))]
 
 

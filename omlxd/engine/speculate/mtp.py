@@ -1,11 +1,11 @@
-"""Guesses of a model's own heads for multi-token prediction, in place of a draft model's.
+"""Draft tokens of a model's own heads for multi-token prediction, in place of a draft model's.
 
 As a draft model's (draft_model.py), they are drawn with the noise that the check draws with, so the answer is
 that of plain decoding. The heads read the hidden states of the model's own passes, so they know nothing of a
 prefix that was restored: their KV begins with the last pass over the prompt.
 
-Of one row alone: the families that have such heads keep recurrent states, whose guesses can be taken back of
-one row only.
+Of one row alone: the families that have such heads keep recurrent states, whose draft tokens can be taken
+back of one row only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MtpRows:
     """What the heads keep of a batch's row: states of its tokens that they have not read, and their KV.
 
     most     states that wait at most
-    seconds  that the last guesses took; 0: there were none, or the heads had more to read than usual
+    seconds  that the last draft took; 0: there were none, or the heads had more to read than usual
     _next    token whose state is to come
     """
 
@@ -76,7 +76,7 @@ class MtpRows:
         self._next = end
 
     def propose(self, wanted: Seq[Wanted], width: int) -> dict[Sequence, list[int]]:
-        """Up to `width` tokens that may come next."""
+        """Propose up to `width` tokens that may come next."""
         began, self.seconds = clock(), 0.0
         each = next((each for each in wanted if each.sequence is self._sequence), None)
         state = self._state

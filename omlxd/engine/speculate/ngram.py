@@ -1,6 +1,6 @@
-"""Guesses of a sequence's next tokens from its own: what followed the newest ones before.
+"""Draft tokens of a sequence from its own tokens: what followed the newest ones before.
 
-vLLM calls the method `ngram`, transformers prompt lookup. controller.py says when a guess is checked.
+vLLM calls the method `ngram`, transformers prompt lookup. controller.py says when a draft is checked.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 
 class NgramProposer:
-    """Guesses the continuation of one sequence from its own tokens.
+    """Proposes the continuation of one sequence from its own tokens.
 
     A search reads the tokens once: 0.1 ms for 100,000 of them. It is made only where the newest tokens may
-    have stood together before. While a guess holds, its match grows without a search: 16 rows that repeat a
-    text took 1.4 ms a step for searches, and take 0.1.
+    have stood together before. While drafts are accepted, the match grows without a search: 16 rows that
+    repeat a text took 1.4 ms a step for searches, and take 0.1.
 
     prediction  tokens that the client predicts: searched as if they stood before `tokens`, and believed first
-    longest     tokens of a match that are compared. Until a guess fails, the most recent of the longest
+    longest     tokens of a match that are compared. Until a draft token fails, the most recent of the longest
                 matches counts, but one in the prediction first
     """
 

@@ -96,19 +96,19 @@ class RowSpeculator:
         self._constraint = constraint
         self._shared = shared or {kind: HoldRate() for kind in KINDS}
         self._rates = {kind: HoldRate(rate.value) for kind, rate in self._shared.items()}
-        self._guess: list[int] | None = []
+        self._draft: list[int] | None = []
         self._propose()
 
     @property
-    def guess(self) -> list[int]:
+    def draft(self) -> list[int]:
         """Tokens that may come next; empty: no idea. Of a match they are read when somebody asks."""
-        if self._guess is None:
-            self._guess = self._proposer.following(WIDTHS[-1])
-        return self._guess
+        if self._draft is None:
+            self._draft = self._proposer.following(WIDTHS[-1])
+        return self._draft
 
-    @guess.setter
-    def guess(self, tokens: list[int]) -> None:
-        self._guess = tokens
+    @draft.setter
+    def draft(self, tokens: list[int]) -> None:
+        self._draft = tokens
 
     @property
     def tokens(self) -> np.ndarray:
@@ -130,19 +130,19 @@ class RowSpeculator:
         """Whether the draft comes from the client's prediction."""
         return self._kind in ("short", "long") and self._proposer.is_predicted
 
-    def take_draft(self, guess: list[int]) -> None:
+    def take_draft(self, draft: list[int]) -> None:
         """Take the draft model's in place of its own draft."""
-        self.guess, self._kind = guess, DRAFT
+        self.draft, self._kind = draft, DRAFT
 
     def offer(self, most: int = WIDTHS[-1]) -> Offer:
         """Return what the row has for the next verify step, at most `most` draft tokens."""
-        count = WIDTHS[-1] if self._guess is None else len(self._guess)
+        count = WIDTHS[-1] if self._draft is None else len(self._draft)
         return Offer(self._rates[self._kind].value, max(0, min(most, count)), self.won)
 
     def add_tokens(self, tokens: Seq[int], checked: int = 0) -> None:
         """Take the next tokens. A verify step drew them: those of its `checked` draft tokens that were
         accepted, and one more; or plain steps did."""
-        if tokens and (self._guess is None or self._guess):
+        if tokens and (self._draft is None or self._draft):
             held = len(tokens) - 1 if checked else int(self._is_next(tokens[0]))
             for rates in (self._rates, self._shared):
                 rates[self._kind].record(held, min(len(tokens), checked) or 1)
@@ -152,11 +152,11 @@ class RowSpeculator:
     def _propose(self) -> None:
         forced = self._constraint.forced_tokens() if self._constraint is not None else []
         if len(forced) > 1:
-            self.guess, self._kind = forced[: WIDTHS[-1]], "forced"
+            self.draft, self._kind = forced[: WIDTHS[-1]], "forced"
         else:
-            self._guess = None if self._proposer.match() else []
+            self._draft = None if self._proposer.match() else []
             self._kind = "long" if self._proposer.is_long else "short"
 
     def _is_next(self, token: int) -> bool:
         """Whether the draft's first token is this one."""
-        return self._proposer.is_next(token) if self._guess is None else self._guess[0] == token
+        return self._proposer.is_next(token) if self._draft is None else self._draft[0] == token

@@ -55,7 +55,7 @@ class PassTimes:
         self._steps[rows].append(seconds)
         self._plain[rows] = median_low(self._steps[rows])
 
-    def record_check(
+    def record_verify(
         self, rows: int, guesses: float, seconds: float, *, packed: bool = False, compiled: bool = False
     ) -> float:
         """Record that a verify step took `seconds`.

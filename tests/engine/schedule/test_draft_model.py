@@ -205,7 +205,7 @@ def measured(plain: float, checks: dict[int, float], drafts: dict[int, float]) -
     shared.times.record_step(1, plain)
     for width, seconds in checks.items():
         for _ in range(40):
-            shared.times.record_check(1, width, seconds)
+            shared.times.record_verify(1, width, seconds)
     for width, seconds in drafts.items():
         shared.record_draft(1, width, seconds)
     return shared

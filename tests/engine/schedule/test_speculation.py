@@ -331,7 +331,7 @@ def measured(times: dict[int, float], rows: int = 1) -> Speculation:
     shared.times.record_step(rows, times[0])
     for width, seconds in list(times.items())[1:]:
         for _ in range(40):
-            shared.times.record_check(rows, width, seconds)
+            shared.times.record_verify(rows, width, seconds)
     return shared
 
 
@@ -346,7 +346,7 @@ def test_guesses_that_hold_are_made_and_those_that_fail_are_not():
         row.add_tokens(LOOP)  # The match is there again, and fails again.
     assert not shared.best_width([row.offer()])
     for _ in range(40):  # They would hold now, as plain steps show.
-        row.add_tokens([row.guess[0]])
+        row.add_tokens([row.draft[0]])
     assert shared.best_width([row.offer()])
 
 
@@ -354,8 +354,8 @@ def test_a_predicted_answer_does_not_wait_for_what_others_lost():
     shared = measured({0: 1.0, 2: 1.2, 4: 1.3, 7: 1.5, 15: 2.0})
     shared.credit = -5.0
     row, plain = RowSpeculator([9, 4, 5, 6], prediction=[*range(40)]), RowSpeculator(LOOP)
-    assert plain.guess and not shared.best_width([plain.offer()])
-    assert row.guess[:2] == [7, 8] and shared.best_width([row.offer()])
+    assert plain.draft and not shared.best_width([plain.offer()])
+    assert row.draft[:2] == [7, 8] and shared.best_width([row.offer()])
     row.won -= 4  # It was wrong.
     assert not shared.best_width([row.offer()])
 
@@ -364,7 +364,7 @@ def sure_row() -> RowSpeculator:
     """One whose guesses held so far."""
     row = RowSpeculator(LOOP)
     for _ in range(20):
-        row.add_tokens([row.guess[0]])
+        row.add_tokens([row.draft[0]])
     return row
 
 
@@ -377,7 +377,7 @@ def test_passes_that_cost_as_much_as_their_tokens_are_not_made():
     shared.times.record_prompt(64, 7.3)
     assert shared.best_width([offer]) == 1
     assert shared.times.cost(1, 2) == pytest.approx(1.2) and shared.times.cost(1, 15) == pytest.approx(2.5)
-    assert shared.times.record_check(1, 2, 9.0) == pytest.approx(9.0 - 2.4)
+    assert shared.times.record_verify(1, 2, 9.0) == pytest.approx(9.0 - 2.4)
     assert shared.times.cost(1, 2) == pytest.approx(2.4), "the first may have loaded kernels"
     assert shared.times.cost(1, 15) == pytest.approx(3.7), "and wider ones take no less"
 
@@ -386,13 +386,13 @@ def test_on_a_gpu_the_second_pass_of_a_kind_tells():
     times = PassTimes(first_tells=False)
     times.record_step(1, 1.0)
     times.record_prompt(64, 7.3)
-    assert times.record_check(1, 2, 9.0) == pytest.approx(9.0 - 2.4)
+    assert times.record_verify(1, 2, 9.0) == pytest.approx(9.0 - 2.4)
     assert times.cost(1, 2) == pytest.approx(1.2), "the first may have loaded kernels"
-    assert times.record_check(1, 2, 9.0) == 0.0
+    assert times.record_verify(1, 2, 9.0) == 0.0
     assert times.cost(1, 2) == pytest.approx(2.4), "twice what was expected at most"
-    assert times.record_check(1, 2, 1.5) == 0.0
+    assert times.record_verify(1, 2, 1.5) == 0.0
     assert times.cost(1, 2) == pytest.approx(1.5), "the median"
-    assert times.record_check(1, 4, 2.0) == 0.0
+    assert times.record_verify(1, 4, 2.0) == 0.0
     assert times.cost(1, 4) == pytest.approx(2.0), "it was not twice what was expected"
 
 
@@ -531,10 +531,10 @@ def test_before_a_plain_step_a_pass_tells_no_cost():
     times.record_step(16, 2.5)
     assert times.plain(6) == pytest.approx(1.5)
     thought = times.cost(6, 4)
-    assert times.record_check(6, 4, 99.0) == pytest.approx(99.0 - 2 * thought * 1.5)
+    assert times.record_verify(6, 4, 99.0) == pytest.approx(99.0 - 2 * thought * 1.5)
     assert times.cost(6, 4) == thought
     times.record_step(6, 1.2)
-    times.record_check(6, 4, 2.4)
+    times.record_verify(6, 4, 2.4)
     assert times.cost(6, 4) == 2.0
 
 
@@ -560,7 +560,7 @@ def test_one_slow_pass_does_not_end_it():
         times.record_step(1, seconds)
     times.record_prompt(64, 1.0)
     for seconds in (60.0, 1.3, 1.3, 1.3):
-        times.record_check(1, 4, seconds)
+        times.record_verify(1, 4, seconds)
     assert times.plain(1) == 1.0 and times.cost(1, 4) < 1.6
 
 

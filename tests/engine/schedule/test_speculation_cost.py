@@ -11,7 +11,7 @@ from fast_or_slow import counts, rest_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlxd.engine.speculate.controller import LOST_SHARE, GuessCounts, Speculation
+from omlxd.engine.speculate.controller import LOST_SHARE, DraftCounts, Speculation
 from omlxd.engine.speculate.row import RowSpeculator
 from omlxd.engine.speculate.verify import WIDTHS
 
@@ -31,7 +31,7 @@ class Row(RowSpeculator):
     """One that always has an idea."""
 
     def _propose(self) -> None:
-        self.guess, self._kind = list(range(WIDTHS[-1])), "short"
+        self.draft, self._kind = list(range(WIDTHS[-1])), "short"
 
 
 def settle(shared: Speculation, rows: Seq[RowSpeculator], drawn: list[int], width: int, took: float) -> None:
@@ -39,7 +39,7 @@ def settle(shared: Speculation, rows: Seq[RowSpeculator], drawn: list[int], widt
     if not width:
         shared.record_step(len(rows), took)
         return
-    spared = shared.times.record_check(len(rows), width, took)
+    spared = shared.times.record_verify(len(rows), width, took)
     cost = shared.settle(len(rows), sum(drawn), took - spared)
     for row, tokens in zip(rows, drawn, strict=True):
         row.won += tokens - cost
@@ -70,7 +70,7 @@ class Engine:
                 held = 0
                 while held < max(width, 1) and self._holds(width > 0):
                     held += 1
-                new = [*row.guess[:held], -1][: width + 1]
+                new = [*row.draft[:held], -1][: width + 1]
                 row.add_tokens(new, width)
                 drawn.append(len(new))
             if width:
@@ -112,7 +112,7 @@ class Silent(RowSpeculator):
     """One that has no idea."""
 
     def _propose(self) -> None:
-        self.guess, self._kind = [], "short"
+        self.draft, self._kind = [], "short"
 
 
 TOGETHER: dict[str, Table] = {
@@ -135,9 +135,9 @@ def time_together(
         took, drawn = table(len(rows) * (width + 1)), list[int]()
         for row in rows:
             held = 0
-            while held < min(max(width, 1), len(row.guess)) and rng.random() < rate:
+            while held < min(max(width, 1), len(row.draft)) and rng.random() < rate:
                 held += 1
-            row.add_tokens([*row.guess[:held], -1][: width + 1], width if row.guess else 0)
+            row.add_tokens([*row.draft[:held], -1][: width + 1], width if row.draft else 0)
             drawn.append(min(held, width) + 1)
         settle(shared, rows, drawn, width, took)
         seconds += took
@@ -250,7 +250,7 @@ def test_whatever_passes_cost_and_prompts_promise_the_loss_is_bounded():
 
 
 def test_guesses_that_hold_are_counted_by_their_position():
-    made = GuessCounts()
+    made = DraftCounts()
     for guesses, held in ((4, 2), (1, 0), (15, 15), (0, 0)):
         made.record(guesses, held)
     held = [made.accepted_at(position) for position in range(WIDTHS[-1])]

@@ -22,7 +22,7 @@ from kv_fakes import check_pool
 from rig import GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine.speculate.controller import GuessCounts
+from omlxd.engine.speculate.controller import DraftCounts
 
 SAMPLED = Sampling(temperature=0.8, top_k=30, seed=4)
 
@@ -39,7 +39,7 @@ class GuessMachine(RuleBasedStateMachine):
     kv: dict[str, Any]
     rights: list[list[int]]
     """Prompts and their plain answers."""
-    guesses: GuessCounts
+    guesses: DraftCounts
     """Of all engines so far."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ def run_machine(
         like = folder if family == "qwen3" else build_family("qwen3", tmp_path / "other")
         draft = like_it(like, tmp_path / "draft", 0.02)
     plain = Reference(folder, **kv)
-    guesses = GuessCounts()
+    guesses = DraftCounts()
     own = {"folder": folder, "draft": draft, "plain": plain, "kv": kv, "rights": rights, "guesses": guesses}
     machine = type("Machine", (GuessMachine,), own)
     how = settings(max_examples=examples, stateful_step_count=12, deadline=None)
