@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..compile import kernel_store
+from ..compile import kernel_store, launch
 from .attention_source import WARPS, heads_at_once, put_source, source_of
 
 SPAN = 512
@@ -287,15 +287,7 @@ class Kernel:
         """One kernel, compiled at its first call."""
         if (name, span) not in self._code:
             self._compile((name, span))
-        function, code = self._code[name, span]
-        return mx.fast.precompiled_cuda_kernel(
-            name=function,
-            compiled_source=code,
-            inputs=inputs,
-            scalars=scalars,
-            ensure_row_contiguous=True,
-            **how,
-        )
+        return launch.run(self._code[name, span], inputs, scalars, **how)
 
 
 def put(fresh: Sequence[mx.array], tails: Tails, ends: mx.array) -> mx.array:
@@ -305,17 +297,14 @@ def put(fresh: Sequence[mx.array], tails: Tails, ends: mx.array) -> mx.array:
     fresh  a part each, (rows, KV heads, new tokens, …)
     """
     rows, heads, new = fresh[0].shape[:3]
-    function, code = _put_code(len(fresh))
-    return mx.fast.precompiled_cuda_kernel(
-        name=function,
-        compiled_source=code,
-        inputs=[*fresh, tails.table, ends],
-        scalars=[new, heads, tails.table.shape[1], *(part.shape[3] * part.dtype.size for part in fresh)],
+    return launch.run(
+        _put_code(len(fresh)),
+        [*fresh, tails.table, ends],
+        [new, heads, tails.table.shape[1], *(part.shape[3] * part.dtype.size for part in fresh)],
         grid=(rows * heads * 128, 1, 1),
         threadgroup=(128, 1, 1),
         output_shapes=[(1,)],
         output_dtypes=[mx.int32],
-        ensure_row_contiguous=True,
     )[0]
 
 

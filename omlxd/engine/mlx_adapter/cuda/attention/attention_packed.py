@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..compile import kernel_store
+from ..compile import kernel_store, launch
 from ..compile.source import TYPES, source
 from . import checks
 from .attention_kernel import MOST_NEW, Tails, constant, constants_of, kept
@@ -259,12 +259,4 @@ class PackedKernel:
             shape = self._width, self._group, self._dtype
             made = merge_source(name, *shape, SPAN) if name == "merge" else source_of(name, *shape, self.how)
             self._code[name] = made[0], kernel_store.machine_code(made[1])
-        function, code = self._code[name]
-        return mx.fast.precompiled_cuda_kernel(
-            name=function,
-            compiled_source=code,
-            inputs=inputs,
-            scalars=scalars,
-            ensure_row_contiguous=True,
-            **how,
-        )
+        return launch.run(self._code[name], inputs, scalars, **how)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
-from ..compile import kernel_store
+from ..compile import kernel_store, launch
 from ..compile.source import MOST_ROWS, TYPES, source
 from .attention_kernel import Held, Tails
 from .attention_source import most_heads
@@ -226,20 +226,17 @@ class Launch(NamedTuple):
     def run(self, new: Sequence[mx.array]) -> mx.array:
         """(rows, heads * width). `new`: q (rows, heads * width), k and v (rows, KV heads * width) as the
         projections give them."""
-        function, code = compiled(self.heads, self.shape)
         across, down = self.blocks
         threads = 32 * self.shape.warps
-        return mx.fast.precompiled_cuda_kernel(
-            name=function,
-            compiled_source=code,
-            inputs=[*new, *(self.norms or new[:2]), *self.inputs],
-            scalars=list(self.scalars),
+        return launch.run(
+            compiled(self.heads, self.shape),
+            [*new, *(self.norms or new[:2]), *self.inputs],
+            list(self.scalars),
             grid=(threads * across, down, 1),
             threadgroup=(threads, 1, 1),
             shared_memory=shared_bytes(self.heads.width, self.shape),
             output_shapes=[shape for shape, _ in self.outputs],
             output_dtypes=[dtype for _, dtype in self.outputs],
-            ensure_row_contiguous=True,
         )[0]
 
 

@@ -15,6 +15,20 @@ AT_ONCE = 24
 """Arrays of a launch that asks for addresses."""
 
 
+def run(
+    code: tuple[str, bytes], inputs: Sequence[mx.array], scalars: Sequence[int], **how: Any
+) -> list[mx.array]:
+    """What a launch of `code`, a function and its machine code, gives; its inputs are made contiguous."""
+    function, machine_code = code
+    return mx.fast.precompiled_cuda_kernel(
+        name=function,
+        compiled_source=machine_code,
+        inputs=inputs,
+        scalars=scalars,
+        **{"ensure_row_contiguous": True, **how},
+    )
+
+
 class Code:
     """Machine code by what a source is made of. Raises what NVRTC and the driver raise."""
 
@@ -26,14 +40,7 @@ class Code:
         }
 
     def run(self, key: Any, inputs: list[mx.array], scalars: list[int], **how: Any) -> list[mx.array]:
-        function, code = self._held[key]
-        return mx.fast.precompiled_cuda_kernel(
-            name=function,
-            compiled_source=code,
-            inputs=inputs,
-            scalars=scalars,
-            **{"ensure_row_contiguous": True, **how},
-        )
+        return run(self._held[key], inputs, scalars, **how)
 
 
 @cache
