@@ -233,8 +233,8 @@ class Scheduler:
     def _tell_waiters(self, stuck: Sequence | None) -> None:
         """A line for each that waits; who is next and waits for memory has its own (memory_admission.py)."""
         for place, sequence in enumerate(self.waiting):
-            if not sequence.told and not sequence.stats.waiting_for_memory_since:
-                sequence.told = True
+            if not sequence.wait_logged and not sequence.stats.waiting_for_memory_since:
+                sequence.wait_logged = True
                 log.info(
                     "%s (prompt=%d) waits for %s: %d run, %d came before it",
                     sequence.name,

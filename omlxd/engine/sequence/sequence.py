@@ -236,7 +236,7 @@ class Sequence:
     again          as the request has it (chat.py): its prompt is not counted
     carried        its KV comes from a file or goes into one: no client's prompt, which nothing counts
     begun          its sink knows of how many tokens its KV was restored
-    told           the log says that it waits behind others; never of an answer that is `again`
+    wait_logged    the log says that it waits behind others; never of an answer that is `again`
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
     """
 
@@ -255,7 +255,7 @@ class Sequence:
     cancelled: bool = False
     timed_out: bool = False
     begun: bool = False
-    told: bool = False
+    wait_logged: bool = False
     deadline: float = math.inf
     arrival: int = field(default_factory=lambda: next(_arrivals))
 
