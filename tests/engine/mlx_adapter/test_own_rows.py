@@ -241,7 +241,7 @@ def test_what_rows_share_is_read_once_for_all_of_them(new: int):
     got = cache.attend(queries, keys, values, 0.25, cache.make_mask(new), None)
     assert cache.offset.tolist() == [64 + 17 + new, 64 + 20 + new, 32 + 11 + new, 32 + 19 + new, 20 + new]
     for at, row in enumerate(rows):
-        pair = row.whole() if row.segments else row.keys_and_values()
+        pair = row.all_kv() if row.segments else row.keys_and_values()
         want = mx.fast.scaled_dot_product_attention(queries[at : at + 1], *pair, scale=0.25, mask="causal")
         np.testing.assert_allclose(got[at : at + 1], want, atol=1e-5)
     groups = segments_module._sharing([row.segments for row in rows])

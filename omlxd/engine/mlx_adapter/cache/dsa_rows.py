@@ -57,7 +57,7 @@ class IndexRowsKVCache(LatentRowsKVCache):
         for row, (length, query, weight) in enumerate(each):
             if length <= most:
                 continue
-            keys = self._whole(row)[0].reshape(length, width)
+            keys = self._row_kv(row)[0].reshape(length, width)
             scores = mx.maximum(query.reshape(new * heads, width) @ keys.T, 0).reshape(new, heads, length)
             scores = (scores * weight.reshape(new, heads, 1)).sum(axis=1)
             seen = mx.arange(length) <= mx.arange(length - new, length)[:, None]

@@ -70,7 +70,7 @@ class LatentRows(RowBatch):
         """Put new tokens, (rows, 1, tokens, width) each, behind the others of their rows."""
         raise NotImplementedError
 
-    def _whole(self, row: int) -> Pair:
+    def _row_kv(self, row: int) -> Pair:
         """Latents and parts of all tokens of a row that has some, (1, 1, tokens, width) each."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class LatentRows(RowBatch):
         """Latents and parts, (rows, 1, tokens of the longest, width) each: copies of what rows keep, and
         behind it `fresh`."""
         lengths, joint = self.lengths, list[mx.array]()
-        held = [self._whole(row) if length else () for row, length in enumerate(lengths)]
+        held = [self._row_kv(row) if length else () for row, length in enumerate(lengths)]
         for which, new in enumerate(fresh):
             rows: list[mx.array] = []
             for row, length in enumerate(lengths):
@@ -156,9 +156,9 @@ class LatentRowsKVCache(LatentRows, OwnRowsKVCache):
         for row, *new in zip(self.rows, each_row(keys), each_row(values), strict=True):
             append(row, *new)
 
-    def _whole(self, row: int) -> Pair:
+    def _row_kv(self, row: int) -> Pair:
         held = self.rows[row]
-        return held.whole() if getattr(held, "segments", ()) else held.keys_and_values()
+        return held.all_kv() if getattr(held, "segments", ()) else held.keys_and_values()
 
     def _attend(self, queries: mx.array, rope_queries: mx.array, scale: float, chosen: Any) -> mx.array:
         rows, (_, heads, _, width) = len(self.rows), queries.shape
@@ -182,7 +182,7 @@ class LatentRowsKVCache(LatentRows, OwnRowsKVCache):
 
     def _over_chosen(self, queries: mx.array, row: int, places: mx.array) -> mx.array:
         """(new, heads, width) of a row whose new tokens attend to these `places` (new, most) of it."""
-        latents, parts = (array[0, 0][places] for array in self._whole(row))
+        latents, parts = (array[0, 0][places] for array in self._row_kv(row))
         new, most, width = latents.shape
         scores = queries[..., :width] @ latents.swapaxes(1, 2) + queries[..., width:] @ parts.swapaxes(1, 2)
         counts = mx.arange(self.lengths[row] - new, self.lengths[row])[:, None, None] + 1

@@ -177,7 +177,7 @@ class SequenceKVCache(MaybePacked, KVCache):
         self.offset += self.base
         self.__dict__.pop("bits", None)  # By which mlx-lm's attention tells packed KV.
         if self.mla_kind:
-            return self.whole()
+            return self.all_kv()
         self.unread = self.keys, self.values
         if self.how is None:
             attention.note_given(self.keys, self.values, self)
@@ -208,7 +208,7 @@ class SequenceKVCache(MaybePacked, KVCache):
             if queries.shape[2] <= FEW:
                 parts = [*(segment.pair(self.layer) for segment in self.segments), self.tail()]
                 return fold(queries, [], [parts], scale, sinks)
-        keys, values = self.whole()
+        keys, values = self.all_kv()
         return attention.by_backend(call._replace(keys=keys, values=values))
 
     @property
@@ -235,7 +235,7 @@ class SequenceKVCache(MaybePacked, KVCache):
         """Have these parts as tail."""
         self.keys, self.values = parts if self.how is None else (parts[:3], parts[3:])
 
-    def whole(self) -> Pair:
+    def all_kv(self) -> Pair:
         """K and V of all tokens, joined and unpacked; lazy."""
         each = [segment.parts(self.layer) for segment in self.segments]
         if (length := self.offset - self.base) or not each:

@@ -34,7 +34,7 @@ class AddressedLatentsKVCache(LatentRows, AddressedKVCache):
         AddressedKVCache._put(self, keys, values)
         self.put_fresh()
 
-    def _whole(self, row: int) -> Pair:
+    def _row_kv(self, row: int) -> Pair:
         return self.joined(row, 0, self.ends[row])
 
     def attend(
