@@ -166,19 +166,19 @@ class MemoryAdmission:
         shared = self._shared(sequence, running)
         need = self.need(sequence) - shared
         total, room = self._room(running)
-        beside, held, soon = need, Held(0, 0, False), False
+        extra, held, soon = need, Held(0, 0, False), False
         if need > room - self._hot.nbytes:
-            beside = min(need, self._beside_hot(sequence) - shared)
+            extra = min(need, self._beside_hot(sequence) - shared)
             held = self._hot.held(running, [sequence, *waiting])
             room -= held.now
             # Better wait until others have copied their blocks than evict what comes next.
-            soon = held.copying and beside > room - held.coming
+            soon = held.copying and extra > room - held.coming
         if need > room:  # What is cached is not computed. Not asked otherwise: that may touch the disk.
             through, hot = self._through_cache(sequence, room + shared)
             if through - shared < need:
-                need, beside = through - shared, through - shared - nbytes_of(hot)
+                need, extra = through - shared, through - shared - nbytes_of(hot)
         if need <= room and not soon:
-            self._clear_the_way(beside, running, [sequence, *waiting])
+            self._clear_the_way(extra, running, [sequence, *waiting])
             self._widen(sequence, need, running)
             self.note_end_of_wait(sequence, "got memory")
             return True
