@@ -117,7 +117,7 @@ class GuessMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("family", "kv_bits", "drafts", "examples"),
     [
-        ("qwen3", 0, True, 2),
+        ("qwen3", 0, True, 3),
         pytest.param("qwen3", 0, False, 4, marks=pytest.mark.slow),
         pytest.param("qwen3", 0, True, 5, marks=pytest.mark.slow),
         pytest.param("qwen3", 8, True, 3, marks=pytest.mark.slow),
