@@ -270,7 +270,7 @@ class EngineHost:
             sink=sink,
             name=request.name,
             again=request.again,
-            told=request.again,  # Another answer of its request has begun: a line would say that that waits.
+            wait_logged=request.again,  # Another answer of its request has begun.
             carried=bool(request.import_file or request.export_to),
         )
         sequence.deadline = sequence.stats.received + min(self._timeout_s, request.timeout_s or math.inf)

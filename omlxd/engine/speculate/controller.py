@@ -157,11 +157,12 @@ class Speculation:
 
         A step that was started ahead gives its tokens a turn later: what the last turn before a verify
         step gives too much, the first one behind it gives too little. That costs a step at most: what else
-        it takes, as on a GPU where the KV's arrays have grown, a plain step would take, too.
+        it takes, as on a GPU where the KV's arrays have grown, a plain step would take, too. A turn loses
+        `MOST_CREDIT` at most, what one may be planned to lose: the rest is the machine's, which stood still.
         """
         if not (plain := self.times.plain(rows)):
             return 0.0
-        took = seconds / plain if tokens else min(seconds / plain, 1.0)
+        took = min(seconds / plain, tokens / rows + MOST_CREDIT if tokens else 1.0)
         self._win(tokens / rows - took)
         self._idle = 0
         if self.credit >= MOST_CREDIT:

@@ -104,7 +104,7 @@ def test_rows_keep_their_own_kv(current: AttentionBackend, tmp_path: Path):
     out = step(tokens, batch, 0)
     out = loaded.model(tokens, cache=batch) if out is None else out
     np.testing.assert_allclose(np.array(out[:, -1].astype(mx.float32)), np.concatenate(alone), atol=3e-4)
-    if isinstance(current, StubBackend):
+    if isinstance(current, StubBackend):  # A kernel of `forward` alone attends to each row of a batch, too.
         assert current.asked == ["forward"] * len(tokens) * len(batch)
     held = mlx_adapter.row_tensors(batch, 1, 0, 22)
     assert all(array.shape[2] == 22 for array in held.values())

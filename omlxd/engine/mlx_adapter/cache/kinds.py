@@ -91,7 +91,8 @@ class CacheKind:
                it has none yet
     restore    (cache, arrays as `state_of` gives them, tokens that they hold)
     batch      the class whose `merge` makes a batch of such caches, but for rows with arrays of their own
-               (rows.py); `state_of` reads it where `kind` is per token
+               (rows.py); `state_of` reads it where `kind` is per token. Its `merge` asks a cache for
+               `size()`, `offset`, `keys` and `values`. None: such caches can't be batched
     trim       forgets the last tokens of a pass of several, of one sequence; None, for `state`: only by going
                back to what was there before (`before_pass`)
     """
@@ -163,7 +164,7 @@ KINDS: dict[Any, CacheKind] = {
     ArraysCache: CacheKind("state", _numbered, _put_numbered, ArraysCache, None),
 }
 """By the class itself, no subclass. A batch has the row of its rows' class."""
-KINDS |= {kind.batch: kind for kind in KINDS.values()}
+KINDS |= {kind.batch: kind for kind in KINDS.values() if kind.batch is not None}
 
 
 def add_arrays_kind(type: Any) -> None:
@@ -299,7 +300,8 @@ def segmented(cache: Cache, mla: Mapping[str, KVKind] | None = None) -> Cache:
 def is_batchable(cache: Cache) -> bool:
     """Whether mlx-lm can decode several such caches as one."""
     return all(
-        (spec_of(leaf) is not None or hasattr(type(leaf), "merge")) and not _keeps_first(leaf)
+        (KINDS[type(leaf)].batch is not None if type(leaf) in KINDS else hasattr(type(leaf), "merge"))
+        and not _keeps_first(leaf)
         for _, leaf in leaves(cache)
     )
 

@@ -146,7 +146,7 @@ class OwnRowsKVCache(RowBatch):
             return out
         if self._plain:
             return row_attention.one_row(query, *pair, scale, sinks)
-        return attention.mlx_own(query, *pair, row, scale, mask, sinks)
+        return attention.mlx_own(query, *pair, row, scale, cast(Any, mask), sinks)
 
     def extend(self, other: OwnRowsKVCache) -> None:
         self.rows += other.rows

@@ -49,6 +49,7 @@ from ..cache.kinds import (
     token_range,
 )
 from ..cache.packed import PARTS, is_packed
+from ..cache.segments import SequenceKVCache
 from ..runtime.device import SAFETENSORS_DTYPE
 from .load import LoadedModel
 
@@ -118,7 +119,11 @@ def write_prompt_cache(
 def _name(leaf: Any) -> str:
     """Of mlx-lm's class for the same; "" if it has none."""
     spec = spec_of(leaf)
-    return "" if spec is None or getattr(leaf, "keep", 0) else _NAMES.get(spec.kind, "KVCache")
+    if spec is None or getattr(leaf, "keep", 0):
+        return ""
+    if spec.kind != "state" and not isinstance(leaf, KVCache | SequenceKVCache | RotatingKVCache):
+        return ""  # Another class keeps its tokens in another way.
+    return _NAMES.get(spec.kind, "KVCache")
 
 
 # --------------------------------------------------------------------------- in
