@@ -67,6 +67,25 @@ class Turn:
     read: int = 0
 
 
+@dataclass(slots=True)
+class _LastTurns:
+    """What the turns before say of the next one.
+
+    waited   the last one waited for another's work
+    behind   the last one started no step ahead
+    plain    steps in a row, of the same rows, without draft tokens
+    is_behind_verify  a turn for draft tokens came, and no steady step since
+    rest     steps until drafts are proposed again; `vain`: proposals in vain
+    """
+
+    waited: bool = False
+    behind: bool = False
+    plain: int = 0
+    is_behind_verify: bool = False
+    rest: int = 0
+    vain: int = 0
+
+
 class DecodeBatch:
     """Rows are `Sequence`s, prefilled.
 
@@ -100,12 +119,8 @@ class DecodeBatch:
         self._unread: list[bool] = []
         self._sampler: BatchSampler | None = None
         self._logprobs: tuple[list[SamplerRow], StepLogprobs | None] = [], None
-        self._waited = False
-        self._behind = False  # The last turn started no step ahead.
-        self._plain = 0  # Steps in a row, of the same rows, without guesses.
-        self._is_behind_pass = False  # A turn for guesses came, and no steady step since.
+        self._last = _LastTurns()
         self._turn: Turn | None = None
-        self._rest = self._vain = 0  # Steps until it proposes again; proposals in vain.
 
     # ----------------------------------------------------------------- joining and leaving
 
@@ -157,8 +172,8 @@ class DecodeBatch:
     def _compose(self) -> None:
         """The rows have changed."""
         self._sampler = None
-        self._steps = self._rest = self._vain = 0
-        self._plain, self._is_behind_pass = 0, False
+        self._steps = self._last.rest = self._last.vain = 0
+        self._last.plain, self._last.is_behind_verify = 0, False
         self._packed = self._most_packed()
         self._speculates, kept = self._may_speculate(), self._speculators
         self._speculators = {
@@ -225,9 +240,11 @@ class DecodeBatch:
         if not self._speculates:
             return self._step()
         assert self._speculation is not None
-        self._turn = turn = Turn(clock(), len(self.rows), self._behind, self._waited, self._plain)
-        self._waited, self._plain = False, 0
-        proposes, self._rest = not self._rest, max(0, self._rest - 1)
+        self._turn = turn = Turn(
+            clock(), len(self.rows), self._last.behind, self._last.waited, self._last.plain
+        )
+        self._last.waited, self._last.plain = False, 0
+        proposes, self._last.rest = not self._last.rest, max(0, self._last.rest - 1)
         read: list[Draw] = []
         plan: list[tuple[list[int], list[Any]]] = []
         if proposes:
@@ -244,12 +261,12 @@ class DecodeBatch:
                     self._turn = None
                     return read  # The row has ended.
             plan = self._plan(rooms, offers, width)
-            self._vain = 0 if plan else self._vain + 1
-            self._rest = self._speculation.propose_interval(len(self.rows), self._vain) - 1
+            self._last.vain = 0 if plan else self._last.vain + 1
+            self._last.rest = self._speculation.propose_interval(len(self.rows), self._last.vain) - 1
             turn.propose_s = clock() - turn.began
         drawn = self._check(plan) if plan else self._step()
         turn.drawn, turn.read = read + drawn, len(read)
-        self._behind = bool(plan)
+        self._last.behind = bool(plan)
         return turn.drawn
 
     def end_turn(self) -> None:
@@ -268,11 +285,11 @@ class DecodeBatch:
         seconds = now - turn.began - spared
         if turn.guesses or turn.read or (turn.behind and not turn.drawn):
             self._settle(turn, seconds)
-            self._is_behind_pass = True
+            self._last.is_behind_verify = True
         elif turn.drawn and not turn.waited:
-            self._plain, seconds = turn.plain + 1, seconds - turn.propose_s
+            self._last.plain, seconds = turn.plain + 1, seconds - turn.propose_s
             steady = turn.plain >= NEWEST
-            if self._is_behind_pass and not steady:
+            if self._last.is_behind_verify and not steady:
                 self._settle(turn, seconds)
             self._speculation.record_step(turn.rows, seconds, steady=steady)
 
@@ -468,7 +485,7 @@ class DecodeBatch:
 
     def wait(self) -> None:
         """Until the step that was started last has been computed."""
-        self._waited = True
+        self._last.waited = True
         if self._inputs is not None:
             mx.eval(self._inputs)
 
@@ -530,7 +547,7 @@ class DecodeBatch:
             if new:
                 draws.append((row, token, likely.get(id(row.sampling))))
                 _advance(row, token)
-        if turn is not None and not self._rest:  # The next turn proposes, and a step is on its way.
+        if turn is not None and not self._last.rest:  # The next turn proposes, and a step is on its way.
             began = clock()
             for row, token, _ in draws:
                 speculator = self._speculators[row]

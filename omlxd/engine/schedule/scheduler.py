@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from ...common.heap import trim_heap
@@ -37,6 +38,14 @@ SHORT_S = 0.2
 """Seconds between two looks at whether there is memory for who is next."""
 IDLE_S = 5.0
 """Seconds without work after which memory is given back, and between two looks at it."""
+
+
+@dataclass(slots=True)
+class _LastStep:
+    """seconds: what a step beside a prefill takes; ended_at: when the last one ended."""
+
+    seconds: float = 0.0
+    ended_at: float = 0.0
 
 
 class Scheduler:
@@ -86,8 +95,7 @@ class Scheduler:
         self.memory: MemoryAdmission | None = None
         self.images: Images | None = None
         self._short = False  # Who is next waits for memory.
-        self._step_s = 0.0  # One beside a prefill.
-        self._stepped_at = 0.0  # When the last step ended.
+        self._last_step = _LastStep()
 
     @property
     def bridge(self) -> KVBridge | None:
@@ -299,8 +307,8 @@ class Scheduler:
             return False
         prompts = sum(sequence.state is State.PREFILLING for sequence in self.running)
         rows = sum(len(batch.rows) for batch in self._batches)
-        least = slice_seconds(self._step_s, self.passes.layer_s, prompts, rows)
-        return time.perf_counter() - self._stepped_at >= least
+        least = slice_seconds(self._last_step.seconds, self.passes.layer_s, prompts, rows)
+        return time.perf_counter() - self._last_step.ended_at >= least
 
     def between_layers(self, is_over: Callable[[], bool]) -> bool:
         """Look up while a pass over prompts is under way, and run a decode step if one is due.
@@ -334,14 +342,14 @@ class Scheduler:
                     batch.wait()
         for sequence in prompts:
             sequence.stats.end_pass()
-        self._stepped_at = time.perf_counter()
-        took = self._stepped_at - began
+        self._last_step.ended_at = time.perf_counter()
+        took = self._last_step.ended_at - began
         self.counts.decode_s += took
         for sequence in self.passes.computing:
             sequence.stats.pass_since += took
         if beside_prefill:  # One slow step is no reason to keep decoders waiting as long again.
-            usual = self._step_s or took
-            self._step_s = min(took, (1 - SMOOTHING) * usual + SMOOTHING * took)
+            usual = self._last_step.seconds or took
+            self._last_step.seconds = min(took, (1 - SMOOTHING) * usual + SMOOTHING * took)
 
     def _step(self, batch: DecodeBatch) -> None:
         with self._dropped_if_broken(batch):

@@ -73,9 +73,7 @@ class EngineHost:
         mlx_adapter.set_limits(0, load.budget)
         # Of this thread, which is the one that samples: MLX's own begin with the time of day.
         mx.random.seed(secrets.randbits(63) if load.seed is None else load.seed)
-        self._settings = load.cache
-        self._path, self._adapter = load.model_path, load.adapter
-        self._kv_reserve = load.kv_reserve
+        self._load = load
         self._output = output
         self._load_model(load)
         prints = footprint(Path(load.model_path), self.loaded.float32)
@@ -168,7 +166,7 @@ class EngineHost:
             return None
         try:
             shown, files = self.prompts.traits.image, self._store.images
-            images = make_images(Path(self._path), shown, self.loaded.model, self.media, files)
+            images = make_images(Path(self._load.model_path), shown, self.loaded.model, self.media, files)
         except ModelError as error:
             self.loaded.blind = error.message
             return None
@@ -242,7 +240,7 @@ class EngineHost:
     def _sequence(
         self, id: int, request: GenerateRequest, checked: CheckedRequest, served: Served, sink: RequestSink
     ) -> Sequence:
-        tokens, images, block = checked.tokens, checked.images, self._settings.block_size
+        tokens, images, block = checked.tokens, checked.images, self._load.cache.block_size
         root = chain_root(served.namespace, request.cache_salt)
         extra_keys = images.extra_keys(block) if images is not None else {}
         sequence = Sequence(
@@ -282,7 +280,7 @@ class EngineHost:
         """Writes a cache that holds `tokens` as the request wants it; None: it wants no file."""
         if not request.export_to:
             return None
-        told = {"model": self._path, "adapter": adapter.folder if adapter else self._adapter}
+        told = {"model": self._load.model_path, "adapter": adapter.folder if adapter else self._load.adapter}
         file = Path(request.export_to)
         return lambda cache: mlx_adapter.write_prompt_cache(file, self.loaded, cache, [*tokens], told)
 
@@ -290,7 +288,7 @@ class EngineHost:
         self, sequence: Sequence, rendered: RenderedPrompt, lineage: Lineage | None, standing: Standing
     ) -> None:
         if lineage is not None and not sequence.timed_out:
-            self._sessions.end(lineage, sequence.prompt.length // self._settings.block_size)
+            self._sessions.end(lineage, sequence.prompt.length // self._load.cache.block_size)
         self._traffic.note_request(sequence, rendered, standing)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -316,7 +314,7 @@ class EngineHost:
             constraint=checked.constraint,
             top_logprobs=request.sampling.logprobs,
             max_new=checked.max_new,
-            reserve=self._kv_reserve,
+            reserve=self._load.kv_reserve,
             eos=checked.eos,
         )
 
@@ -336,7 +334,7 @@ class EngineHost:
         if (bridge := self.scheduler.bridge) is None:
             return 0
         cached = takewhile(bridge.store.where, sequence.kv.hashes)
-        return sum(1 for _ in cached) * self._settings.block_size
+        return sum(1 for _ in cached) * self._load.cache.block_size
 
     def _context(self, request: GenerateRequest) -> int:
         return min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
@@ -365,7 +363,7 @@ class EngineHost:
             note(rendered)
             return prompt_with_images(rendered, self.images, settings.block_size)
 
-        bridge, settings = served.bridge, self._settings
+        bridge, settings = served.bridge, self._load.cache
         tokenizer = self.loaded.tokenizer
         states = bridge.states if bridge is not None else None
         return Explainer(
@@ -377,7 +375,7 @@ class EngineHost:
             stands=states.checkpoints.stands if states is not None else None,
             root=Path(settings.cold_dir) if settings.cold_dir else None,
             model_id=served.info.model_id,
-            model_path=self._path,
+            model_path=self._load.model_path,
             reuse_off=self.info.kv_reuse,
         )
 

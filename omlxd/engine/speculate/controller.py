@@ -35,7 +35,7 @@ from .draft_model import DraftModel
 from .mtp import MtpModel
 from .row import KINDS, HoldRate, Offer, expected_tokens
 from .times import NEWEST, PassTimes
-from .verify import MOST_TOKENS, WIDTHS, most_of_row, packed_size
+from .verify import MOST_CREDIT, MOST_TOKENS, WIDTHS, most_of_row, packed_size
 
 GAIN = 1.1
 """Tokens a second, as a multiple of plain decoding, that a verify step must promise.
@@ -57,11 +57,6 @@ The slowest are 16 stories on the H100: 0.97, and 0.98 before."""
 LOST_SHARE = 0.015
 """Of plain steps: what drafts that are not accepted may cost, and proposing drafts. So no work is slower
 than 0.985 for long, whatever is accepted."""
-
-MOST_CREDIT = 2.0
-"""Plain steps that drafts may lose at once: of those that plain steps paid, and that drafts won. With 1.0,
-four simulated edits on an H100 were at 2.65 and 16 logs at 1.00, for want of credit at the beginning; with
-this at 3.64 and 1.16."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..constrain.constraint import Constraint
 from .ngram import NgramProposer
-from .verify import WIDTHS
+from .verify import MOST_CREDIT, WIDTHS
 
 DRAFT = "draft"
 """The kind of a draft model's tokens."""
@@ -78,7 +78,10 @@ class RowSpeculator:
     not.
 
     won         plain steps that drafts have won it: its tokens of turns with drafts, less what those took.
-                A row with a prediction begins with one, so that it tries it whatever others have lost
+                A row with a prediction begins with `2 * MOST_CREDIT`, so that it tries it whatever others
+                have lost, and again where the first token is wrong: one stream of edits on an H200, 1B shape,
+                were at 1.43 and 2.32 times the speed without drafts with one step, at 2.41 and 2.48 with
+                these, and at 2.44 and 2.00 by the rules before
     constraint  of the sequence; its tokens so far are taken by it first
     shared      the share that is accepted, of all sequences: what is thought before this one proposed any
     prediction  tokens that the client predicts
@@ -91,7 +94,7 @@ class RowSpeculator:
         shared: Mapping[str, HoldRate] | None = None,
         prediction: Seq[int] = (),
     ):
-        self.won = 1.0 if prediction else 0.0
+        self.won = 2 * MOST_CREDIT if prediction else 0.0
         self._proposer = NgramProposer(tokens, prediction)
         self._constraint = constraint
         self._shared = shared or {kind: HoldRate() for kind in KINDS}

@@ -26,6 +26,11 @@ with (3, 15, 60), and with these at 1.64, 1.77 and 0.98 (edits, logs, prose)."""
 MOST_TOKENS = 256
 """Tokens of all rows in a verify step: logits of a vocabulary of 150,000 tokens take 150 MB."""
 
+MOST_CREDIT = 2.0
+"""Plain steps that drafts may lose at once: of those that plain steps paid, and that drafts won. With 1.0,
+four simulated edits on an H100 were at 2.65 and 16 logs at 1.00, for want of credit at the beginning; with
+this at 3.64 and 1.16."""
+
 
 def most_of_row() -> int:
     """Return the tokens that the widest verify step gives a row at most."""

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -18,6 +19,14 @@ FIRST_PASS_S, PASS_S = 0.1, 0.5
 disk may be faster by now, and later, since other prompts may come between its passes."""
 
 P = TypeVar("P")
+
+
+@dataclass(slots=True)
+class _ReadSeconds:
+    """since: when reads began, if any are under way; before: seconds of those before."""
+
+    since: float = 0.0
+    before: float = 0.0
 
 
 class TailRead(Generic[P]):
@@ -70,7 +79,7 @@ class TailRead(Generic[P]):
         self._reading: set[int] = set()
         self._ready: Callable[[], None] | None = None
         self._stopped = False
-        self._since = self._busy = 0.0  # When reads began, if any are under way; seconds of those before.
+        self._spent = _ReadSeconds()
         self._news: list[tuple[int, P | None]] = []
         self.come: set[int] = set()
         """Blocks that were read."""
@@ -168,7 +177,7 @@ class TailRead(Generic[P]):
                 return None
         self.low -= 1
         if not self._reading:
-            self._since = self._clock()
+            self._spent.since = self._clock()
         self._reading.add(self.low)
         return self.low
 
@@ -194,7 +203,7 @@ class TailRead(Generic[P]):
     def _let_go(self, index: int) -> None:
         self._reading.discard(index)
         if not self._reading:
-            self._busy += self._clock() - self._since
+            self._spent.before += self._clock() - self._spent.since
 
     def _wake_if_done(self) -> None:
         with self._lock:
@@ -205,7 +214,7 @@ class TailRead(Generic[P]):
         self._post(ready)
 
     def _busy_s(self) -> float:
-        return self._busy + (self._clock() - self._since if self._reading else 0.0)
+        return self._spent.before + (self._clock() - self._spent.since if self._reading else 0.0)
 
     def _read_s(self) -> float:
         """Seconds from one block to the next: as told before, until as many have come as are under way."""
