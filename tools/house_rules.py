@@ -13,6 +13,7 @@ fields         of one class with methods: annotations in its body and `self.x` s
                records (fewer than two methods: settings, requests, frames) have as many as their format
 constants      of numbers in the modules of speculation, at the top level
 match returns  in `KVBridge.match`
+request names  that `EngineHost.start` and the methods of its class behind it call, but for Python's own
 timed asserts  test files that assert a bound of less than 30 s on a real clock
 subjects       of the last 200 commits that are longer than 72 characters or name no room, in percent
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import re
 import subprocess
 import sys
@@ -153,6 +155,31 @@ def fields(owner: ast.ClassDef) -> set[str]:
     return names - {method.name for method in methods(owner)}
 
 
+def names_behind(tree: ast.Module, owner: str, method: str) -> set[str]:
+    """What `owner.method` calls, and the methods of `owner` that it names; no names of Python's library."""
+    standard = {*dir(builtins)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module in sys.stdlib_module_names:
+            standard |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            standard |= {alias.name for alias in node.names} & sys.stdlib_module_names
+    bodies = {
+        each.name: each
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == owner
+        for each in methods(node)
+    }
+    found, seen, todo = set[str](), set[str](), [method] * (method in bodies)
+    while todo:
+        seen.add(name := todo.pop())
+        for node in ast.walk(bodies[name]):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] not in standard | {"log"}:
+                found.add(ast.unparse(node.func))
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                todo += [node.attr] * (node.attr in bodies and node.attr not in seen)
+    return found
+
+
 def numbers(tree: ast.Module) -> Iterator[str]:
     """Top-level names in capitals whose value is made of numbers."""
     for node in tree.body:
@@ -274,6 +301,9 @@ def measures(root: Path, commit: str, details: bool) -> dict[str, int]:
         "fields of one class": max(n for n, _ in classes),
         "constants of speculation": len(constants),
         "returns in KVBridge.match": sum(isinstance(n, ast.Return) for m in match for n in ast.walk(m)),
+        "names of a request from EngineHost.start": max(
+            (len(names_behind(tree, "EngineHost", "start")) for tree in trees.values()), default=0
+        ),
         "test files with timed asserts": len(tests),
         f"bad subjects of {COMMITS}, percent": subjects(commit),
     }

@@ -41,3 +41,19 @@ def test_fields_and_constants():
     owner = tree.body[2]
     assert isinstance(owner, ast.ClassDef)
     assert house_rules.fields(owner) == {"x", "y"} and list(house_rules.numbers(tree)) == ["A"]
+
+
+def test_names_behind_a_method():
+    source = """
+import os
+class A:
+    def a(self):
+        len(b())
+        os.stat(1)
+        self.c()
+    def c(self):
+        d.e()
+    def f(self):
+        g()
+"""
+    assert house_rules.names_behind(ast.parse(source), "A", "a") == {"b", "self.c", "d.e"}
