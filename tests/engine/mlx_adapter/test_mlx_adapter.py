@@ -310,3 +310,17 @@ def test_who_leaves_a_batch_has_the_others_copied_once(kernel: bool, starts: lis
     for row, length in enumerate((30, 35)):
         own = np.array(batch.keys[row, 0, batch.starts[row] : batch.ends[row], 0])
         assert own == pytest.approx(length + np.arange(length) / 1000)
+
+
+def test_a_class_of_caches_without_a_size_is_not_batched():
+    """mlx-lm's merge takes `size()` tokens of each: of such a class it would take none, and say nothing."""
+
+    class Sizeless(KVCache):
+        def size(self) -> int:
+            return 0
+
+    rows = [Sizeless(), Sizeless()]
+    for row in rows:
+        row.update_and_fetch(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 4)))
+    with pytest.raises(RuntimeError, match="Sizeless"):
+        batch_kv.EvenBatchKVCache.merge(rows)

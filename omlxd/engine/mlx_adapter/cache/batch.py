@@ -75,8 +75,13 @@ class EvenBatchKVCache(MaybePacked, BatchKVCache):
 
     @classmethod
     def merge(cls, caches: Any) -> Any:
-        """Of one cache: a batch of one, which has the cache's arrays."""
+        """Of one cache: a batch of one, which has the cache's arrays.
+
+        Raises RuntimeError for a class whose `size()` is not its tokens: mlx-lm would leave those out.
+        """
         first, *others = caches
+        if others and any(cache.size() != cache.offset for cache in caches):
+            raise RuntimeError(f"{type(first).__name__} has no size of its own, so it can't be batched")
         if first.keys is None:
             return cls([0] * len(caches), first.how) if is_packed(first) else super().merge(caches)
         if others and not is_packed(first):
