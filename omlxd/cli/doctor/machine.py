@@ -26,7 +26,7 @@ FEW_FILES = 1024
 
 _ASK = """
 import json
-from omlxd.engine import blas
+from omlxd.engine.process import blas
 blas.put_first()
 import mlx.core as mx
 info = {}

@@ -209,11 +209,14 @@ def map_leaves(change: Callable[..., Any], *layers: Any) -> Any:
 
 
 def _of_kind(cache: Cache, *, per_token: bool) -> Iterable[tuple[str, Any, CacheKind]]:
-    """(name, leaf, its row) of the leaves of one sequence's cache that have a row of that sort."""
+    """(name, leaf, its row) of the leaves of one sequence's cache that have a row of that sort.
+
+    A batch whose rows keep arrays of their own has a spec, and no row.
+    """
     for name, leaf in leaves(cache):
-        spec = spec_of(leaf)
-        if spec is not None and spec.per_token == per_token:
-            yield name, leaf, KINDS[type(leaf)]
+        spec, row = spec_of(leaf), KINDS.get(type(leaf))
+        if spec is not None and row is not None and spec.per_token == per_token:
+            yield name, leaf, row
 
 
 def _named(name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
