@@ -8,6 +8,11 @@ from typing import Literal
 KVKind = Literal["kv", "packed", "mla", "index", "window", "state"]
 
 
+def is_per_token(kind: KVKind) -> bool:
+    """Return whether a layer of `kind` keeps one entry a token, and nothing at a position alone."""
+    return kind not in ("window", "state")
+
+
 @dataclass(slots=True, frozen=True)
 class KVSpec:
     """What a layer keeps, of one sequence or of a batch. `cache/kinds.py` says which class keeps what.
@@ -28,5 +33,5 @@ class KVSpec:
 
     @property
     def per_token(self) -> bool:
-        """Whether it keeps one entry a token, and nothing that exists at a position alone."""
-        return self.kind not in ("window", "state")
+        """Return `is_per_token` of its kind."""
+        return is_per_token(self.kind)

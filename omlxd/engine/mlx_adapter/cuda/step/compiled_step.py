@@ -37,7 +37,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from ...attention.backend import DecodeStep, current
 from ...cache.batch import EvenBatchKVCache, WindowBatchKVCache
-from ...cache.kinds import Cache, leaves, spec_of
+from ...cache.kinds import KINDS, Cache, leaves
 from ...cache.packed import Quantisation
 from ...cache.segments import SequenceKVCache
 from ..attention import segment_attention, segments
@@ -95,10 +95,10 @@ def _tree(cache: Cache) -> list[int | list[int]]:
 
 def _is_state(leaf: Any) -> bool:
     """Whether it keeps recurrent state of all rows, without padding."""
-    spec = spec_of(leaf)
+    row = KINDS.get(type(leaf))
     return (
-        spec is not None
-        and spec.kind == "state"
+        row is not None
+        and row.kind == "state"
         and leaf.lengths is None
         and leaf.left_padding is None
         and not any(array is None for array in leaf.cache)
