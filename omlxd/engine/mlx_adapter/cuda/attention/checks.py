@@ -1,4 +1,4 @@
-"""The check of each kernel of attention: beside MLX's own, and with rows that have arrays of their own."""
+"""Checks each attention kernel against MLX's own attention, and helps with rows that keep arrays."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def checked(
     *,
     remember: tuple[str, object] | None = None,
 ) -> T | None:
-    """What `make` makes; None, and a line in the log, where it does not compute what MLX's own does.
+    """Return the kernel that `make` makes, or None if it does not run or differs from MLX's own attention.
+    The log says which.
 
-    difference  the largest from MLX's own; from `close` on it is too large
-    instead     what runs in the kernel's place, and the kernel: a line in the log begins so
+    difference  returns the largest difference from MLX's own; `close` and more is too large
+    instead     how the log's line of a refused kernel begins
     says, also  what the log says of a kernel that passed, and behind its difference
     remember    name of the check and what it depends on beside the machine; None: it runs at each load
     """
@@ -55,7 +56,7 @@ def checked(
 
 
 def far(got: mx.array, want: mx.array) -> float:
-    """The largest difference from `want`, in float32; NaN is infinite."""
+    """Return the largest difference from `want`, in float32; infinite for NaN."""
     apart = cast(float, mx.abs(got.astype(mx.float32) - want).max().item())
     return apart if apart == apart else float("inf")
 
@@ -71,7 +72,7 @@ def over_tails_of(
     before: Sequence[Sequence[mx.array]] = (),
     **how: Any,
 ) -> mx.array:
-    """What `kernel.over_tails` gives of `rows`, the arrays of each, once the `newest` tokens are put there.
+    """Put the `newest` tokens into `rows`, the arrays of each row, and return what `kernel.over_tails` gives.
 
     newest  keys and values of as many tokens of each row as there are queries, or their parts; what the rows
             have in their place is wiped out first

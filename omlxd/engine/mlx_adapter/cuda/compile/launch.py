@@ -1,4 +1,4 @@
-"""Launches of machine code, and where arrays lie that a launch is told of by address."""
+"""Launches machine code, and finds the addresses of arrays for kernels that read them by address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AT_ONCE = 24
 def run(
     code: tuple[str, bytes], inputs: Sequence[mx.array], scalars: Sequence[int], **how: Any
 ) -> list[mx.array]:
-    """What a launch of `code`, a function and its machine code, gives; its inputs are made contiguous."""
+    """Launch `code`, (function, machine code), and return its outputs; inputs are made contiguous."""
     function, machine_code = code
     return mx.fast.precompiled_cuda_kernel(
         name=function,
@@ -30,7 +30,7 @@ def run(
 
 
 class Code:
-    """Machine code by what a source is made of. Raises what NVRTC and the driver raise."""
+    """Compiles several sources at once, and runs each by its key. Raises what NVRTC and the driver raise."""
 
     def __init__(self, sources: dict[Any, tuple[str, str]]):
         with ThreadPoolExecutor(len(sources), thread_name_prefix="nvrtc") as aside:
@@ -49,10 +49,10 @@ def _addresses_code() -> Code:
 
 
 def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
-    """Where each of `arrays`, in one piece each, lies in the GPU's memory, in uint64, evaluated.
+    """Return the address of each of `arrays` in the GPU's memory, in uint64, evaluated. Each is contiguous.
 
-    A kernel is told them, since MLX gives none that stays: an array that Python looks at moves for good. So
-    does what a view of it shares: let nobody have one of these.
+    An array that Python looks at moves for good, and so does each view of it: let Python look at none of
+    these as long as a kernel reads them by address.
     """
     mx.eval(list(arrays))
     code, found = _addresses_code(), list[mx.array]()
@@ -74,7 +74,7 @@ def addresses_of(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def addresses_source(count: int) -> tuple[str, str]:
-    """(function, CUDA source) of a launch that gives the addresses of its `count` arrays."""
+    """Return (function, CUDA source) of a kernel that writes the addresses of its `count` arrays."""
     name = f"omlxd_addresses_{count}"
     arguments = ", ".join(f"const void* x{i}" for i in range(count))
     body = " ".join(f"out[{i}] = (unsigned long long)x{i};" for i in range(count))

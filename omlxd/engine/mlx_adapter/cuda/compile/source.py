@@ -1,5 +1,5 @@
-"""CUDA source of kernels: the files of kernels/, behind `#define`s and constants. It includes nothing else
-(nvrtc.py)."""
+"""Makes the CUDA source of a kernel: `#define`s and constants, then files of kernels/. The source includes
+no header, since NVRTC finds none (nvrtc.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNELS = files("omlxd.engine.mlx_adapter.cuda") / "kernels"
 
 @cache
 def text_of(name: str) -> str:
-    """The file kernels/`name`.cu."""
+    """Return the text of kernels/`name`.cu."""
     return (KERNELS / f"{name}.cu").read_text()
 
 
@@ -30,7 +30,7 @@ def source(
     kind: str = "",
     numbers: Mapping[str, float] | None = None,
 ) -> str:
-    """What these files make, one behind the other.
+    """Return a kernel's CUDA source: `#define`s, constants, then these files in their order.
 
     words    macros, by their names; a flag is 0 or 1
     kind     what numbers of 16 bits are: header.cu and `using T` come before the files
