@@ -71,7 +71,7 @@ class Turn:
 class _LastTurns:
     """What the turns before say of the next one.
 
-    waited   the last one waited for another's work
+    waited   `wait` was called since: the next turn's time is no whole step's
     behind   the last one started no step ahead
     plain    steps in a row, of the same rows, without draft tokens
     is_behind_verify  a turn for draft tokens came, and no steady step since
