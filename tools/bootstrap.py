@@ -262,7 +262,7 @@ class Bar:
         self._stream = stream
         self._collected = self._fetched = self._wanted = 0
         self._before = installed_count()
-        self._words = self._shown = ""
+        self._words, self._shown = "", set()
 
     def line(self, text):
         """A line that pip wrote."""
@@ -291,9 +291,9 @@ class Bar:
             bar = "#" * filled + "." * (WIDTH - filled)
             text = f"bootstrap: [{bar}] {int(100 * self.part):3d} % {words or 'preparing'}"
             self._stream.write("\r" + text[: shutil.get_terminal_size().columns - 1] + "\033[K")
-        elif words and words.split()[0] != self._shown:
-            self._shown = words.split()[0]
-            self._stream.write("bootstrap: " + self._shown + " packages\n")
+        elif words and words.split()[0] not in self._shown:  # Pip finds and fetches in turns.
+            self._shown.add(words.split()[0])
+            self._stream.write("bootstrap: " + words.split()[0] + " packages\n")
         self._stream.flush()
 
     def end(self):

@@ -148,6 +148,7 @@ for name in ("mlx[cpu]==0.32.4", "rich>=15"):
     say("Collecting " + name + " (from omlxd==0.1)")
 say("  Downloading rich-15.0-py3-none-any.whl.metadata (18 kB)")
 say("Downloading mlx-0.32.4-cp311.whl (60.1 MB)")
+say("Collecting rich>=15")
 say("Using cached rich-15.0-py3-none-any.whl (243 kB)")
 say("Installing collected packages: mlx, rich")
 for name in ("mlx", "rich"):
