@@ -28,6 +28,7 @@ PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "omlxd-installed.json")
 """Written last: an install that was interrupted has none, and is done again."""
 OLDEST = (3, 11)
+UV_PYTHONS = "~/.local/share/uv/python/cpython-3.1[1-9].*/bin"
 VISION = "mlx-vlm==0.7.10"
 """Without its dependencies: a web server, training and audio, 700 MB. What images need is omlxd[vision]."""
 USUAL, WIDTH = 60, 24
@@ -157,6 +158,9 @@ def become_newer_python(environ):
         "/opt/homebrew/bin",
         "/usr/local/bin",
         *glob.glob("/Library/Frameworks/Python.framework/Versions/3.1[1-9]/bin"),
+        os.path.expanduser("~/.local/bin"),
+        # A `+` in the name of one of uv's is another build, as one without the GIL.
+        *[place for place in glob.glob(os.path.expanduser(UV_PYTHONS)) if "+" not in place],
     ]
     found = f"{sys.version_info[0]}.{sys.version_info[1]}"
     for minor in (13, 12, 11, 14):

@@ -88,6 +88,21 @@ def test_an_old_python_goes_on_with_a_newer_one_or_is_refused(bootstrap, monkeyp
     assert caught.value.code == 0 and became[0][0] == sys.executable
 
 
+def test_pythons_of_uv_are_found(bootstrap, monkeypatch, tmp_path):
+    """Where no shell's profile puts them on PATH: a fresh Mac has the 3.9 of Xcode's tools alone."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 6))
+    places: list[str] = []
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name, path: places.extend(path.split(os.pathsep)))
+    for build in ("cpython-3.13.7-macos-aarch64-none", "cpython-3.14.0+freethreaded-macos-aarch64-none"):
+        (tmp_path / ".local/share/uv/python" / build / "bin").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        bootstrap.become_newer_python({"PATH": "/bin"})
+    uv = f"{tmp_path}/.local/share/uv/python/cpython-3.13.7-macos-aarch64-none/bin"
+    assert places[:1] == ["/bin"] and {f"{tmp_path}/.local/bin", uv} <= {*places}
+    assert not any("freethreaded" in place for place in places)
+
+
 def test_contaminants_are_dropped_and_named(bootstrap: ModuleType, capsys: pytest.CaptureFixture):
     clean = bootstrap.clean_environment(
         {

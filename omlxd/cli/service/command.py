@@ -100,14 +100,17 @@ def _run(args: argparse.Namespace, manager: Launchd | Systemd) -> int:
 
 
 def _show(status: Status, manager: str) -> int:
+    how = f", with {status.last_exit}" if status.last_exit else ""
     said = {
         "running": f"running, process {status.pid}",
         "waiting": "waiting: the first connection starts it",
-        "failed": f"failed, with status {status.last_exit}; `omlxd service logs` tells why",
+        "failed": f"failed{how}; `omlxd service logs` tells why",
         "stopped": "stopped; `omlxd service start` starts it",
         "not installed": "not installed; `omlxd service install` does that",
     }[status.state]
     print(said)
+    if status.trouble:
+        print(status.trouble)
     if status.state != "not installed":
         print(f"{manager}: {status.file}")
     return STATUS_EXIT[status.state]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import plistlib
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from .manager import (
     tail,
 )
 from .plan import EXIT_TIMEOUT_S, FILES, LAUNCHD_NAME, THROTTLE_S, Plan
+from .protected import check_unprotected
 
 LABEL = "dev.omlxd.serve"
 
@@ -37,6 +39,15 @@ EIO, EXISTS, IN_PROGRESS, ALREADY = 5, 17, 36, 37
 """Statuses of bootstrap for a job that is loaded already (5, 17, 37) or still on its way out (36, 37)."""
 NO_PROCESS, NOT_FOUND, NO_DOMAIN = 3, 113, 125
 POLL_S = 0.2
+LOGIN_ITEMS = "System Settings > General > Login Items (Allow in the Background)"
+_LAST_END = re.compile(
+    r"^\s*last (?:exit code = (?P<status>\d.*)|(?P<kind>terminating signal|exit reason) = (?P<what>.+))$",
+    re.M,
+)
+"""How a job's last run ended. A signal, and a reason as `JETSAM_…`, stand in place of the exit code."""
+ASKED_TO_END = "signal Terminated: 15"
+_BROKEN = (plistlib.InvalidFileException, ExpatError, ValueError, LookupError, TypeError)
+"""What reading a property list raises that somebody changed."""
 
 
 class Launchd:
@@ -45,6 +56,7 @@ class Launchd:
     name = "launchd"
 
     def __init__(self, home: Path):
+        self._home = home
         self._domain = f"gui/{os.getuid()}"
         self._service = f"{self._domain}/{LABEL}"
         self.file = home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
@@ -55,7 +67,11 @@ class Launchd:
         return self._logs / "omlxd.log"
 
     def install(self, plan: Plan) -> bool:
-        """Write the files and start listening; returns False if just that was installed already."""
+        """Write the files and start listening; returns False if just that was installed already.
+
+        Raises ConfigError for files that the service could not read.
+        """
+        check_unprotected(plan.paths, self._home)
         content = plistlib.dumps(agent(plan, self._logs / "stdio.log"))
         there, was_loaded = read_ours(self.file, BY_SERVICE), self._loaded()
         if there == content and was_loaded:
@@ -109,20 +125,22 @@ class Launchd:
         self.start()
 
     def status(self) -> Status:
-        if read_ours(self.file, BY_SERVICE) is None:
+        if (content := read_ours(self.file, BY_SERVICE)) is None:
             return Status(state="not installed", file=self.file)
+        gone = _lost_python(content)
         done = run("launchctl", "print", self._service)
         if done.status:
-            return Status(state="stopped", file=self.file)
+            hint = f"If a start fails with status {EIO}, it may be switched off: {LOGIN_ITEMS}."
+            return Status(state="stopped", file=self.file, trouble=gone or hint)
         pid = re.search(r"^\s*pid = (\d+)", done.out, re.MULTILINE)
-        last = re.search(r"^\s*last exit code = (.+)$", done.out, re.MULTILINE)
-        last_exit = last[1].strip() if last and "never" not in last[1] else ""
-        failed = not pid and last_exit not in ("", "0")
+        last_exit = _last_end(done.out)
+        failed = not pid and (gone or last_exit not in ("", "status 0", ASKED_TO_END))
         return Status(
             state="running" if pid else "failed" if failed else "waiting",
             file=self.file,
             pid=int(pid[1]) if pid else None,
             last_exit=last_exit,
+            trouble=gone,
         )
 
     def logs(self, lines: int, follow: bool) -> list[str]:
@@ -148,6 +166,11 @@ class Launchd:
             return
         if done.status == NO_DOMAIN:
             raise ServiceError("launchd has no session for this user; log in at the Mac's screen first.")
+        if done.status == EIO:
+            raise ServiceError(
+                f"launchd would not take {self.file}: {done.said}. It is switched off under {LOGIN_ITEMS}, "
+                "or nobody is logged in at the Mac's screen: change that, then run `omlxd service start`."
+            )
         raise ServiceError(f"launchd would not take {self.file}: {done.said}.")
 
     def _bootout(self) -> None:
@@ -166,13 +189,39 @@ class Launchd:
         raise ServiceError("launchd has not ended it in time; try again in a moment.")
 
 
+def _last_end(said: str) -> str:
+    """Return how the last run ended, by `launchctl print`: `status 1`, `signal Killed: 9`; "": none has."""
+    if not (last := _LAST_END.search(said)):
+        return ""
+    kind = (last["kind"] or "status").replace("terminating ", "").replace("exit ", "")
+    return f"{kind} {(last['status'] or last['what']).strip()}"
+
+
+def _lost_python(agent: bytes) -> str:
+    """Say what to do if the Python of a property list as below is gone; "": it is there."""
+    try:
+        job = plistlib.loads(agent)
+        python, *words = job["ProgramArguments"]
+        flags = words[words.index("serve") + 1 :]
+    except _BROKEN:
+        return ""
+    if os.path.exists(python):
+        return ""
+    at_login = ["--at-login"] if "KeepAlive" in job else []
+    return (
+        f"Its Python is gone: {python} (`brew upgrade` and others remove old ones). In a checkout, `python3 "
+        "tools/bootstrap.py serve --help` makes .venv again. Or run, with an omlxd that starts:\n"
+        + shlex.join(["omlxd", "service", "install", *at_login, "--", *flags])
+    )
+
+
 def _port(agent: bytes | None) -> str | None:
     """Return the port of a property list as below; None also for one that somebody broke."""
     try:
         listeners = plistlib.loads(agent or b"")["Sockets"][LAUNCHD_NAME]
         # Earlier versions wrote one dictionary.
         return (listeners if isinstance(listeners, dict) else listeners[0])["SockServiceName"]
-    except (plistlib.InvalidFileException, ExpatError, ValueError, LookupError, TypeError):
+    except _BROKEN:
         return None
 
 

@@ -26,14 +26,16 @@ class ServiceError(OmlxdError):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """state     `waiting`: its port is open, and the first connection starts it
     pid       of the daemon while it runs
-    last_exit exit status of its last run, where the manager tells
+    last_exit how its last run ended, where the manager tells: `status 1`, `signal Killed: 9`
     file      the file that was installed
+    trouble   what is wrong or may be, and what to do
     """
 
     state: State
     file: Path
     pid: int | None = None
     last_exit: str = ""
+    trouble: str = ""
 
 
 class Ran(msgspec.Struct, frozen=True):

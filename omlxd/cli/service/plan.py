@@ -16,6 +16,7 @@ from ...config import BY_NAME, OPTIONS, load_settings
 from ...config.settings import BY_SERVICE
 from ...errors import ConfigError
 from ...models.resolve import is_local
+from .protected import used_paths
 
 EXIT_TIMEOUT_S = 60
 """Seconds between SIGTERM and SIGKILL: above our own deadlines for ending answers and writing the cache."""
@@ -38,6 +39,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     host, port  where the manager listens for us
     log_file    where the daemon logs; None: standard error
     at_login    start at login, and again after a failure, rather than at the first connection
+    paths       what it runs, reads and writes: (what it is, path)
     """
 
     program: tuple[str, ...]
@@ -46,6 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     log_file: Path | None = None
     at_login: bool = False
+    paths: tuple[tuple[str, Path], ...] = ()
 
 
 def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool) -> Plan:
@@ -66,13 +69,15 @@ def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool
     arguments = [word for name, text in options.items() for word in _words(name, text)]
     variables = {BY_SERVICE: "1"} | {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
     program = (str(Path(sys.executable).absolute()), "-m", "omlxd", "serve", *arguments)
+    log_file = settings.log_file or log_file
     return Plan(
         program=program,
         environ=variables | _import_path(program[0]),
         host=settings.host,
         port=settings.port,
-        log_file=settings.log_file or log_file,
+        log_file=log_file,
         at_login=at_login,
+        paths=tuple(used_paths(settings, log_file)),
     )
 
 

@@ -105,7 +105,8 @@ class Systemd:
         if read_ours(self.file, MARK) is None:
             return Status(state="not installed", file=self.file)
         active, pid = self._show("ActiveState", SERVICE), self._show("MainPID", SERVICE)
-        last = self._show("ExecMainStatus", SERVICE)
+        by_signal = self._show("Result", SERVICE) in ("signal", "core-dump")
+        last = f"{'signal' if by_signal else 'status'} {self._show('ExecMainStatus', SERVICE)}"
         if active in ("active", "reloading", "deactivating", "activating") and pid not in ("", "0"):
             return Status(state="running", file=self.file, pid=int(pid))
         if active == "failed":

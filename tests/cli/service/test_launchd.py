@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from service_tools import Tools, agent_file, port, service, tools  # noqa: F401
 
-from omlxd.cli.service import launchd
+from omlxd.cli.service import launchd, protected
 
 GUI = f"gui/{os.getuid()}"
 JOB = f"{GUI}/dev.omlxd.serve"
@@ -129,6 +129,10 @@ def test_what_launchctl_refuses_is_told_in_one_line(tools: Tools, tmp_path: Path
     status, _, err = service(tmp_path, *install)
     assert status == 1 and "log in at the Mac's screen" in err and err.count("\n") == 1
     assert service(tmp_path, *install)[0] == 0  # What failed half-way is no obstacle.
+    assert service(tmp_path, "stop")[0] == 0
+    tools.set(forced={"bootstrap": 5})
+    status, _, err = service(tmp_path, "start")
+    assert status == 1 and "Login Items (Allow in the Background)" in err and err.count("\n") == 1
     tools.set(forced={"kickstart": 3})
     assert service(tmp_path, "start")[0] == 1
     tools.set(forced={"bootout": 9})
@@ -144,12 +148,18 @@ def test_status_and_logs(tools: Tools, tmp_path: Path, port: str):
         ("\tstate = running\n\tpid = 4711\n\tlast exit code = 1\n", 0, "running, process 4711"),
         ("\tstate = not running\n\tlast exit code = 0\n", 0, "waiting"),
         ("\tstate = not running\n\tlast exit code = 78: EX_CONFIG\n", 3, "failed, with status 78: EX_CONFIG"),
+        # A signal stands in place of the code, and stays while the next run goes on (macOS 26).
+        ("\truns = 2\n\tlast terminating signal = Killed: 9\n", 3, "failed, with signal Killed: 9"),
+        ("\truns = 2\n\tlast terminating signal = Terminated: 15\n", 0, "waiting"),
+        ("\tpid = 4711\n\tlast terminating signal = Killed: 9\n", 0, "running, process 4711"),
+        ("\tlast exit reason = JETSAM_REASON_MEMORY\n", 3, "failed, with reason JETSAM_REASON_MEMORY"),
     ):
         tools.set(print=said)
         got = service(tmp_path, "status")
         assert got[0] == status and words in got[1], said
     assert service(tmp_path, "stop")[0] == 0
-    assert service(tmp_path, "status")[0] == 3
+    status, out, _ = service(tmp_path, "status")
+    assert status == 3 and "fails with status 5, it may be switched off" in out and "Login Items" in out
     logs = tmp_path / "home/Library/Logs/omlxd"
     assert launchd.Launchd(tmp_path / "home").logs(7, True) == [
         *("tail", "-n", "7", "-F", str(logs / "stdio.log"), str(logs / "omlxd.log"))
@@ -166,3 +176,44 @@ def test_a_file_that_is_not_ours_is_left_alone(tools: Tools, tmp_path: Path, por
         status, _, err = service(tmp_path, verb)
         assert status == 1 and "not written by `omlxd service install`" in err
     assert tools.calls() == [] and agent_file(tmp_path).exists()
+
+
+def test_what_macos_keeps_from_services_is_refused(
+    tools: Tools, tmp_path: Path, port: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A terminal may read there and the agent may not, so that a trial in the terminal shows nothing."""
+    home = tmp_path / "home"
+    for folder in ("Documents/omlxd/omlxd", "Library/Mobile Documents/models", "Desktop", "fine"):
+        (home / folder).mkdir(parents=True)
+    (home / "mine").symlink_to(home / "Library/Mobile Documents")
+    install = ("install", "--", "--port", port)
+    for flags, words in (
+        (("--model-dir", str(home / "mine/models")), "the folder of models is in iCloud Drive: "),
+        (("--model", str(home / "fine/../Desktop")), "the model is in Desktop: "),
+        (("--paged-ssd-cache-dir", "/Volumes/fast/cache"), "the SSD cache is in /Volumes: "),
+        (("--base-path", str(home / "downloads")), "the base folder is in Downloads: "),
+        (("--log-file", str(home / "Desktop/omlxd.log")), "the log is in Desktop: "),
+    ):
+        status, _, err = service(tmp_path, *install, *flags)
+        assert status == 2 and f"omlxd: {words}" in err, (flags, err)
+        assert "Privacy & Security > Files and Folders, Full Disk Access" in err and "Move it" in err
+        assert err.count("\n") == 2, err  # What lies in it is not named, too.
+    assert tools.calls() == [] and not agent_file(tmp_path).exists()
+    assert service(tmp_path, *install, "--no-cache", "--paged-ssd-cache-dir", "/Volumes/fast")[0] == 0
+    monkeypatch.setattr(protected.omlxd, "__file__", str(home / "Documents/omlxd/omlxd/__init__.py"))
+    monkeypatch.setattr(sys, "prefix", str(home / "Documents/omlxd/.venv"))
+    status, _, err = service(tmp_path, *install)
+    assert status == 2 and f"omlxd: omlxd is in Documents: {home}/Documents/omlxd." in err
+    assert err.count("\n") == 2
+
+
+def test_status_says_when_its_python_is_gone(tools: Tools, tmp_path: Path, port: str):
+    assert service(tmp_path, "install", "--at-login", "--", "--port", port)[0] == 0
+    job = plistlib.loads(agent_file(tmp_path).read_bytes())
+    (tmp_path / "python").symlink_to(tmp_path / "Cellar/python@3.13")
+    job["ProgramArguments"][0] = str(tmp_path / "python")
+    agent_file(tmp_path).write_bytes(plistlib.dumps(job))
+    tools.set(print="\tlast exit code = (never exited)\n")
+    status, out, _ = service(tmp_path, "status")
+    assert status == 3 and out.startswith("failed; ") and f"Its Python is gone: {tmp_path}/python" in out
+    assert f"\nomlxd service install --at-login -- --port {port} --log-file" in out

@@ -72,12 +72,20 @@ def test_the_units_and_their_commands(tools: Tools, tmp_path: Path, port: str):
     assert tools.calls()[0] == "systemctl --user disable --now omlxd.service omlxd.socket"
 
 
+KILLED = {
+    "ActiveState omlxd.service": "failed",
+    "Result omlxd.service": "signal",
+    "ExecMainStatus omlxd.service": "9",
+}
+
+
 def test_status_and_logs(tools: Tools, tmp_path: Path, port: str, monkeypatch: pytest.MonkeyPatch):
     assert service(tmp_path, "install", "--", "--port", port, platform="linux")[0] == 0
     for show, status, words in (
         ({"ActiveState omlxd.service": "active", "MainPID omlxd.service": "7"}, 0, "running, process 7"),
         ({"ActiveState omlxd.service": "inactive", "ActiveState omlxd.socket": "active"}, 0, "waiting"),
         ({"ActiveState omlxd.service": "failed", "ExecMainStatus omlxd.service": "2"}, 3, "status 2"),
+        (KILLED, 3, "failed, with signal 9;"),
         ({"ActiveState omlxd.service": "inactive", "ActiveState omlxd.socket": "inactive"}, 3, "stopped"),
     ):
         tools.set(show=show)

@@ -1,0 +1,89 @@
+"""Folders that macOS keeps from services, and which files of a service lie there.
+
+A terminal has its user's consent for them, and so has what it starts. An agent of launchd has not: it gets
+`Operation not permitted`, or a question that nobody sees. macOS calls this TCC.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import omlxd
+
+from ...config import Settings
+from ...errors import ConfigError
+from ...models.catalog import hub_cache_dir
+from ...models.resolve import is_local, local_path
+
+PROTECTED = {
+    "~/Documents": "Documents",
+    "~/Desktop": "Desktop",
+    "~/Downloads": "Downloads",
+    "~/Library/Mobile Documents": "iCloud Drive",
+    "~/Library/CloudStorage": "a cloud's folder",
+    "/Volumes": "/Volumes",
+}
+"""Folder → its name for people."""
+
+Paths = Iterable[tuple[str, Path]]
+
+
+def used_paths(settings: Settings, log_file: Path | None) -> Paths:
+    """Yield (what it is, path) of all that a daemon with `settings` runs, reads and writes."""
+    yield "omlxd", Path(omlxd.__file__).parents[1]
+    if sys.prefix != sys.base_prefix:
+        yield "its virtual environment", Path(sys.prefix)
+    yield "its Python", Path(sys.executable)
+    if settings.model and is_local(settings.model):
+        yield "the model", local_path(settings.model)
+    if settings.model_dir is not None:
+        yield "the folder of models", settings.model_dir
+    if not settings.no_hf_cache and hub_cache_dir().exists():
+        yield "the Hugging Face cache", hub_cache_dir()
+    for name, own in settings.models.items():
+        if own.adapter is not None:
+            yield f"the adapter of {name}", own.adapter
+        if own.draft_model and is_local(own.draft_model):
+            yield f"the draft model of {name}", local_path(own.draft_model)
+    yield "the base folder", settings.base_path
+    if settings.cold_cache_bytes and not settings.no_cache:
+        yield "the SSD cache", settings.paged_ssd_cache_dir
+    if settings.config is not None:
+        yield "the settings file", settings.config
+    if log_file is not None:
+        yield "the log", log_file
+
+
+def protected_place(path: Path, home: Path) -> str | None:
+    """Return the name of the protected folder that `path` is in, by what links mean; None: it is in none."""
+    real = _parts(path)
+    for folder, name in PROTECTED.items():
+        place = _parts(home / folder[2:] if folder.startswith("~/") else Path(folder))
+        if real[: len(place)] == place:
+            return name
+    return None
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    """Return the folders of a path. The disk of a Mac takes `documents` for `Documents`."""
+    return Path(os.path.realpath(path).casefold()).parts
+
+
+def check_unprotected(paths: Paths, home: Path) -> None:
+    """Raise ConfigError, with a line for each, if some of `paths` are where a service can't read."""
+    lines: list[str] = []
+    seen: list[tuple[str, ...]] = []
+    for what, path in paths:
+        place, parts = protected_place(path, home), _parts(path)
+        if place and not any(parts[: len(outer)] == outer for outer in seen):
+            seen.append(parts)
+            lines.append(f"{what} is in {place}: {path}")
+    if lines:
+        lines.append(
+            "macOS lets no service read there, and asks nobody (System Settings > Privacy & Security > "
+            "Files and Folders, Full Disk Access). Move it, as below ~/omlxd, and install again from there."
+        )
+        raise ConfigError("\n".join(lines))
