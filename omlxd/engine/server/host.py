@@ -6,7 +6,6 @@ Built on the engine thread by `load`; its methods are called by the threads that
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
 import time
@@ -23,14 +22,12 @@ from ...chat import Conversation, GenerateRequest, RawPrompt, Sampling, first_im
 from ...common.units import CPU_SLOTS, SLOTS
 from ...errors import ModelError, PromptTooLong, bad_field
 from ...kv.cold.writer import Lease
-from ...kv.hashing import chain_root, hash_blocks
 from ...models.footprint import Footprint, footprint
 from ...wire.explanation import Explanation
 from ...wire.token_bytes import COUNTED_CONTEXTS
 from .. import mlx_adapter
 from ..kvio.fingerprint import file_identities
 from ..kvio.open_store import ModelStore
-from ..mlx_adapter import Adapter, Cache
 from ..output.parser import prepare
 from ..output.sink import OutputThread, RequestSink, usage_of
 from ..output.unopened import UnopenedThoughts
@@ -41,8 +38,7 @@ from ..prompt.turn_memory import Answer, Scope
 from ..schedule.memory_admission import MemoryAdmission
 from ..schedule.rehearsal import rehearse
 from ..schedule.scheduler import Scheduler
-from ..sequence.sampling import RowSampling, SamplingDefaults
-from ..sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV, SequenceStats
+from ..sequence.sequence import Sequence
 from ..vision.documents import read_documents
 from ..vision.images import Images, make_images, place_images, prompt_with_images
 from ..vision.media import Media
@@ -50,7 +46,8 @@ from .adapters import Adapters, Served
 from .explain import Explainer, ExtraKeys, Placed
 from .metrics import TrafficCounters, adapter_metrics, metrics_of
 from .model_load import load_model, load_speculation, model_info
-from .request import CheckedRequest, RequestChecks, parser_of
+from .new_sequence import SequenceMaker
+from .request import RequestChecks, parser_of
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +80,7 @@ class EngineHost:
         self.info = model_info(load, self.loaded, self.namespace, prints, self.prompts, takes_images)
         kv_off = self.info.kv_reuse if self.scheduler.bridge is None else None
         self._checks = RequestChecks(self.loaded, self.prompts, load.cache.block_size, kv_off)
-        self._defaults = SamplingDefaults.of_model(Path(load.model_path))
+        self._sequences = SequenceMaker(load, self.loaded)
         base = Served(None, self._store, self.info)
         self.adapters = Adapters(base, load.channel, self.loaded, self.scheduler, lease)
         self._store.read_newest(self.scheduler.post)
@@ -154,7 +151,6 @@ class EngineHost:
         self._unopened = UnopenedThoughts(load.model_id)
         self._sessions = Sessions()
         self._traffic = TrafficCounters(load.cache.block_size)
-        self._timeout_s = load.prompts.request_timeout_s or math.inf
         prepare(self.loaded.tokenizer)
         for note in self.prompts.notes:
             log.info("%s: %s", load.model_id, note)
@@ -209,7 +205,9 @@ class EngineHost:
 
         parser = parser_of(request, rendered, self.loaded.tokenizer, self._unopened)
         sink = RequestSink(id, self._output, parser, over)
-        sequence = self._sequence(id, request, checked, served, sink)
+        sequence = self._sequences.make(
+            id, request, checked, served, sink, has_store=self.scheduler.bridge is not None
+        )
         if images is not None:
             images.fetch(self._cached_tokens(sequence))
         lineage = lineage_of(request, rendered, sequence.kv.hashes)
@@ -237,53 +235,6 @@ class EngineHost:
                 f"{changed} was written to under its mapping; the model is loaded again: ask again"
             )
 
-    def _sequence(
-        self, id: int, request: GenerateRequest, checked: CheckedRequest, served: Served, sink: RequestSink
-    ) -> Sequence:
-        tokens, images, block = checked.tokens, checked.images, self._load.cache.block_size
-        root = chain_root(served.namespace, request.cache_salt)
-        extra_keys = images.extra_keys(block) if images is not None else {}
-        sequence = Sequence(
-            id=id,
-            tokens=tokens,
-            prompt=Prompt(
-                len(tokens),
-                root,
-                images,
-                extra_keys,
-                labels=checked.labels,
-                prediction=checked.prediction,
-                keys_file=request.keys_file,
-                query=request.query,
-                values=request.values,
-                write_kv=self._writes_kv(request, tokens, served.adapter),
-                import_file=checked.file,
-                client=request.client,
-                session=request.session,
-            ),
-            sampling=self._sampler(request, checked),
-            kv=SequenceKV(hash_blocks(root, tokens, block, extra_keys) if self.scheduler.bridge else []),
-            stats=SequenceStats(asked=request.asked),
-            adapter=served.adapter,
-            sink=sink,
-            name=request.name,
-            again=request.again,
-            wait_logged=request.again,  # Another answer of its request has begun.
-            carried=bool(request.import_file or request.export_to),
-        )
-        sequence.deadline = sequence.stats.received + min(self._timeout_s, request.timeout_s or math.inf)
-        return sequence
-
-    def _writes_kv(
-        self, request: GenerateRequest, tokens: list[int], adapter: Adapter | None
-    ) -> Callable[[Cache], None] | None:
-        """Writes a cache that holds `tokens` as the request wants it; None: it wants no file."""
-        if not request.export_to:
-            return None
-        told = {"model": self._load.model_path, "adapter": adapter.folder if adapter else self._load.adapter}
-        file = Path(request.export_to)
-        return lambda cache: mlx_adapter.write_prompt_cache(file, self.loaded, cache, [*tokens], told)
-
     def _over(
         self, sequence: Sequence, rendered: RenderedPrompt, lineage: Lineage | None, standing: Standing
     ) -> None:
@@ -305,18 +256,6 @@ class EngineHost:
         if len(tokens) > start and not sequence.timed_out:
             prompt = tokens[:start] if sequence.prompt.images is None else rendered.tokens
             self.prompts.learn(rendered.place, answer, prompt, tokens[start : start + count])
-
-    def _sampler(self, request: GenerateRequest, checked: CheckedRequest) -> SamplerRow:
-        params = RowSampling.of(request.sampling, self._defaults, checked.eos)
-        return SamplerRow(
-            params,
-            prompt=checked.tokens if params.penalised else (),
-            constraint=checked.constraint,
-            top_logprobs=request.sampling.logprobs,
-            max_new=checked.max_new,
-            reserve=self._load.kv_reserve,
-            eos=checked.eos,
-        )
 
     def _render(self, served: Served, request: GenerateRequest, context: int) -> RenderedPrompt:
         scope = Scope(request.session, served.salt(request.cache_salt))
