@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
+from .units import process_memory
+
 LOOK_S = 0.05
 KEEP = 2
 """Children that wait for work."""
@@ -96,7 +98,7 @@ class _Child:
     def _check_memory(self) -> None:
         """Raise ChildLost if the child takes too much memory, where the system sets no limit."""
         with contextlib.suppress(psutil.Error):
-            if psutil.Process(self.process.pid).memory_info().rss > self._memory_bytes:
+            if process_memory(psutil.Process(self.process.pid)) > self._memory_bytes:
                 raise ChildLost("it takes more memory than it may have")
 
 

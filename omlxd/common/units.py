@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from . import darwin
+
 LEFT_FREE = 5 * 10**9
 """Bytes that the SSD cache leaves free on its disk; a twentieth of one below 100 GB."""
 
@@ -138,9 +140,20 @@ def total_ram() -> int:
     return min(ram, int(limit)) if limit.isdigit() else ram
 
 
-def available_ram() -> int:
-    """Return the bytes of RAM that are free, in the machine or in this process's control group."""
+def available_ram(pageable: int = 0) -> int:
+    """Return the bytes of RAM that are free, in the machine or in this process's control group.
+
+    On macOS those of psutil, which are free or inactive, or more: what is neither wired nor compressed, as
+    `memory_pressure` says, for files are dropped and other programs' pages compressed on demand. Under
+    pressure they no longer are, and psutil's count alone.
+
+    pageable  bytes of this process that are not wired: they are among those, and not free for it
+    """
     available = psutil.virtual_memory().available
+    if (percent := darwin.sysctl_int("kern.memorystatus_level")) is not None:
+        if memory_pressure() > NORMAL:
+            return available
+        return max(available, total_ram() * percent // 100 - pageable)
     try:
         group = Path("/sys/fs/cgroup")
         limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
@@ -151,6 +164,20 @@ def available_ram() -> int:
         return available
     # The page cache is given back on demand.
     return max(0, min(available, int(limit) - used + (int(idle[1]) if idle else 0)))
+
+
+NORMAL, CRITICAL = 1, 4
+"""Levels of macOS's memory pressure; 2 is a warning."""
+
+
+def memory_pressure() -> int:
+    """Return macOS's level of memory pressure; elsewhere `NORMAL`."""
+    return darwin.sysctl_int("kern.memorystatus_vm_pressure_level") or NORMAL
+
+
+def process_memory(process: psutil.Process) -> int:
+    """Return the bytes of RAM that `process` takes. Raises psutil.Error."""
+    return darwin.phys_footprint(process.pid) or process.memory_info().rss
 
 
 def disk_total(folder: Path) -> int:

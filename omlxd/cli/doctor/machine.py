@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import psutil
 
-from ...common.units import human, total_ram
+from ...common.units import available_ram, human, total_ram
 from .finding import Finding, bad, ok, warn
 
 BACKEND_S = 60.0
@@ -123,7 +122,7 @@ def _has_nvidia() -> bool:
 
 
 def check_memory() -> Finding:
-    total, free = total_ram(), psutil.virtual_memory().available
+    total, free = total_ram(), available_ram()
     facts = f"{human(total)}, {human(min(free, total))} available"
     if total < LEAST_RAM:
         return warn("memory", facts, "Choose small models: a 7B model in 4 bits alone takes 4 GB.")

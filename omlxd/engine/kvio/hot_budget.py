@@ -70,7 +70,7 @@ class HotBudget:
             self._read_at = now
             total, available = memory()
             if mlx_adapter.backend() == "metal":  # `memory` does not see what other programs hold there.
-                available = min(available, available_ram() + mx.get_cache_memory())
+                available = min(available, available_ram(self._used()) + mx.get_cache_memory())
             reserve = max(RESERVE_BYTES, int(total * RESERVE_FRACTION))
             spare = max(0, self._used() + available - reserve - self.promised())
             self._budget = min(int(total * MOST_FRACTION), spare)

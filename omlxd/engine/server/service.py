@@ -35,7 +35,7 @@ import psutil
 
 from ... import wire
 from ...chat import Conversation, Event, RawPrompt, TextPart, ToolResultPart, media_of
-from ...common.units import human, total_ram
+from ...common.units import human, process_memory, total_ram
 from ...errors import AdapterError, InvalidRequest, NotNow, OmlxdError
 from ...models.footprint import kind_of, read_config
 from .. import mlx_adapter
@@ -174,7 +174,7 @@ class EngineService:
         beyond = 0
         while beyond <= most:
             time.sleep(MEMORY_LOOK_S)
-            beyond = process.memory_info().rss - mx.get_active_memory() - mx.get_cache_memory()
+            beyond = process_memory(process) - mx.get_active_memory() - mx.get_cache_memory()
         what = f"it took {human(beyond)} beside its model and KV, and {human(most)} is the most"
         self._end_now(what)
 

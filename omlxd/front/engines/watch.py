@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from ...common.units import human
+from ...common.units import human, process_memory
 from ...models.footprint import footprint
 
 STALL_S = 120.0
@@ -63,7 +63,7 @@ async def stalled(
 def resident(pid: int | None) -> int | None:
     """Return the bytes of RAM that process `pid` holds; None: no process."""
     with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).memory_info().rss if pid is not None else None
+        return process_memory(psutil.Process(pid)) if pid is not None else None
     return None
 
 
@@ -73,7 +73,7 @@ def load_progress(pid: int) -> object:
         process = psutil.Process(pid)
         with process.oneshot():
             cpu = process.cpu_times()
-            return round(cpu.user + cpu.system, 1), process.memory_info().rss
+            return round(cpu.user + cpu.system, 1), process_memory(process)
     return None
 
 
@@ -87,7 +87,7 @@ async def overgrown(pid: int, folder: Path, loads: Callable[[], bool], float32: 
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         while loads():
-            if (took := process.memory_info().rss) > 2 * need + LOAD_SPARE_BYTES:
+            if (took := process_memory(process)) > 2 * need + LOAD_SPARE_BYTES:
                 return f"it took {human(took)} while it loaded; its files need {human(need)}"
             await asyncio.sleep(LOAD_LOOK_S)
     return ""

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from ...api.answer.sse import data_event
 from ...cli.daemon.owner_api import DaemonStatus
+from ...common.units import available_ram, total_ram
 from ..http.observe.last_hour import SLOT_S, LastHour, Slot
 from ..http.sending.streams import Watched
 from .status import Admin
@@ -43,15 +44,13 @@ class Live:
 
     async def events(self, request: Request) -> ASGIApp:
         """Stream the events. Raises Overloaded."""
-        import psutil
-
         since = 0.0
 
         async def look() -> bytes:
             nonlocal since
-            memory, status = psutil.virtual_memory(), await self._admin.daemon_status()
+            status = await self._admin.daemon_status()
             slots = self._last_hour.since(since)
             since = slots[-1].at if slots else since
-            return data_event(Look(status, slots, SLOT_S, memory.total, memory.available))
+            return data_event(Look(status, slots, SLOT_S, total_ram(), available_ram()))
 
         return self._streams.answer(request, look, PERIOD_S)

@@ -6,7 +6,6 @@ import asyncio
 import math
 
 import msgspec
-import psutil
 from starlette.requests import Request
 
 from ...cli.daemon.owner_api import (
@@ -22,7 +21,7 @@ from ...cli.daemon.owner_api import (
     Unloaded,
     UnloadModel,
 )
-from ...common.units import duration
+from ...common.units import duration, total_ram
 from ...config import ModelSettings, Settings, full_name
 from ...config.reading import FILE_NAME
 from ...errors import ConfigError, InvalidRequest
@@ -160,8 +159,7 @@ def admin_routes(pool: EnginePool) -> list[Operation]:
 
     async def found() -> FoundModels:
         models = await asyncio.to_thread(_models_elsewhere)
-        total = await asyncio.to_thread(lambda: psutil.virtual_memory().total)
-        return FoundModels(models, pool.room() or total)
+        return FoundModels(models, pool.room() or total_ram())
 
     async def inspect(request: Request) -> Inspected:
         parsed = parse_inspect(await request.body())
