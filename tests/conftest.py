@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import exact_blas
 import httpx
+import pretend_metal
 import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
@@ -66,6 +67,26 @@ for name in ("http_proxy", "https_proxy", "all_proxy"):  # All that is asked is 
 for name in list(os.environ):  # A service manager's, if it runs these tests: no daemon of ours speaks to it.
     if name.startswith(("NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_")):
         del os.environ[name]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--pretend-metal",
+        action="store_true",
+        help="have omlxd take the branches of Metal and macOS, on a CPU's arrays (support/pretend_metal.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("pretend_metal"):
+        pretend_metal.install()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("pretend_metal"):
+        for item in items:
+            if (rule := item.get_closest_marker("cpu_rules")) is not None:
+                item.add_marker(pytest.mark.skip(reason=rule.args[0]))
 
 
 def pytest_collection_finish() -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pretend_metal
 import psutil
 
 from omlxd.common.stacks import SIGNAL
@@ -100,7 +101,7 @@ class Daemon:
         self._log_path = home / f"log-{time.monotonic_ns()}.txt"
         self._log = self._log_path.open("w")
         environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
-        environ |= {"PYTHONPATH": str(REPO), "HOME": str(home), "OMLXD_SEED": "0"}
+        environ |= {"PYTHONPATH": pretend_metal.code_path(), "HOME": str(home), "OMLXD_SEED": "0"}
         # Another BLAS rounds otherwise on each processor: texts of random weights would differ.
         environ |= {"OMLXD_CPU_BLAS": "off", **(env or {})}
         serve = ["-m", "omlxd", "serve", "--port", "0", "--base-path", str(home / "omlxd")]

@@ -109,7 +109,7 @@ def memory() -> tuple[int, int]:
 
     A backend may ask its driver what other processes hold (6 µs a call on an H100's host).
     """
-    if mx.default_device() == mx.Device(mx.cpu):
+    if mlx_adapter.backend() == "cpu":
         total = total_ram()
         return total, min(total, available_ram() + mx.get_cache_memory())
     info: dict[str, Any] = {}

@@ -91,7 +91,7 @@ class PrefillBudget:
         shortest = min(sequences, key=self._to_compute)
         left, less = self._to_compute(sequence), self._to_compute(shortest)
         if less * OVERTAKE <= left and sequence.stats.overtaken + less <= PATIENCE * left:
-            sequence.stats.overtaken += min(less, self.largest)
+            sequence.stats.overtaken += self._next_pass(shortest)
             return shortest
         return sequence
 
@@ -107,7 +107,7 @@ class PrefillBudget:
             joins = other is not first and its_end and alike and self._is_plain(other)
             waits = first.stats.overtaken + self._to_compute(other) <= TOGETHER
             if joins and waits and self._fit([*ends, its_end]) and not self._end(other):
-                first.stats.overtaken += min(self._to_compute(other), self.largest)
+                first.stats.overtaken += self._next_pass(other)
                 return other
         return None
 
@@ -151,6 +151,13 @@ class PrefillBudget:
     def _to_compute(self, sequence: Sequence) -> int:
         """Tokens of its prompt that are left to compute."""
         return sequence.prompt.length - self._behind(sequence)
+
+    def _next_pass(self, sequence: Sequence) -> int:
+        """Tokens of its next pass, where its own checkpoints do not end that before."""
+        behind = self._behind(sequence)
+        last = sequence.last_boundary(self._block)
+        end = min(last, self.chunk_end(behind)) if behind < last else sequence.prompt.length
+        return end - behind
 
     def _behind(self, sequence: Sequence) -> int:
         """Tokens of its prompt that it has KV of, or will find in RAM before its first pass."""

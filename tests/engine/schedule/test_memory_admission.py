@@ -110,6 +110,7 @@ def test_what_mlx_keeps_is_bounded_by_the_model_and_by_the_grant():
 def test_mlx_keeps_to_the_budget_and_wires_arrays_on_metal_alone(monkeypatch: pytest.MonkeyPatch):
     wired: list[int] = []
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    monkeypatch.setattr(arrays, "backend", lambda: "cpu")
     usual = mx.get_memory_limit()
     try:
         mlx_adapter.set_limits(0, Budget(live=3 * MB, most=5 * MB, freed=MB))
@@ -542,6 +543,7 @@ def test_what_chunks_take_is_learnt_from_whole_ones(rig: Rig, monkeypatch: pytes
 def test_a_guess_from_short_contexts_refuses_no_long_one_where_attention_is_fused(rig: Rig):
     learning = MemoryAdmission(rig.loaded, 0, lambda wants: None, measure=lambda: (10**10, 10**10))
     learning.cost.per_pair, learning.cost.farthest = 400.0, 4096
+    learning._fused = False
     assert learning.working(100_000) == 2048 * 100_000 * 400
     learning._fused = True
     assert learning.working(100_000) == 2048 * 4 * 4096 * 400

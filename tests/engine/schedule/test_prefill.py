@@ -35,7 +35,7 @@ def test_short_prompts_go_first_and_cost_a_long_one_no_more_than_it_takes_itself
     picked = [budget.pick_sequence([long, waiting(100)]) is long for _ in range(200)]
     before = picked.index(True)
     assert all(picked[before:]), "then it goes on to its end"
-    assert before == -(-(9000 - 2048 - 100 + 1) // min(100, budget.largest))
+    assert before == -(-(9000 - 2048 - 100 + 1) // min(100, budget.chunk_end(0)))
     assert budget.pick_sequence([long, waiting(5000)]) is long, "one that is not much shorter waits"
 
 
