@@ -29,7 +29,7 @@ def test_a_fixed_limit_is_taken_as_it_is(limit: int):
 )
 def test_without_a_limit_it_follows_memory(monkeypatch, total, available, used, budget):
     monkeypatch.setattr(hot_budget, "memory", lambda: (total, available))
-    monkeypatch.setattr(hot_budget, "available_ram", lambda: total)
+    monkeypatch.setattr(hot_budget, "available_ram", lambda pageable: total)
     assert RESERVE_BYTES == 2 * GB
     assert HotBudget(None, lambda: used)() == budget
 
@@ -68,7 +68,7 @@ def test_memory_of_this_machine_makes_sense():
 
 def test_what_was_promised_to_requests_is_left_to_them(monkeypatch):
     monkeypatch.setattr(hot_budget, "memory", lambda: (64 * GB, 30 * GB))
-    monkeypatch.setattr(hot_budget, "available_ram", lambda: 30 * GB)
+    monkeypatch.setattr(hot_budget, "available_ram", lambda pageable: 30 * GB)
     budget = HotBudget(None, lambda: 10 * GB)
     budget.promised = lambda: 20 * GB
     assert budget() == 40 * GB - int(64 * GB * hot_budget.RESERVE_FRACTION) - 20 * GB
