@@ -117,6 +117,8 @@ _HELP = {
     "60%% of RAM; auto: what the machine and its GPU have; off: nothing is estimated, refused or divided",
     "stall_timeout": "how long an engine that has work may make no progress before it is ended and started "
     "again; 0: for ever",
+    "keep_awake": "true: the machine does not fall asleep while a request runs (its display may), by macOS's "
+    "caffeinate or Linux's systemd-inhibit; false: it may",
     "no_hf_cache": "don't offer the models that lie in the Hugging Face cache",
     "host": "address to listen on; any but loopback needs --api-key",
     "port": "port to listen on; 0 takes a free one and prints it",
@@ -199,6 +201,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         name="memory_limit"
     )
     stall_timeout: Annotated[Seconds, _option("TIME=120s")]
+    keep_awake: Annotated[bool, _option("BOOL=true")]
     no_hf_cache: Annotated[bool, _option("")]
     host: Annotated[
         str,

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from omlxd.cli import main
 from omlxd.cli.daemon.client import DaemonError, NoDaemon
-from omlxd.cli.daemon.owner_api import ColdStatus, DaemonStatus, ModelStatus
+from omlxd.cli.daemon.owner_api import AwakeStatus, ColdStatus, DaemonStatus, ModelStatus
 from omlxd.cli.watch import top
 from omlxd.cli.watch.status import as_text, duration, hit_rate, rate
 
@@ -106,6 +106,14 @@ def test_status_as_text():
     assert "b: b can't be loaded: why" in lines
     assert lines[-1] == "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start"
     assert as_text(status(model(), cold=False), URL).endswith("SSD cache: none")
+    for awake, words in (
+        (AwakeStatus(on=True, held=True, trouble="once"), "yes (now: held)"),
+        (AwakeStatus(on=True, held=False), "yes (now: not held)"),
+        (AwakeStatus(on=True, held=False, trouble="caffeinate: gone"), "no (caffeinate: gone)"),
+        (AwakeStatus(on=False, held=False), "no (--keep-awake is off)"),
+    ):
+        told = as_text(msgspec.structs.replace(status(model()), awake=awake), URL)
+        assert f"keeps the machine awake while it works: {words}" in told.splitlines()
     small = status(model())
     assert small.cold is not None
     small.cold.capacity = 2 * 10**9

@@ -103,7 +103,7 @@ class Daemon:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
         environ |= {"PYTHONPATH": pretend_metal.code_path(), "HOME": str(home), "OMLXD_SEED": "0"}
         # Another BLAS rounds otherwise on each processor: texts of random weights would differ.
-        environ |= {"OMLXD_CPU_BLAS": "off", **(env or {})}
+        environ |= {"OMLXD_CPU_BLAS": "off", "OMLXD_KEEP_AWAKE": "off", **(env or {})}
         serve = ["-m", "omlxd", "serve", "--port", "0", "--base-path", str(home / "omlxd")]
         self.process = subprocess.Popen(
             [*wrapper, sys.executable, *serve, "--model", str(self.model_folder), *flags],

@@ -39,6 +39,7 @@ from omlxd.front.engines.ledger.cold_ledger import ColdLedger
 from omlxd.front.engines.model import Card
 from omlxd.front.engines.names.names import resolve_name
 from omlxd.front.http.settings import HttpSettings
+from omlxd.front.keep_awake import KeepAwake
 from omlxd.front.owner.pull import Pulling
 from omlxd.kv.ledger.evicted_log import EvictedLog, Removal
 from omlxd.kv.ledger.ledger import LedgerStats
@@ -241,6 +242,7 @@ class FakeEngines:
 
     def __init__(self, *engines: FakeEngine):
         self.cold = FakeCold()
+        self.awake = KeepAwake(False)
         self._engines = {engine.model_id: engine for engine in engines}
 
     async def look_for_models(self, *, afresh: bool = False) -> None: ...

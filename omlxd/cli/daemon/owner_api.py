@@ -167,6 +167,17 @@ class ColdStatus(msgspec.Struct, kw_only=True):
     folder_away: bool = False
 
 
+class AwakeStatus(msgspec.Struct, kw_only=True):
+    """Whether the daemon keeps the machine awake while requests run (`on`), and does so now (`held`).
+
+    trouble  why it can't, in words
+    """
+
+    on: bool
+    held: bool
+    trouble: str = ""
+
+
 class DaemonStatus(msgspec.Struct, kw_only=True):
     """The daemon. `cold` None: no usable SSD cache. `resident`: bytes of the front process."""
 
@@ -177,6 +188,7 @@ class DaemonStatus(msgspec.Struct, kw_only=True):
     resident: int
     models: list[ModelStatus]
     cold: ColdStatus | None
+    awake: AwakeStatus | None = None
 
 
 class InspectedKeys(msgspec.Struct):

@@ -9,7 +9,7 @@ import msgspec
 
 from ...common.units import counted, human, most_text
 from ..daemon.client import add_url, find_daemon
-from ..daemon.owner_api import DaemonStatus, ModelStatus
+from ..daemon.owner_api import AwakeStatus, DaemonStatus, ModelStatus
 
 RESTORED = ("prefix_cache_hits_hot_total", "prefix_cache_hits_cold_total")
 """Counters of prompt tokens that came from RAM and from SSD."""
@@ -74,6 +74,8 @@ def as_text(status: DaemonStatus, url: str) -> str:
             lines.append(f"{model.id}: {model.trouble}")
         if model.kv_reuse:
             lines.append(f"{model.id}: prefixes are not reused: {model.kv_reuse}")
+    if status.awake is not None:
+        lines.append(f"keeps the machine awake while it works: {_awake(status.awake)}")
     return "\n".join([*lines, cold_line(status)])
 
 
@@ -82,6 +84,14 @@ def headline(status: DaemonStatus, url: str) -> str:
         f"omlxd {status.version} at {url}, process {status.pid}, up {duration(status.uptime_s)}, "
         f"front {human(status.resident)}"
     )
+
+
+def _awake(awake: AwakeStatus) -> str:
+    if not awake.on:
+        return "no (--keep-awake is off)"
+    if awake.trouble and not awake.held:
+        return f"no ({awake.trouble})"
+    return f"yes (now: {'held' if awake.held else 'not held'})"
 
 
 def cold_line(status: DaemonStatus) -> str:

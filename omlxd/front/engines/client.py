@@ -37,6 +37,7 @@ class EngineProcess:
     wait.
 
     channel      of its requests' ids (wire/)
+    on_begin()   called when a request comes
     on_change()  called when the state changes, or the last request in flight or a wait for a load ends
     on_want()    called when a prompt does not fit into what the engine may have
     options      of the Supervisor
@@ -49,12 +50,14 @@ class EngineProcess:
         *,
         max_concurrent: int = 8,
         channel: int = 0,
+        on_begin: Callable[[], None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
         on_want: Callable[[wire.Wants], object] = lambda wants: None,
         **options: Any,
     ):
         self.used_at = time.monotonic()
         self.channel = channel
+        self._on_begin = on_begin
         self.on_change = on_change
         self._on_want = on_want
         self._requests = InFlight(max_concurrent, self._request_ended, channel)
@@ -212,6 +215,7 @@ class EngineProcess:
     def _submit(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any], client: str) -> None:
         request = self._requests.add_request(id, message, answer, client)
         self.used_at = time.monotonic()
+        self._on_begin()
         if self.state != "ready":
             self.supervisor.start()
         elif not self._turning:

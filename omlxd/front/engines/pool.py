@@ -23,6 +23,7 @@ from ...models.catalog import Catalog, InstalledModel
 from ...models.remove import remove_folder
 from ...models.resolve import check_folder, resolve_model
 from ...wire import Load
+from ..keep_awake import KeepAwake
 from .adapters import find_host, join, take_up_changes, unusable
 from .client import EngineProcess
 from .ledger.cold_ledger import ColdLedger
@@ -67,6 +68,7 @@ class EnginePool:
             daily_writes=settings.ssd_cache_daily_write_budget,
             ttl_s=settings.ssd_cache_ttl,
         )
+        self.awake = KeepAwake(settings.keep_awake)
         self._engines: dict[str, ModelEngine] = {}
         self._channels = itertools.count(1)
         self._looking: asyncio.Task[None] | None = None
@@ -152,6 +154,7 @@ class EnginePool:
             stands_back=lambda: made.host is None and self._others_answer(installed.id),
             unusable=lambda reason: unusable(made, reason),
             guard=lambda device: self._guard.admit(self._engines[installed.id], device),
+            on_begin=self.awake.begin,
             on_change=self._note_change,
             on_want=lambda wants: in_background(self._guard.answer_wants(self._engines[installed.id], wants)),
         )
@@ -327,6 +330,7 @@ class EnginePool:
         when the model folders have been read.
         """
         self._settings = self.catalog.settings = settings
+        self.awake.switch(settings.keep_awake)
         self._guard.memory_limit_bytes = settings.memory_limit_bytes
         self._guard.hot_cache_bytes = settings.hot_cache_bytes
         for engine in self._engines.values():
@@ -361,6 +365,7 @@ class EnginePool:
         await asyncio.gather(*(process.close(flush_s) for process in processes))
         await self.cold.close()
         await self.book.close(flush_s)
+        await self.awake.close()
 
     def kill(self) -> None:
         """End every engine process now."""
@@ -379,6 +384,8 @@ class EnginePool:
         for engine in self._engines.values():
             if not engine.process.supervisor.has_process:
                 engine.admitted = False
+        if not any(engine.in_flight for engine in self._engines.values()):
+            self.awake.end()
 
     async def _keep(self) -> None:
         """Unload models that were idle for their time."""

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from ... import __version__
 from ...cli.daemon.owner_api import (
+    AwakeStatus,
     ColdStatus,
     DaemonStatus,
     Forget,
@@ -66,7 +67,7 @@ class Admin:
     async def daemon_status(self) -> DaemonStatus:
         by_model = {each.model_id: each for each in await self._engine_metrics.read()}
         cold = self._engines.cold
-        ledger = cold.peek()
+        ledger, awake = cold.peek(), self._engines.awake
         return DaemonStatus(
             version=__version__,
             pid=os.getpid(),
@@ -75,6 +76,7 @@ class Admin:
             resident=resident(os.getpid()) or 0,
             models=[_status(engine, by_model.get(engine.model_id)) for engine in self._engines.models()],
             cold=_cold(cold.folder, ledger) if ledger is not None else None,
+            awake=AwakeStatus(on=awake.on, held=awake.held, trouble=awake.trouble),
         )
 
     async def forget_files(self, asked: Forget) -> Forgotten:

@@ -47,6 +47,7 @@ class Daemon:
             "PYTHONPATH": str(REPO),
             "OMLXD_ENGINE_COMMAND": f"{engine} {stub}",
             "HF_HUB_CACHE": str(home / "no-hub"),
+            "OMLXD_KEEP_AWAKE": "off",  # Else a program more may run.
             **(env or {}),
         }
         command = [sys.executable, "-m", "omlxd", "serve", "--port", "0", "--base-path", str(home)]
