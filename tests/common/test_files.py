@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,10 +48,10 @@ def test_time_machine_is_asked_to_leave_a_folder_out(tmp_path: Path, monkeypatch
     tool.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > {said}\n')
     tool.chmod(0o755)
     monkeypatch.setattr(files, "TMUTIL", str(tool))
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(files, "sys", SimpleNamespace(platform="linux"))
     leave_out_of_backups(tmp_path / "a cache")
     assert not said.exists()
-    monkeypatch.setattr(sys, "platform", "darwin")
+    files.sys.platform = "darwin"
     leave_out_of_backups(tmp_path / "a cache")
     assert said.read_text() == f"addexclusion|{tmp_path / 'a cache'}|" and not caplog.records
     for script in ("#!/bin/sh\necho not allowed >&2; exit 3\n", "no program"):

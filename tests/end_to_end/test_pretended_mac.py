@@ -1,14 +1,21 @@
-"""What a daemon does on a Mac alone. MLX computes on this machine's processor: support/pretend_metal.py."""
+"""What omlxd does on a Mac alone. MLX computes on this machine's processor: support/pretend_metal.py."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import mlx.core as mx
 import pretend_metal
+import psutil
 import pytest
 from daemon import Daemon, own_usage, prose
 
+from omlxd.common import darwin
+from omlxd.common.units import process_memory
+
 pytestmark = pytest.mark.skipif(not pretend_metal.is_installed(), reason="needs --pretend-metal")
+MOST = pretend_metal.DEVICE["max_recommended_working_set_size"]
 
 
 def test_an_engine_is_one_of_metal_and_answers(tmp_path: Path):
@@ -16,6 +23,15 @@ def test_an_engine_is_one_of_metal_and_answers(tmp_path: Path):
         first, again = (daemon.messages(prose(100)) for _ in range(2))
         assert first["content"] == again["content"] and own_usage(again)["cached_hot"] == 576
         (model,) = daemon.http.get("/omlxd/status").json()["models"]
-        most = pretend_metal.DEVICE["max_recommended_working_set_size"]
-        assert model["backend"] == "metal" and 0 < model["values"]["mlx_wired_limit_bytes"] <= most
+        assert model["backend"] == "metal" and 0 < model["values"]["mlx_wired_limit_bytes"] <= MOST
         assert "loaded omlxd-demo (qwen3, metal)" in daemon.logged()
+        assert "Time Machine may back" not in daemon.logged()
+
+
+def test_functions_of_macos_are_called_as_they_are_declared():
+    share = darwin.sysctl_int("kern.memorystatus_level")
+    assert share is not None and 0 < share <= 100 and darwin.sysctl_int("no.such.name") is None
+    assert process_memory(psutil.Process()) == pytest.approx(darwin.phys_footprint(os.getpid()), rel=0.1)
+    assert darwin.phys_footprint(1 << 30) is None
+    with pytest.raises(ValueError, match="maximum working set size"):
+        mx.set_wired_limit(MOST + 1)

@@ -115,7 +115,7 @@ def products(shape: tuple[int, int, int], transposed: tuple[bool, bool], alpha: 
     )
     (own,) = (Path(mlx.core.__file__).parents[1] / "mlx_cpu.libs").glob("libblas-*")
     results = []
-    for path in (exact_blas.library(), own):
+    for path in (exact_blas.library(exact_blas.SOURCE, exact_blas.FLAGS), own):
         out = c.copy()
         pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (a, b, out)]
         strides = [array.shape[1] for array in (a, b, out)]

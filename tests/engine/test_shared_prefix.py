@@ -439,7 +439,8 @@ def test_models_that_attend_otherwise_stay_as_they_are(name: str, shares: bool, 
         packed = build_family(name, tmp_path / "packed", changes={"head_dim": 64})
         assert mlx_adapter.load(packed, Quantisation(8), segment=SEGMENT).segments.how == Quantisation(8)
         rounds = build_family(name, tmp_path / "bf16", dtype="bf16")
-        assert not mlx_adapter.load(rounds, segment=SEGMENT).segments.tokens
+        joins = mlx_adapter.backend() != "cpu"  # Whose products would round where segments meet.
+        assert bool(mlx_adapter.load(rounds, segment=SEGMENT).segments.tokens) == joins
 
 
 def test_the_inspector_sees_the_same_behind_segments(model: Path):

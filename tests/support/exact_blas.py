@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from c_library import library
+
 SOURCE = Path(__file__).with_suffix(".c")
-FLAGS = ("-O2", "-mavx2", "-ffp-contract=off", "-shared", "-fPIC")
+FLAGS = ("-O2", "-mavx2", "-ffp-contract=off")
 
 
 def put_first() -> None:
@@ -25,18 +26,7 @@ def put_first() -> None:
     if sys.platform != "linux" or "mlx.core" in sys.modules or " avx2 " not in _processor():
         return
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        ctypes.CDLL(str(library()), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
-
-
-def library() -> Path:
-    key = hashlib.sha256(SOURCE.read_bytes() + repr(FLAGS).encode()).hexdigest()[:16]
-    ready = Path(sys.prefix) / "share" / "omlxd" / f"exact-blas-{key}.so"
-    if not ready.exists():
-        ready.parent.mkdir(parents=True, exist_ok=True)
-        part = ready.with_suffix(f".{os.getpid()}")
-        subprocess.run(["gcc", *FLAGS, "-o", part, SOURCE], check=True, capture_output=True, timeout=60)
-        part.replace(ready)
-    return ready
+        ctypes.CDLL(str(library(SOURCE, FLAGS)), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
 
 
 def _processor() -> str:

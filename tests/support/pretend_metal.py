@@ -6,6 +6,9 @@
 | `mx.device_info()`               | an M4's keys, beside those of this machine                        |
 | `mx.set_wired_limit(n)`          | the limit before; ValueError above the recommended size, as MLX   |
 | `sys.platform`, of omlxd alone   | "darwin"                                                          |
+| functions of macOS's C library   | pretended_mac/libsystem.c                                         |
+| a program of /usr/bin that a     | the one of its name in pretended_mac/                             |
+| module names                     |                                                                   |
 
 MLX computes as ever, so nothing here is as fast, or has the bits, of a Mac. Programs that tests start pretend
 as well where their PYTHONPATH is `code_path()`.
@@ -13,17 +16,23 @@ as well where their PYTHONPATH is `code_path()`.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import ctypes
 import importlib.abc
 import importlib.machinery
 import os
+import subprocess
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from c_library import library
+
 REPO = Path(__file__).resolve().parents[2]
-SITE = Path(__file__).with_name("pretended_mac")
+MAC = Path(__file__).with_name("pretended_mac")
 GB = 1 << 30
 DEVICE = {
     "device_name": "Apple M4",
@@ -40,31 +49,25 @@ wired = [0]
 
 def code_path() -> str:
     """PYTHONPATH of a program that tests start: it pretends where this process does."""
-    return os.pathsep.join([*([str(SITE)] if is_installed() else []), str(REPO)])
+    return os.pathsep.join([*([str(MAC)] if is_installed() else []), str(REPO)])
 
 
 def is_installed() -> bool:
-    return any(isinstance(finder, _Pretending) for finder in sys.meta_path)
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def install() -> None:
     """Pretend from now on. Call before omlxd is imported."""
-    if not is_installed():
-        assert not any(name.partition(".")[0] == "omlxd" for name in sys.modules), "omlxd is imported already"
-        sys.meta_path.insert(0, _Pretending())
-        sys.path.append(str(SITE))  # Some tests give their path to programs.
+    if is_installed():
+        return
+    assert not any(name.partition(".")[0] == "omlxd" for name in sys.modules), "omlxd is imported already"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # macOS's functions may be missing, too.
+        ctypes.CDLL(str(library(MAC / "libsystem.c")), mode=os.RTLD_GLOBAL)
+    sys.meta_path.insert(0, _Finder())
+    sys.path.append(str(MAC))  # Some tests give their path to programs.
 
 
-class _Darwin(types.ModuleType):
-    """`sys`, but for the platform."""
-
-    platform = "darwin"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys, name)
-
-
-class _Pretending(importlib.abc.MetaPathFinder):
+class _Finder(importlib.abc.MetaPathFinder):
     """Finds modules of omlxd for `_Loader`."""
 
     def find_spec(
@@ -79,15 +82,30 @@ class _Pretending(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Changes a module once it has run, and before others get its names."""
+    """Gives a module macOS's `sys` while it runs, and changes the rest before others get its names."""
 
     def exec_module(self, module: types.ModuleType) -> None:
+        vars(module)["__builtins__"] = vars(builtins) | {"__import__": _import}
         super().exec_module(module)
-        if vars(module).get("sys") is sys:
-            module.sys = _Darwin("sys")  # type: ignore[attr-defined]
+        for name, value in list(vars(module).items()):
+            if isinstance(value, str) and value.startswith("/usr/bin/") and (MAC / Path(value).name).exists():
+                setattr(module, name, str(MAC / Path(value).name))
         if module.__name__ == "omlxd.engine.mlx_adapter.runtime.device":
             module.backend = lambda: "metal"  # type: ignore[attr-defined]
             _pretend_device()
+
+
+class _Sys(types.ModuleType):
+    """`sys`, but for the platform."""
+
+    platform = "darwin"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
+
+
+def _import(name: str, *how: Any, **more: Any) -> types.ModuleType:
+    return _Sys("sys") if name == "sys" else builtins.__import__(name, *how, **more)
 
 
 def _pretend_device() -> None:

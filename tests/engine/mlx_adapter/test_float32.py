@@ -107,6 +107,7 @@ def test_gptq_folders_are_refused_with_a_sentence(tmp_path: Path):
         mlx_adapter.load(folder)
 
 
+@pytest.mark.cpu_rules("weights become float32 on a CPU alone")
 def test_each_type_has_its_own_namespace():
     """Quantised weights with float32 scales: the KV's layout is the same, its numbers differ."""
     folder, namespaces = family_model("qwen3_4bit"), set()

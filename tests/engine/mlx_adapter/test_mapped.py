@@ -25,7 +25,10 @@ from omlxd.errors import ModelError
 from omlxd.models import demo
 from tools.bench.weights_mmap import align
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it has not been tried")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it has not been tried"),
+    pytest.mark.cpu_rules("weights are mapped on a Linux CPU alone"),
+]
 
 ROWS = {"a": ("F32", 300), "b": ("BF16", 100), "c": ("U32", 128), "d": ("F16", 77), "e": ("F32", 40)}
 SIZES = {"F32": 4, "BF16": 2, "U32": 4, "F16": 2}

@@ -74,6 +74,7 @@ def normal(seed: int, shape: tuple[int, ...]) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
+@pytest.mark.cpu_rules("on Metal MLX's own attention reads latents")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_latents_are_read_once_for_all_heads(rows: int):
     """As MLX's own attention has it, with scores in place of a mask; a mask of truths goes to that."""
