@@ -58,7 +58,15 @@ from .model.prompt_cache_file import (
     write_prompt_cache,
 )
 from .model.vision import VLM_VERSION, blindness
-from .runtime.arrays import blank_arrays, give_memory_back, give_outgrown_back, limits, rows_at, set_limits
+from .runtime.arrays import (
+    blank_arrays,
+    give_memory_back,
+    give_outgrown_back,
+    limits,
+    release_memory,
+    rows_at,
+    set_limits,
+)
 from .runtime.device import backend, compute_dtype, storage_dtype, versions
 
 

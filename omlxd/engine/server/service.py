@@ -181,6 +181,7 @@ class EngineService:
     def _end_now(self, why: str) -> None:
         log.error("this engine ends: %s", why)
         self._send(wire.LoadFailed(message=why))
+        mlx_adapter.release_memory()
         os._exit(5)
 
     def _read_grants(self, decoder: wire.FrameDecoder, messages: list[Any]) -> None:
@@ -260,6 +261,7 @@ class EngineService:
             # The front reads this before it sees the process end.
             adapter, lasting = isinstance(error, AdapterError), _is_lasting(error)
             self._send(wire.LoadFailed(_reason(error), adapter=adapter, lasting=lasting))
+            mlx_adapter.release_memory()
             os._exit(3)
         # What was loaded lives as long as the process: 79,000 objects that a full collection would
         # visit for 45 ms, in the middle of somebody's answer. Most are frozen since they were imported.
@@ -273,7 +275,9 @@ class EngineService:
         except BaseException:
             # Nothing is served without this thread; the front restarts what exits.
             log.exception("the engine thread died")
+            mlx_adapter.release_memory()
             os._exit(4)
+        mlx_adapter.release_memory(idle=True)
 
     def _pulse(self) -> None:
         """Say that work gets done: a long tool call or a restore sends no events. A PDF on its way has a

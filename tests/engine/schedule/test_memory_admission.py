@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import struct
+import threading
 import time
 from pathlib import Path
 
@@ -121,12 +122,17 @@ def test_mlx_keeps_to_the_budget_and_wires_arrays_on_metal_alone(monkeypatch: py
             "mlx_wired_limit_bytes": 0,
         }
         monkeypatch.setattr(arrays, "backend", lambda: "metal")
-        monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 4 * MB})
+        monkeypatch.setattr(arrays, "_released", threading.Event())
+        monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 2000 * MB})
         mlx_adapter.set_limits(0, Budget(live=3 * MB))
-        mlx_adapter.set_limits(0, Budget())
-        mlx_adapter.set_limits(0, Budget(most=-MB))  # A limit that was lowered below what a process takes.
-        assert mx.get_memory_limit() == 0 and wired.pop() == 4 * MB
-        assert wired == [3 * MB, 4 * MB] and mlx_adapter.limits["mlx_wired_limit_bytes"] == 4 * MB
+        # Weights and a pass, whatever blocks in RAM may take; never more than Metal recommends.
+        mlx_adapter.set_limits(1000 * MB, Budget(live=5000 * MB))
+        mlx_adapter.set_limits(1500 * MB, Budget(most=-MB))  # A limit lowered below what a process takes.
+        assert wired == [512 << 20, 1050 * MB + (512 << 20), 2000 * MB] and mx.get_memory_limit() == 0
+        assert mlx_adapter.limits["mlx_wired_limit_bytes"] == wired.pop()
+        mlx_adapter.release_memory()
+        mlx_adapter.set_limits(1000 * MB, Budget())  # Of a thread that does not know of the end.
+        assert wired[2:] == [0]
     finally:
         monkeypatch.undo()
         mlx_adapter.set_limits(1 << 40, Budget())

@@ -16,13 +16,16 @@ were tried beside such reads, 4 s each: none hung.)
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ....kv.layout import ITEM_BYTES
 from ....wire import Budget
@@ -115,11 +118,15 @@ else:
 MOST = 2 << 30
 FIXED, PART = 128 << 20, 4
 """A pass takes bytes that grow with the weights: keep so many, and a part of the weights."""
+WIRED_FIXED, WIRED_FACTOR = 512 << 20, 1.05
+RELEASE_S = 2.0
+"""Seconds that a process that ends may take to give its memory back."""
 
 
 limits: dict[str, float] = {}
 """Bytes, by the names of engine/server/metrics.py; wired 0: not on Metal."""
 _DEFAULT_LIMIT = mx.get_memory_limit()
+_released = threading.Event()
 
 
 def set_limits(weights: int, budget: Budget) -> None:
@@ -127,9 +134,12 @@ def set_limits(weights: int, budget: Budget) -> None:
 
     cache   of freed arrays: no more than the model has use for, nor than `budget.freed`
     memory  above `budget.most` MLX waits for passes under way before it begins others
-    wired   Metal alone: arrays that macOS may not page out, or a large model decodes slowly. As much as
-            Metal recommends, as mlx-lm has it, but no more than `budget.live`. Never run on a Mac.
+    wired   Metal alone: arrays that macOS may not page out, or a large model decodes slowly. The weights
+            and what a pass needs, as far as Metal recommends it: arrays are wired as they come, and idle
+            blocks in RAM must be able to give way. Never run on a Mac.
     """
+    if _released.is_set():
+        return
     cache = min(MOST, FIXED + weights // PART)
     cache = cache if budget.freed is None else min(cache, budget.freed)
     memory = _DEFAULT_LIMIT if budget.most is None else max(0, budget.most)
@@ -137,8 +147,8 @@ def set_limits(weights: int, budget: Budget) -> None:
     _limit_cache(cache)
     mx.set_memory_limit(memory)
     if backend() == "metal":
-        wired = int(mx.device_info()["max_recommended_working_set_size"])
-        wired = wired if budget.live is None else min(wired, budget.live)
+        most = int(mx.device_info()["max_recommended_working_set_size"])
+        wired = min(most, int(weights * WIRED_FACTOR) + WIRED_FIXED)
         mx.set_wired_limit(wired)
     for name, nbytes in (("cache", cache), ("memory", memory), ("wired", wired)):
         limits[f"mlx_{name}_limit_bytes"] = float(nbytes)
@@ -150,6 +160,44 @@ def give_memory_back() -> None:
     """Free what MLX keeps for arrays to come. Waits for what the CPU computes. Any thread."""
     if _clear is not None:
         _clear()
+
+
+def release_memory(idle: bool = False) -> None:
+    """Unwire and free MLX's memory, since this process ends: macOS may lose what is wired otherwise.
+
+    Any thread; raises nothing. After a GPU fault, or beside a pass, calls may fail or hang: it returns after
+    `RELEASE_S` at the latest.
+
+    idle  this thread is the one that computed: wait for its work, and drop the models, too
+    """
+    _released.set()
+    if idle:
+        _try(mx.synchronize)
+        _try(_drop_models)
+    if limits.get("mlx_wired_limit_bytes"):  # Else the system takes all back.
+        last = threading.Thread(target=_unwire, name="release", daemon=True)
+        last.start()
+        last.join(RELEASE_S)
+
+
+def _unwire() -> None:
+    _try(lambda: mx.set_wired_limit(0))
+    _try(give_memory_back)
+
+
+def _drop_models() -> None:
+    """Empty all modules: nobody knows who else holds one."""
+    gc.unfreeze()
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module):
+            each.clear()
+
+
+def _try(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except Exception as error:
+        log.debug("memory is not given back: %s", error)
 
 
 _steps_to_copy = 0
