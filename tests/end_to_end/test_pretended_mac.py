@@ -9,23 +9,32 @@ import mlx.core as mx
 import pretend_metal
 import psutil
 import pytest
-from daemon import Daemon, own_usage, prose
+from awake_programs import AwakePrograms
+from daemon import NO_END, Daemon, body, own_usage, prose, wait_until
 
 from omlxd.common import darwin
 from omlxd.common.units import process_memory
+from omlxd.engine import mlx_adapter
 
 pytestmark = pytest.mark.skipif(not pretend_metal.is_installed(), reason="needs --pretend-metal")
 MOST = pretend_metal.DEVICE["max_recommended_working_set_size"]
 
 
 def test_an_engine_is_one_of_metal_and_answers(tmp_path: Path):
-    with Daemon(tmp_path) as daemon:
+    awake = AwakePrograms(tmp_path / "bin")
+    environ = {"OMLXD_KEEP_AWAKE": "on", "PATH": f"{awake.folder}:{os.environ['PATH']}"}
+    with Daemon(tmp_path, env=environ) as daemon:
         first, again = (daemon.messages(prose(100)) for _ in range(2))
         assert first["content"] == again["content"] and own_usage(again)["cached_hot"] == 576
         (model,) = daemon.http.get("/omlxd/status").json()["models"]
         assert model["backend"] == "metal" and 0 < model["values"]["mlx_wired_limit_bytes"] <= MOST
         assert "loaded omlxd-demo (qwen3, metal)" in daemon.logged()
-        assert "Time Machine may back" not in daemon.logged()
+        assert "Time Machine may back" not in daemon.logged() and not awake.pids()
+        request = body(daemon.model, "Hello", max_tokens=12_000, logit_bias=NO_END)
+        with daemon.stream("/v1/chat/completions", request):
+            wait_until(awake.pids)
+            words = psutil.Process(awake.pids()[0]).cmdline()
+            assert words[1:] == [str(awake.folder / "caffeinate"), "-i", "-w", str(daemon.process.pid)]
 
 
 def test_functions_of_macos_are_called_as_they_are_declared():
@@ -33,5 +42,6 @@ def test_functions_of_macos_are_called_as_they_are_declared():
     assert share is not None and 0 < share <= 100 and darwin.sysctl_int("no.such.name") is None
     assert process_memory(psutil.Process()) == pytest.approx(darwin.phys_footprint(os.getpid()), rel=0.1)
     assert darwin.phys_footprint(1 << 30) is None
+    assert mlx_adapter.backend() == "metal"
     with pytest.raises(ValueError, match="maximum working set size"):
         mx.set_wired_limit(MOST + 1)
