@@ -80,6 +80,7 @@ ADDED = {
         "engine/server/perplexity.py",
         "engine/mlx_adapter/model/perplexity.py",
     ),
+    "omlxd doctor --report": ("cli/doctor/report/*", "engine/server/measure/*"),
     "LoRA training": (
         "cli/models/tune.py",
         "engine/server/tune.py",

@@ -132,6 +132,17 @@ def build_demo(folder: Path | str) -> Path:
     return folder
 
 
+def build_random(folder: Path, dtype: str, **sizes: int) -> Path:
+    """Build a model with the demo's family and tokenizer in `folder`, which must not exist; returns it.
+
+    dtype  of its weights, as NumPy and MLX call it
+    sizes  of config.json, in place of the demo's
+    """
+    folder.mkdir(mode=0o700, parents=True)
+    _write(folder, {**_CONFIG, **sizes, "torch_dtype": dtype})
+    return folder
+
+
 def _put_in_place(new: Path, folder: Path) -> None:
     """Rename a folder over an empty one, or swap an older demo out. Two builders at once are harmless."""
     try:
@@ -145,17 +156,18 @@ def _put_in_place(new: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(folder: Path) -> None:
+def _write(folder: Path, config: dict[str, Any] = _CONFIG) -> None:
     from safetensors.numpy import save_file
 
     tokenizer = write_tokenizer(folder, VOCAB)
-    config = {**_CONFIG, "vocab_size": tokenizer.get_vocab_size(), **_ids(tokenizer)}
+    config = {**config, "vocab_size": tokenizer.get_vocab_size(), **_ids(tokenizer)}
     write_json(folder / "config.json", config)
     write_json(
         folder / "generation_config.json",
         {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 20, **_ids(tokenizer)},
     )
-    save_file(_weights(tokenizer), folder / "model.safetensors", metadata={"format": "mlx"})
+    weights = {name: w.astype(config["torch_dtype"]) for name, w in _weights(tokenizer, config).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "mlx"})
     (folder / "model.safetensors").chmod(0o644)  # the library makes it private
     write_json(folder / MARKER, {"version": VERSION, "note": NOTE})
 
@@ -254,9 +266,8 @@ def embedding_scale(tokenizer: Any, loud: dict[str, float]) -> np.ndarray:
     return scale
 
 
-def _weights(tokenizer: Any) -> dict[str, np.ndarray]:
+def _weights(tokenizer: Any, c: dict[str, Any]) -> dict[str, np.ndarray]:
     bits = np.random.PCG64(_SEED)
-    c = _CONFIG
     hidden, inner, head = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q_width, kv_width = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
 

@@ -30,10 +30,10 @@ from omlxd.kv.files.fs import FileSystem, TempLeft
 from omlxd.kv.files.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
+from omlxd.kv.ledger.lease import LedgerLease
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.ledger.write_budget import WriteBudget
 from omlxd.kv.store import CHAIN_SHARE, KVStore
-from tools.bench.ledger_lease import LedgerLease
 
 BLOCK = 4
 """Tokens a block."""

@@ -35,9 +35,9 @@ from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import EXTRA_ROOM, BlockFormat
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
+from omlxd.kv.ledger.lease import LedgerLease
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
-from tools.bench.ledger_lease import LedgerLease
 
 
 def _leave_nan(file: Any, buffer: memoryview) -> int:

@@ -17,7 +17,7 @@ from omlxd.engine.vision.image_files import ImageFiles
 from omlxd.engine.vision.images import make_images
 from omlxd.engine.vision.media import Identity, Key, Keyed, Picture
 from omlxd.kv.files.record_file import RecordFiles
-from tools.bench.ledger_lease import LedgerLease
+from omlxd.kv.ledger.lease import LedgerLease
 
 Segments = Sequence[tuple[int, int] | ImagePart | list[int]]
 """(tokens, seed) of a text, an image, or tokens that the model said."""

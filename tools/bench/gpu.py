@@ -37,9 +37,9 @@ from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import BlockKey
 from omlxd.kv.files.fs import read_all
+from omlxd.kv.ledger.lease import LedgerLease
 from omlxd.kv.ledger.ledger import Ledger
 from tools.bench.gpu_rig import Bench, first_logits, row, timed
-from tools.bench.ledger_lease import LedgerLease
 from tools.bench.shapes import SHAPES
 
 THREADS = (1, 4, 8, 16)

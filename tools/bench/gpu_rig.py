@@ -30,9 +30,9 @@ from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import BlockFormat, BlockKey
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
+from omlxd.kv.ledger.lease import LedgerLease
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
-from tools.bench.ledger_lease import LedgerLease
 from tools.bench.shapes import SHAPES, build
 
 GREEDY = RowSampling.of(Sampling(temperature=0.0), SamplingDefaults())

@@ -40,10 +40,10 @@ from omlxd.kv.files.block_file import BlockFormat, BlockKey
 from omlxd.kv.files.fs import Buffer, FileSystem
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
+from omlxd.kv.ledger.lease import LedgerLease
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
 from omlxd.models.demo import build_demo
-from tools.bench.ledger_lease import LedgerLease
 
 BLOCK = 64
 NAMESPACE = namespace_of({"bench": "wear"})

@@ -18,6 +18,7 @@ from ..daemon.client import daemon_of, find_daemon
 from ..watch.status import as_json
 from . import disk, machine, models, network
 from .finding import Finding, bad, warn
+from .report import command as report
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 ADDRESS_NOTE = "as it was found; it may listen on other addresses too"
@@ -34,6 +35,9 @@ class Report(msgspec.Struct):
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the checks. Raises ConfigError for flags that make no sense, as `omlxd serve` would."""
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--report", action="store_true", help="one text about this machine to paste into an issue; 2 minutes"
+    )
     parser.add_argument("--no-disk-test", action="store_true", help="don't write and read 256 MB")
     parser.add_argument("--url", help="the daemon's address, for --host and --port")
     add_flags(parser, *_OPTIONS)
@@ -41,6 +45,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     settings, mistakes = read_settings(flags_of(args, *_OPTIONS))
     if wrong := [text for text in mistakes if text.startswith("--")]:
         raise ConfigError("\n".join(wrong))
+    if args.report:
+        return report.write(settings, lambda line: print(line, flush=True))
     notes: dict[str, str] = {}
     if args.url or not (args.host or args.port):
         settings = _at_daemon(settings, args.url, notes)

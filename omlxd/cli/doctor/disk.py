@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import shlex
 import shutil
@@ -21,7 +22,7 @@ from .finding import Finding, bad, ok, warn
 TEST_BYTES = 256 * 10**6
 TEST_S = 10.0
 """Seconds for writing, and again for reading."""
-_CHUNK = 8 * 10**6
+_CHUNK = 8 << 20
 SPARE = 10**9
 """Bytes that a disk must have free for anything to be tried on it."""
 NEARLY = 0.1
@@ -110,10 +111,7 @@ def _free(folder: Path) -> int:
 
 def check_speed(settings: Settings, nbytes: int = TEST_BYTES, seconds: float = TEST_S) -> Finding:
     """Write and read one file on the cache's disk, outside of the cache's own account."""
-    cache = settings.paged_ssd_cache_dir
-    above = _existing(cache.parent)
-    same_disk = _existing(cache).stat().st_dev == above.stat().st_dev
-    folder = above if same_disk and os.access(above, os.W_OK) else _existing(cache)
+    folder = _test_folder(settings)
     if _free(folder) < SPARE + nbytes:
         return ok("disk", f"not timed: {human(_free(folder))} free on {folder} is too little for that")
     try:
@@ -128,11 +126,56 @@ def check_speed(settings: Settings, nbytes: int = TEST_BYTES, seconds: float = T
     return ok("disk", facts)
 
 
+def _test_folder(settings: Settings) -> Path:
+    """Return a folder on the cache's disk, outside of the cache where that can be."""
+    cache = settings.paged_ssd_cache_dir
+    above = _existing(cache.parent)
+    same_disk = _existing(cache).stat().st_dev == above.stat().st_dev
+    return above if same_disk and os.access(above, os.W_OK) else _existing(cache)
+
+
+def describe_rates(settings: Settings, nbytes: int = 32 * _CHUNK, seconds: float = 5.0) -> str:
+    """Write and read one file past the page cache, and flush the drive's own cache; say how fast it was."""
+    folder = _test_folder(settings)
+    if _free(folder) < SPARE + nbytes:
+        return f"not timed: {human(_free(folder))} free is too little for that"
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".omlxd-doctor-") as file:
+        fd, how, flags = file.fileno(), "F_NOCACHE and fsync", 0
+        if sys.platform != "darwin":
+            how, flags = "O_DIRECT and fsync", os.O_DIRECT
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | flags)
+            except OSError:
+                how, flags = "fsync, as this file system has no O_DIRECT", 0
+        wrote, written = _write(fd, nbytes, seconds)
+        os.write(fd, _pages(_CHUNK))
+        began = time.perf_counter()
+        if sys.platform == "darwin":
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined]
+            flush = "F_FULLFSYNC"
+        else:
+            os.fsync(fd)
+            flush = "fsync"
+        flushed = time.perf_counter() - began
+        read = _read(file.name, seconds, flags)
+    return (
+        f"writes {human(int(wrote))}/s with {how}, reads {human(int(read))}/s ({human(written)}); "
+        f"{flush} behind another {human(_CHUNK)} takes {flushed * 1e3:.1f} ms"
+    )
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Return whole pages of noise, as transfers past the page cache need them."""
+    pages = mmap.mmap(-1, size)
+    pages[:] = os.urandom(size)
+    return pages
+
+
 def _write(fd: int, nbytes: int, seconds: float) -> tuple[float, int]:
     """Write to the disk itself: (bytes a second, bytes). On macOS nothing stays in the page cache."""
     if sys.platform == "darwin":
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
-    chunk = os.urandom(min(_CHUNK, nbytes))
+    chunk = _pages(min(_CHUNK, nbytes))
     began, written = time.perf_counter(), 0
     while written < nbytes and time.perf_counter() - began < seconds:
         written += os.write(fd, chunk)
@@ -140,15 +183,15 @@ def _write(fd: int, nbytes: int, seconds: float) -> tuple[float, int]:
     return written / (time.perf_counter() - began), written
 
 
-def _read(path: str, seconds: float) -> float:
-    """Read past the page cache where the system lets us; returns bytes a second."""
-    fd = os.open(path, os.O_RDONLY)
+def _read(path: str, seconds: float, flags: int = 0) -> float:
+    """Read past the page cache where the system lets us; returns bytes a second. `flags`: of the open."""
+    fd = os.open(path, os.O_RDONLY | flags)
     try:
         if sys.platform == "darwin":
             fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
         else:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        buffer, done = bytearray(_CHUNK), 0
+        buffer, done = mmap.mmap(-1, _CHUNK), 0
         began = time.perf_counter()
         while time.perf_counter() - began < seconds and (got := os.readv(fd, [buffer])):
             done += got

@@ -31,8 +31,8 @@ from kv_fakes import (
 from omlxd.kv.cold.flusher import Flusher
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.fs import FileSystem
+from omlxd.kv.ledger.lease import LedgerLease
 from omlxd.kv.store import KVStore
-from tools.bench.ledger_lease import LedgerLease
 
 
 def test_a_full_queue_drops_the_newest_and_counts_it(tmp_path):

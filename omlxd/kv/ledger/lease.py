@@ -1,13 +1,15 @@
+"""Grants of a ledger in the same process."""
+
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 
-from omlxd.kv.ledger.ledger import Ledger
+from .ledger import Ledger
 
 
 class LedgerLease:
-    """A ledger in the same process: for tests, benchmarks and embedding."""
+    """A `Lease` (cold/writer.py) of a ledger that lives in this process: an engine by itself has one."""
 
     def __init__(self, ledger: Ledger):
         self._ledger = ledger

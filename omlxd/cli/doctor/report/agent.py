@@ -1,0 +1,152 @@
+"""Runs `inside.py` where the service runs: as a job of launchd, of systemd, or else as a plain process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import plistlib
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+import omlxd
+
+from ...service.manager import ServiceError, run
+from ...service.plan import FILES
+from .inside import END, Inside
+from .measure import Measured
+
+LABEL = f"dev.omlxd.report.{os.getpid()}"
+TOOL_S = 15.0
+POLL_S = 0.1
+CARRIED = ("LD_LIBRARY_PATH", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
+_FACTS = re.compile(r"^\s*((?:state|spawn type|runs|last [\w ]+) = .+?)\s*$", re.M)
+
+Outcome = tuple[str, list[tuple[str, str]], list[Measured]]
+"""How it ran, lines about its manager, and its results."""
+
+
+def measure_inside(inside: Inside, folder: Path, seconds: float) -> Outcome:
+    """Run it for at most `seconds`, and return what it said. `folder`: for files of the job."""
+    file = folder / "inside.json"
+    file.write_bytes(msgspec.json.encode(inside))
+    program = [str(Path(sys.executable).absolute()), "-m", f"{__package__}.inside", str(file)]
+    until = time.monotonic() + seconds
+    try:
+        if sys.platform == "darwin":
+            how, lines = (
+                "a one-shot launchd agent, ProcessType Interactive",
+                _by_launchd(program, inside, until, folder),
+            )
+        else:
+            how, lines = _by_systemd(program, inside, until), []
+    except ServiceError as error:
+        how, lines = f"none: {error.message}", []
+    return how, lines, _results(inside)
+
+
+def _results(inside: Inside) -> list[Measured]:
+    with contextlib.suppress(OSError):
+        lines = Path(inside.out).read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=Measured) for line in lines if line.endswith(b"}")]
+    return []
+
+
+def _variables() -> dict[str, str]:
+    """Return what the job needs of this shell: a checkout that is not installed has its own import path."""
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = [Path(omlxd.__file__).parents[1], *map(Path, given)]
+    own = {name: value for name in CARRIED if (value := os.environ.get(name))}
+    return own | {"PYTHONPATH": os.pathsep.join(str(path.absolute()) for path in paths)}
+
+
+def _wait(inside: Inside, until: float) -> None:
+    """Wait until the job has ended its work. Raises ServiceError if it does not in time."""
+    while not any(result.part == END for result in _results(inside)):
+        if time.monotonic() > until:
+            raise ServiceError("the job did not end in time")
+        time.sleep(POLL_S)
+
+
+# --------------------------------------------------------------------------- launchd
+
+
+def _by_launchd(program: list[str], inside: Inside, until: float, folder: Path) -> list[tuple[str, str]]:
+    """Raises ServiceError, and says what launchctl answered, which nobody has seen on a Mac yet."""
+    domain, said = f"gui/{os.getuid()}", folder / "job.txt"
+    service, plist = f"{domain}/{LABEL}", folder / "job.plist"
+    job = {
+        "Label": LABEL,
+        "ProgramArguments": program,
+        "EnvironmentVariables": _variables(),
+        "WorkingDirectory": "/",
+        "ProcessType": "Interactive",  # As the service has it.
+        "RunAtLoad": True,
+        "ExitTimeOut": 5,
+        "SoftResourceLimits": {"NumberOfFiles": FILES},
+        "StandardOutPath": str(said),
+        "StandardErrorPath": str(said),
+    }
+    plist.write_bytes(plistlib.dumps(job))
+    statuses: list[str] = []
+
+    def ctl(verb: str, *words: str) -> str:
+        done = run("launchctl", verb, *words, timeout=TOOL_S)
+        statuses.append(f"{verb} {done.status}")
+        return done.out if verb == "print" else done.said if done.status else ""
+
+    try:
+        if refused := ctl("bootstrap", domain, str(plist)):
+            raise ServiceError(f"launchd would not take the job ({statuses[0]}): {refused}")
+        ctl("bootstrap", domain, str(plist))
+        ctl("kickstart", service)
+        running = _FACTS.findall(ctl("print", service))
+        try:
+            _wait(inside, until)
+        except ServiceError as error:
+            ended = ", ".join(_FACTS.findall(ctl("print", service)))
+            last = said.read_text(errors="replace").strip().splitlines()[-1:] if said.exists() else []
+            raise ServiceError(f"{error.message} ({', '.join([ended, *last])})") from None
+    finally:
+        ctl("bootout", service)
+        ctl("bootout", service)
+    return [("launchctl", f"{', '.join(statuses)}; while it ran: {', '.join(running)}")]
+
+
+# --------------------------------------------------------------------------- Linux
+
+
+def _by_systemd(program: list[str], inside: Inside, until: float) -> str:
+    """Return how it ran. Raises ServiceError."""
+    words = [f"--setenv={name}={value}" for name, value in _variables().items()]
+    unit = f"omlxd-report-{os.getpid()}"
+    command = ["systemd-run", "--user", "--quiet", "--collect", f"--unit={unit}", *words, *program]
+    with contextlib.suppress(ServiceError):
+        if run(*command, timeout=TOOL_S).status == 0:
+            try:
+                _wait(inside, until)
+            finally:
+                run("systemctl", "--user", "stop", unit, timeout=TOOL_S)
+            return "a one-shot service of this user's systemd"
+    process = subprocess.Popen(
+        program,
+        cwd="/",
+        env={**os.environ, **_variables()},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise ServiceError("the process did not end in time") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+    return "a plain process of its own session, as this user has no systemd here"

@@ -1,0 +1,140 @@
+"""Writes the report, a line at a time."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ....common.units import human
+from ....config import Settings
+from ....models.catalog import default_model
+from ....models.footprint import kind_of, likely_backend, read_config, weight_bytes
+from .. import disk
+from . import agent, folders, system
+from .bounds import Budget, within
+from .inside import Inside, surroundings
+from .measure import Measured, measure
+from .privacy import Privacy
+from .system import ABSENT, Lines
+
+TOTAL_S = 110.0
+FACTS_S, FOLDERS_S, DISK_S, AGENT_S = 10.0, 30.0, 20.0, 60.0
+FIRST = ("device", "eval", "bandwidth", "model", "pass", "hits")
+LAST = ("sdpa 512", "sdpa 4,096", "sdpa 16,384", "longest kernel")
+MOST_MODEL_BYTES = 25 * 10**8
+HEAD = "omlxd doctor --report: no path, prompt, key or name is in it. Paste all of it into an issue."
+WIDTH = 16
+
+
+class Report:
+    """Prints lines by `show`, without what is private. A part that fails says so, and others go on."""
+
+    def __init__(self, budget: Budget, show: Callable[[str], None], privacy: Privacy):
+        self.budget, self._show, self._privacy = budget, show, privacy
+        self.values: dict[str, float] = {}
+
+    def line(self, name: str, text: str) -> None:
+        self._show(f"{name:<{WIDTH}}  {self._privacy.clean(' '.join(text.split()))}".rstrip())
+
+    def part(self, name: str, call: Callable[[], Lines], seconds: float = FACTS_S) -> None:
+        """Print the lines of `call`, which has so many seconds."""
+        self.attempt(name, lambda: within(self.budget.part(seconds), call))
+
+    def attempt(self, name: str, call: Callable[[], Lines]) -> None:
+        """Print the lines of `call`, which bounds itself."""
+        try:
+            for each in call():
+                self.line(*each)
+        except TimeoutError as error:
+            self.line(name, str(error))
+        except Exception as error:
+            self.line(name, f"failed: {type(error).__name__}: {error}")
+
+    def measured(self, result: Measured) -> None:
+        """Print what was measured in the shell."""
+        self.values |= result.values
+        self._lines(result, "")
+
+    def inside(self, result: Measured) -> None:
+        """Print what was measured in the agent, and its share of the shell's."""
+        shares = [
+            f"{name} {value / self.values[name]:.2f}"
+            for name, value in result.values.items()
+            if self.values.get(name) and name != "wired"
+        ]
+        self._lines(result, "agent: ", f" [agent / shell: {', '.join(shares)}]" if shares else "")
+
+    def _lines(self, result: Measured, head: str, end: str = "") -> None:
+        if result.error:
+            self.line(head + result.part, f"failed: {result.error}")
+        for name, text in result.lines:
+            self.line(head + name if name else "", text + end)
+            end = ""
+
+
+def write(
+    settings: Settings, show: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> int:
+    """Print the report; returns the exit status."""
+    budget = Budget(TOTAL_S, clock)
+    report = Report(budget, show, Privacy(more_secrets=[settings.api_key or ""]))
+    show(HEAD)
+    report.part("omlxd", system.programs)
+    report.part("machine", system.machine)
+    report.part("memory", system.memory)
+    report.part("GPU limits", system.limits)
+    report.part("surroundings", lambda: [("surroundings", surroundings())])
+    places = folders.places(settings)
+    report.part("folders", lambda: [("folders", folders.describe(places))], FOLDERS_S)
+    report.part("disk", lambda: [("disk", disk.describe_rates(settings))], DISK_S)
+    with tempfile.TemporaryDirectory(prefix="omlxd-report-") as made:
+        folder = Path(made)
+        job = folder / "job.json"
+        model = small_model(settings) or folder / "model"
+        job.write_bytes(msgspec.json.encode({"model": str(model), "folder": str(folder / "ssd")}))
+        before = system.wired()
+        measure(job, FIRST, budget, report.measured)
+        after = system.wired()
+        report.attempt("agent", lambda: _agent(report, places, job))
+        measure(job, LAST, budget, report.measured)
+    report.part("wired", lambda: [("wired", _wired(before, report.values.get("wired"), after))])
+    report.line("took", f"{budget.spent:.0f} s")
+    return 0
+
+
+def _agent(report: Report, places: dict[str, str], job: Path) -> Lines:
+    """Measure some of it again where the service runs; its manager has time beside to start and end it."""
+    seconds = report.budget.part(AGENT_S)
+    inside = Inside(places, str(job), str(job.with_name("inside.jsonl")), seconds)
+    how, lines, results = agent.measure_inside(inside, job.parent, seconds)
+    report.line("agent", how)
+    for result in results:
+        report.inside(result)
+    return lines
+
+
+def _wired(before: int | None, with_model: float | None, after: int | None) -> str:
+    if before is None or after is None:
+        return ABSENT
+    beside = human(int(with_model)) if with_model else "unknown"
+    return f"{human(before)} before, {beside} with the model, {human(after)} after its process ended"
+
+
+def small_model(settings: Settings) -> Path | None:
+    """Return the folder of the configured model, or of the default one; None if it is not here or large."""
+    if likely_backend() == "cpu":  # It would take minutes.
+        return None
+    try:
+        chosen = default_model(settings)
+        if chosen is None or chosen.folder is None or chosen.source == "demo":
+            return None
+        small = weight_bytes(chosen.folder) <= MOST_MODEL_BYTES
+        return (
+            chosen.folder if small and kind_of(chosen.folder, read_config(chosen.folder)) == "chat" else None
+        )
+    except Exception:  # Whatever is wrong with it, another one will do.
+        return None

@@ -1,0 +1,43 @@
+"""Runs parts in order, each a line of JSON on standard output; a part that raises says so in its line.
+
+JOB is a file of JSON with
+
+    model   folder of the model that is measured; where there is none, one of random weights is built there
+    folder  an empty folder for the SSD tier
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from ...process.prepare import prepare_mlx
+
+
+def main(job: str, *parts: str) -> None:
+    # Lines are for whoever started this; what a library prints goes to standard error.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    os.umask(0o077)
+    prepare_mlx()
+    from ... import mlx_adapter  # These import MLX.
+    from .engine import Job
+    from .parts import run
+
+    def end(status: int) -> None:
+        mlx_adapter.release_memory()
+        os._exit(status)  # As an engine ends: threads may be inside MLX.
+
+    signal.signal(signal.SIGTERM, lambda *_: end(1))
+    work = Job(**{name: Path(path) for name, path in json.loads(Path(job).read_text()).items()})
+    for part in parts:
+        print(json.dumps({"part": part, **run(part, work)}), file=out, flush=True)
+    out.close()
+    end(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
