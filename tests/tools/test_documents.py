@@ -48,6 +48,7 @@ OTHERS_FLAGS = {
     "--permission-mode": "Claude Code's",
     "--user": "systemd's",
     "--collect-only": "pytest's",
+    "--pretend-metal": "pytest's, of tests/conftest.py",
     "--cuda": "tools/bootstrap.py's",
     "--no-deps": "pip's",
     "--pre-allocate-kv": "a seed document's",
