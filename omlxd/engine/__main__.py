@@ -37,13 +37,18 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
-    status = 0
+    service, status = EngineService(sock), 0
+    signal.signal(signal.SIGTERM, lambda number, frame: service.terminate())
     try:
-        EngineService(sock).run()
+        service.run()
     except Exception:
         logging.getLogger(__name__).exception("this engine ends")
         status = 6
+    service.release_memory()
     logging.shutdown()
+    if service.terminated:  # The front tells of the signal.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
     # MLX and its threads have nothing to say any more; ordinary interpreter exit can hang on them.
     os._exit(status)
 

@@ -10,7 +10,7 @@ import pretend_metal
 import psutil
 import pytest
 from awake_programs import AwakePrograms
-from daemon import NO_END, Daemon, body, own_usage, prose, wait_until
+from daemon import NO_END, PATIENCE_S, Daemon, body, own_usage, prose, wait_until
 
 from omlxd.common import darwin
 from omlxd.common.units import process_memory
@@ -20,9 +20,11 @@ pytestmark = pytest.mark.skipif(not pretend_metal.is_installed(), reason="needs 
 MOST = pretend_metal.DEVICE["max_recommended_working_set_size"]
 
 
-def test_an_engine_is_one_of_metal_and_answers(tmp_path: Path):
+def test_an_engine_is_one_of_metal_answers_and_unwires_before_it_ends(tmp_path: Path):
     awake = AwakePrograms(tmp_path / "bin")
+    wired = tmp_path / "wired.txt"
     environ = {"OMLXD_KEEP_AWAKE": "on", "PATH": f"{awake.folder}:{os.environ['PATH']}"}
+    environ["PRETENDED_WIRED"] = str(wired)
     with Daemon(tmp_path, env=environ) as daemon:
         first, again = (daemon.messages(prose(100)) for _ in range(2))
         assert first["content"] == again["content"] and own_usage(again)["cached_hot"] == 576
@@ -35,6 +37,21 @@ def test_an_engine_is_one_of_metal_and_answers(tmp_path: Path):
             wait_until(awake.pids)
             words = psutil.Process(awake.pids()[0]).cmdline()
             assert words[1:] == [str(awake.folder / "caffeinate"), "-i", "-w", str(daemon.process.pid)]
+        for end in ("SIGTERM", "SIGTERM in an answer", "unload"):
+            daemon.messages("Hello")
+            engine = psutil.Process(daemon.engine_pid())
+            pid, limit = map(int, wired.read_text().splitlines()[-1].split())
+            assert pid == engine.pid and limit > 512 << 20, end  # Weights and a pass.
+            if end == "SIGTERM in an answer":
+                with daemon.stream("/v1/chat/completions", request) as stream:
+                    next(stream.iter_lines())
+                    engine.terminate()
+            elif end == "SIGTERM":
+                engine.terminate()
+            else:
+                daemon.post("/omlxd/models/unload", {"model": daemon.model})
+            engine.wait(PATIENCE_S)
+            assert wired.read_text().splitlines()[-1] == f"{engine.pid} 0", end
 
 
 def test_functions_of_macos_are_called_as_they_are_declared():

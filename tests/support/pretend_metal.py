@@ -4,7 +4,8 @@
 |----------------------------------|-------------------------------------------------------------------|
 | `device.backend()`               | "metal"                                                           |
 | `mx.device_info()`               | an M4's keys, beside those of this machine                        |
-| `mx.set_wired_limit(n)`          | the limit before; ValueError above the recommended size, as MLX   |
+| `mx.set_wired_limit(n)`          | the limit before; ValueError above the recommended size, as MLX;  |
+|                                  | "PID n" is appended to the file that $PRETENDED_WIRED names       |
 | `sys.platform`, of omlxd alone   | "darwin"                                                          |
 | functions of macOS's C library   | pretended_mac/libsystem.c                                         |
 | a program of /usr/bin that a     | the one of its name in pretended_mac/                             |
@@ -120,6 +121,9 @@ def _pretend_device() -> None:
                 " is not allowed."
             )
         wired.append(limit)
+        if notes := os.environ.get("PRETENDED_WIRED"):
+            with open(notes, "a") as file:
+                file.write(f"{os.getpid()} {limit}\n")
         return wired[-2]
 
     mx.device_info = lambda *device: own_info(*device) | DEVICE  # type: ignore[assignment]

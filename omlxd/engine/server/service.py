@@ -10,13 +10,14 @@
 | pulse    | reports to the front that work gets done            |
 | kv-…     | read and write block files                                    |
 
-When the front's end of the socket closes, whatever the reason, the engine flushes for a moment and
-exits: no engine outlives its front. (On Linux the kernel ends an engine whose front was killed, most often
-before it has flushed.)
+When the front's end of the socket closes, whatever the reason, and at SIGTERM the engine flushes for a
+moment, unwires its memory and exits: no engine outlives its front. (On Linux the kernel ends an engine whose
+front was killed, most often before it has flushed.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -59,9 +60,11 @@ BEYOND_MLX_FRACTION = 0.1
 PULSE_S = 1.0
 """Between two looks at whether work gets done."""
 ORPHAN_FLUSH_S = 1.0
-"""How long an engine whose front is gone goes on storing."""
+"""How long an engine whose front is gone, or that got SIGTERM, goes on storing."""
 ORPHAN_EXIT_S = 5.0
 """How long after that end it is gone itself, at the latest."""
+LAST_PASS_S = 2.0
+"""How long an engine that ends waits for a pass under way, where memory is wired for it."""
 
 
 class Lane:
@@ -109,7 +112,10 @@ class Lane:
 
 
 class EngineService:
-    """One engine over one connected socket. `run` returns when the program should exit."""
+    """One engine over one connected socket. `run` returns when the program should exit.
+
+    terminated  SIGTERM is why
+    """
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
@@ -124,6 +130,7 @@ class EngineService:
         self._sequences: dict[int, Sequence | None] = {}
         self._host: Future[EngineHost | EmbedderHost] = Future()
         self._engine: threading.Thread | None = None
+        self.terminated = False
 
     @staticmethod
     def _start(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
@@ -150,7 +157,6 @@ class EngineService:
         free_from = "engine" if mlx_adapter.attention_backend().own_memory else "host"
         self._send(wire.Device(mlx_adapter.backend(), total, available, free_from))
         decoder = wire.FrameDecoder(wire.ToEngine)
-        deadline_s = ORPHAN_FLUSH_S
         while data := self._receive():
             messages = iter(decoder.feed(data))
             for message in messages:
@@ -160,12 +166,28 @@ class EngineService:
                     self._start("grants", self._read_grants, decoder, rest)
                     return self._close(message.deadline_s)
                 self._handle(message)
-        log.info("the front is gone")
-        # Whatever hangs on the way out: nobody is left who would end this process.
-        last = threading.Timer(ORPHAN_EXIT_S, os._exit, (1,))
+        if not self.terminated:
+            log.info("the front is gone")
+            self._end_soon()
+        self._close(ORPHAN_FLUSH_S)
+
+    def terminate(self) -> None:
+        """Have `run` return as if the front had gone, or flush no longer. In a signal's handler."""
+        self.terminated = True
+        self._end_soon()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+
+    def _end_soon(self) -> None:
+        """End this process whatever hangs on the way out: perhaps nobody is left who would."""
+
+        def end() -> None:
+            mlx_adapter.release_memory()
+            os._exit(1)
+
+        last = threading.Timer(ORPHAN_EXIT_S, end)
         last.daemon = True
         last.start()
-        self._close(deadline_s)
 
     def _watch_memory(self) -> None:
         """End this process when it takes far more than MLX, tokenizer and blocks on their way should."""
@@ -416,6 +438,12 @@ class EngineService:
             self._send_last_stats(host, channel)
         host.close(max(0.0, end - time.monotonic()))
         self._lease.release_all()
+
+    def release_memory(self) -> None:
+        """Unwire MLX's memory, after the pass under way if it ends soon. The last call before the exit."""
+        if self._engine is not None and mlx_adapter.limits.get("mlx_wired_limit_bytes"):
+            self._engine.join(LAST_PASS_S)
+        mlx_adapter.release_memory()
 
 
 def _size(prompt: Conversation | RawPrompt) -> int:

@@ -89,8 +89,11 @@ class GuestLink:
     def show_threads(self) -> None:
         self._link.show_threads()
 
+    def stop(self) -> None:
+        """End the whole engine: what hangs in it hangs for all."""
+        self._link.stop()
+
     def kill(self) -> None:
-        """Kill the whole engine: what hangs in it hangs for all."""
         self._link.kill()
 
     async def close(self, grace_s: float = 0.0) -> None:

@@ -47,6 +47,8 @@ STOPPED_LOOK_S = 1.0
 """Seconds between two looks at an ending engine; one that is stopped at two in a row is killed."""
 _REAP_S = 0.5
 """Seconds that a process may outlive its closed socket before it is killed."""
+KILL_S = 10.0
+"""Seconds that an engine may take after SIGTERM to unwire its memory, which macOS loses if it is killed."""
 END_S = 2.0
 """Seconds that a killed process may take to end."""
 
@@ -143,7 +145,7 @@ class EngineLink:
                     handle(message)
         except ValueError as error:
             problem = f"it sent a frame that makes no sense ({error})"
-            self.kill()
+            self.terminate()
         except OSError:
             pass  # It ended with something of ours unread; how it ended says more.
         with contextlib.suppress(TimeoutError):
@@ -164,6 +166,10 @@ class EngineLink:
             return f"it was ended by {signal.Signals(-status).name}"
         return f"it exited with status {status}"
 
+    def stop(self) -> None:
+        """Begin its end: SIGTERM, and SIGKILL `KILL_S` later."""
+        in_background(self.close())
+
     def terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
@@ -182,7 +188,7 @@ class EngineLink:
 
         One that is stopped (SIGSTOP) flushes nothing: it is not waited for.
         """
-        for wait_s, push in ((grace_s, self.terminate), (1.0 if grace_s else 0.0, self.kill)):
+        for wait_s, push in ((grace_s, self.terminate), (KILL_S, self.kill)):
             if await self._ended_within(wait_s):
                 break
             push()

@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from ...common.units import SLOTS
 from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
@@ -40,6 +42,8 @@ DRAIN_S = 10.0
 """Seconds for answers under way to end once the daemon is to stop."""
 FLUSH_S = 5.0
 """Seconds for an engine to write blocks that are still in memory after that."""
+KILL_S = 2.0
+"""Seconds for engines to unwire their memory where the daemon is to stop at once."""
 LOOK_S = 2.0
 """Seconds that a request waits for a look at the model folders."""
 ROOM_WAIT_S = 60.0
@@ -368,9 +372,15 @@ class EnginePool:
         await self.awake.close()
 
     def kill(self) -> None:
-        """End every engine process now."""
-        for engine in self._engines.values():
-            engine.process.supervisor.kill()
+        """End every engine process, within `KILL_S`. Blocks."""
+        processes: list[psutil.Process] = []
+        for pid in {engine.pid for engine in self._engines.values()} - {None}:
+            with contextlib.suppress(psutil.Error):
+                processes.append(psutil.Process(pid))
+                processes[-1].terminate()
+        for process in psutil.wait_procs(processes, KILL_S)[1]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
     # ----------------------------------------------------------------- going
 

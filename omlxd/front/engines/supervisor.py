@@ -211,11 +211,6 @@ class Supervisor:
         self._log_level = level
         self.send(wire.LogLevel(level=level))
 
-    def kill(self) -> None:
-        """Kill the process, losing what it had not written."""
-        if self.link is not None:
-            self.link.kill()
-
     # ----------------------------------------------------------------- coming and going
 
     def start(self) -> None:
@@ -282,6 +277,8 @@ class Supervisor:
         while not self._closing:
             await self._wanted.wait()
             await asyncio.sleep(self.restarts.wait_s)
+            if self._tasks.reaping is not None:  # The last process may still hold its memory.
+                await asyncio.wait({self._tasks.reaping})
             if not self._wanted.is_set():
                 continue  # It was unloaded meanwhile.
             if self.state == "failed":
@@ -424,7 +421,7 @@ class Supervisor:
             else:
                 life.failed = message.message or "the engine gave no reason"
                 life.lasting = message.lasting
-            life.link.terminate()  # It exits by itself; this is for one that hangs on the way out.
+            life.link.stop()  # It exits by itself; this is for one that hangs on the way out.
         elif life.account is not None:
             life.account.handle(message)
         elif isinstance(message, wire.Reserve):
@@ -441,7 +438,7 @@ class Supervisor:
                 load = replace(load, budget=await self._guard(device))
         except OmlxdError as error:
             life.refused = error
-            link.kill()
+            link.stop()
             return
         except Exception:
             log.exception("the memory guard failed")
@@ -468,7 +465,7 @@ class Supervisor:
         silent_s = await watch.stalled(progress, stall_s, show_threads)
         log.error("%s: no progress for %.0f s, it is ended", self.model_id, silent_s)
         life.stalled = True
-        life.link.kill()
+        life.link.stop()
 
     def _loaded(self, info: wire.ModelInfo) -> None:
         if self.link is None or self.state == "unloading" or self._closing:

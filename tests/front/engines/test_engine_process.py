@@ -27,6 +27,7 @@ from engine_processes import (
 from omlxd import wire
 from omlxd.chat import Event, Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import InvalidRequest, ModelError, OmlxdError, Overloaded, Unavailable
+from omlxd.front.engines import link as link_module
 from omlxd.front.engines.client import EngineProcess
 from omlxd.front.engines.ledger.cold_ledger import ColdLedger
 from omlxd.front.engines.link import SOCKET_BYTES, EngineLink
@@ -257,6 +258,25 @@ async def test_much_fits_into_the_socket_where_the_system_gives_little(monkeypat
     await link.receive(lambda message: None)
     await link.close()
     assert int(link.last_words) >= SOCKET_BYTES
+
+
+@pytest.mark.parametrize(
+    ("handler", "last_words", "how"),
+    [
+        ("lambda *_: exit('unwired')", "up\nunwired", "it exited with status 1"),
+        ("signal.SIG_IGN", "up", "it was killed, perhaps because memory ran out"),
+    ],
+)
+async def test_an_engine_may_end_by_itself_before_it_is_killed(handler, last_words, how, monkeypatch):
+    assert link_module.KILL_S == 10.0
+    if handler == "signal.SIG_IGN":
+        monkeypatch.setattr(link_module, "KILL_S", 0.1)
+    script = f"import signal, time; signal.signal(signal.SIGTERM, {handler}); print('up', flush=True)"
+    link = await EngineLink.spawn((sys.executable, "-c", f"{script}\nwhile True: time.sleep(60)"))
+    await until(lambda: link.last_words)
+    receiving = asyncio.create_task(link.receive(lambda message: None))
+    link.stop()
+    assert (await receiving, link.last_words) == (how, last_words)
 
 
 async def test_the_first_restart_is_at_once_later_ones_wait_and_a_success_forgets():

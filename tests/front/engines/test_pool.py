@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -421,7 +422,7 @@ async def test_an_engine_that_dies_while_it_unloads_is_unloaded(tmp_path: Path):
         engine = made.resolve("a")
         going = asyncio.create_task(made.unload("a"))
         await until(lambda: engine.state == "unloading")
-        engine.process.supervisor.kill()
+        os.kill(engine.pid, signal.SIGKILL)
         assert await asyncio.wait_for(going, 60) and engine.state == "unloaded"
         assert words(await ask(made, "a")) == ["hello"]
 

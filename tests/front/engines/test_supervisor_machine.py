@@ -122,6 +122,9 @@ class FakeLink:
         self.ended.set()
         self.inbox.put_nowait(None)
 
+    def stop(self) -> None:
+        self.kill()
+
     def terminate(self) -> None:
         if not self.frozen:
             self.kill()

@@ -182,6 +182,7 @@ def release_memory(idle: bool = False) -> None:
 
 def _unwire() -> None:
     _try(lambda: mx.set_wired_limit(0))
+    limits["mlx_wired_limit_bytes"] = 0.0
     _try(give_memory_back)
 
 
