@@ -96,8 +96,8 @@ def test_a_part_costs_its_own_line_and_all_of_them_the_budget(person: Privacy):
         "hangs no end within 0 s",
         "took 41",
         "third left out: 100 s are over",
-        "a failed: left out: 100 s are over",
-        "b failed: left out: 100 s are over",
+        "a left out: 100 s are over",
+        "b left out: 100 s are over",
     ]
 
 
@@ -124,8 +124,8 @@ def test_a_crash_and_a_hang_cost_one_part(monkeypatch: pytest.MonkeyPatch):
     assert [each.part for each in took] == [*first, "hang"]
     errors = {each.part: each.error for each in took if each.error}
     assert errors == {
-        "crash": "its process ended with SIGABRT",
-        "raise": "its process ended with status 1: no memory for raise",
+        "crash": "failed: its process ended with SIGABRT",
+        "raise": "failed: its process ended with status 1: no memory for raise",
         "hang": "no end within 0 s",
     }
     assert took[0].lines == took[1].lines != took[3].lines  # One process, until it crashes.

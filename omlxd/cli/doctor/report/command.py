@@ -70,7 +70,7 @@ class Report:
 
     def _lines(self, result: Measured, head: str, end: str = "") -> None:
         if result.error:
-            self.line(head + result.part, f"failed: {result.error}")
+            self.line(head + result.part, result.error)
         for name, text in result.lines:
             self.line(head + name if name else "", text + end)
             end = ""

@@ -73,7 +73,7 @@ def main(file: str) -> None:
             try:
                 take(Measured(name, [(name, call())]))
             except Exception as error:
-                take(Measured(name, error=f"{type(error).__name__}: {error}"))
+                take(Measured(name, error=f"failed: {type(error).__name__}: {error}"))
         measure(Path(job.job), PARTS, budget, take)
         take(Measured(END))
 

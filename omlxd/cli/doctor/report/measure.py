@@ -101,7 +101,7 @@ def _end_of(process: subprocess.Popen[bytes], log: IO[str]) -> str:
             how = signal.Signals(-status).name
     log.seek(0)
     last = next((line.strip() for line in reversed(log.readlines()) if line.strip()), "")
-    return f"its process ended with {how}" + (f": {last[:300]}" if last else "")
+    return f"failed: its process ended with {how}" + (f": {last[:300]}" if last else "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -34,11 +34,14 @@ def sysctl(*names: str) -> dict[str, str]:
 
 
 def _said(*command: str) -> str:
-    """Return what a tool of macOS prints; "" elsewhere."""
+    """Return what a tool of macOS prints; "" elsewhere, and if it does not answer."""
     if sys.platform != "darwin":
         return ""
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TOOL_S)
-    return done.stdout
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TOOL_S
+        ).stdout
+    return ""
 
 
 def machine() -> Lines:

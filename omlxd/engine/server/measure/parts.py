@@ -34,4 +34,4 @@ def run(name: str, job: Job) -> dict[str, Any]:
     try:
         return PARTS[name](job)._asdict()
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"failed: {type(error).__name__}: {error}"}
