@@ -6,6 +6,9 @@ hot tiers and from freed arrays that MLX keeps, then from idle models, least rec
 all of these hold enough. A model that could fit later waits, then is refused for now (503). A model that can
 never fit is refused until settings change: 503, or 400 where another model may fit. Each error names both
 sizes.
+
+On Metal a model whose weights fit is loaded also where less is free, with a warning: macOS makes room. It is
+refused while memory pressure is critical.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from ...common.units import available_ram, human
+from ...common.units import CRITICAL, available_ram, human, memory_pressure
 from ...errors import InvalidRequest, NotNow
 from ...models.footprint import FLOAT32_FRACTION, PROCESS_BYTES, Footprint, expected, likely_backend
 from ...wire import Budget, Device, Wants
@@ -94,6 +97,10 @@ UNGUARDED = 1 << 62
 """Bytes that all engines may take where the guard is off."""
 MEASURABLE = 64 << 20
 """Bytes of weights below which a model says nothing about the load factor."""
+MAKES_ROOM = (
+    "%s needs about %s and %s are free: macOS compresses or writes out what other programs hold, and all may "
+    "be slow meanwhile. End some, or choose a smaller model."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,19 +200,17 @@ class MemoryGuard:
                         shrunk += 1
                         self._share_out(self._claimed() + need)
                         await asyncio.sleep(SHRINK_S)
-                    elif room.at_most >= need and (victim := self._pool.victim(engine)):
+                    elif (room.at_most >= need or self._macos_makes_room(engine, need, idle_go=True)) and (
+                        victim := self._pool.victim(engine)
+                    ):
                         await self._pool.make_go(victim, f"{engine.model_id} needs {human(need)}")
                     else:
                         break
-                else:
-                    self._claims[engine.model_id] = need
-                    if not self._divides(len(self._pool.others(None))):
-                        return first
-                    most = self._most(device) - PROCESS_BYTES
-                    live = max(0, min(most, free - PROCESS_BYTES))
-                    budget = replace(first, live=live, most=most)
-                    self._sent[engine.model_id] = budget
-                    return budget
+                if need <= free:
+                    return self._claim(engine, need, free, first)
+                if self._macos_makes_room(engine, need):
+                    log.warning(MAKES_ROOM, engine.model_id, human(need), human(max(0, free)))
+                    return self._claim(engine, need, need, first)
             # Nothing gives way now: what needs less may load meanwhile. Loads that were under way before
             # are waited for however long they take; later ones could follow each other without an end.
             loading = set(self._claims) if loading is None else loading & set(self._claims)
@@ -216,6 +221,32 @@ class MemoryGuard:
                     retry_after=15,
                 )
             await asyncio.sleep(SHRINK_S)
+
+    def _claim(self, engine: ModelEngine, need: int, free: int, first: Budget) -> Budget:
+        """Promise `need` bytes of `free` ones to `engine`; returns its first budget."""
+        assert self._device is not None
+        self._claims[engine.model_id] = need
+        if not self._divides(len(self._pool.others(None))):
+            return first
+        most = self._most(self._device) - PROCESS_BYTES
+        live = max(0, min(most, free - PROCESS_BYTES))
+        budget = self._sent[engine.model_id] = replace(first, live=live, most=most)
+        return budget
+
+    def _macos_makes_room(self, engine: ModelEngine, need: int, idle_go: bool = False) -> bool:
+        """Whether `engine` may load where less than `need` is free: what others hold may be compressed, but
+        not weights, of which Metal wires as much as it recommends.
+
+        idle_go  if idle models went first
+        """
+        prints, device, limit = engine.footprint, self._device, self.memory_limit_bytes
+        if prints is None or device is None or device.backend != "metal" or memory_pressure() >= CRITICAL:
+            return False
+        idle = {other.model_id for other in self._pool.others(engine) if idle_go and other.evictable}
+        stay = [held for name, held in self._allocations.items() if name not in idle]
+        firm = self._claimed() + sum(held.firm for held in stay)
+        spare = sum(held.spare for held in stay)
+        return prints.weights + firm <= device.total and (not limit or need + firm + spare <= limit)
 
     async def _why_not_float32(self, engine: ModelEngine, device: Device) -> str | None:
         """Say why float32 weights don't fit; "": they do; None: nobody wants them."""
@@ -259,6 +290,16 @@ class MemoryGuard:
         need, most = self.need(engine.model_id, prints), self._most(self._device)
         if need <= most:
             return ""
+        limit, total = self.memory_limit_bytes, self._device.total
+        if self._device.backend == "metal" and not (limit and need > limit):
+            if prints.weights <= total:
+                return ""
+            return (
+                f"{engine.model_id} has {human(prints.weights)} of weights and Metal recommends "
+                f"{human(total)} at most on this Mac: it can't be loaded here. `sudo sysctl "
+                "iogpu.wired_limit_mb=…` sets another limit until the Mac starts again (--memory-limit off "
+                "tries)."
+            )
         return (
             f"{engine.model_id} needs about {human(need)} and all models together may take {human(most)} "
             f"of {human(self._device.total)}: it can't be loaded here (--memory-limit off tries)."

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from omlxd.common.units import parse_size
-from omlxd.errors import NotNow
+from omlxd.errors import InvalidRequest, NotNow
 from omlxd.front.engines import memory_guard
 from omlxd.front.engines.memory_guard import MemoryGuard
 from omlxd.models import footprint
@@ -78,6 +78,9 @@ class Models:
     def change(self) -> None:
         self.changed.set()
         self.waits.clear()
+
+    def models(self) -> list[Model]:
+        return self.all
 
     def others(self, engine: Model | None) -> list[Model]:
         return [model for model in self.all if model is not engine and model.admitted]
@@ -166,6 +169,35 @@ async def test_nor_for_one_that_other_programs_leave_no_memory_for(available: in
     with pytest.raises(NotNow, match="large needs about 700 MB"):
         await soon(models.load(large))
     assert models.gone == gone
+
+
+@pytest.mark.parametrize(
+    ("weights", "limit", "pressure", "other", "said"),
+    [
+        (500, None, 1, "", "m needs about 700 MB and 50 MB are free: macOS compresses"),
+        (990, None, 2, "", "m needs about 1.2 GB and 50 MB are free: macOS compresses"),
+        (500, None, 4, "", "m needs about 700 MB and 50 MB are free now; retry"),
+        (1010, None, 1, "", "m has 1 GB of weights and Metal recommends 1 GB at most"),
+        (500, 800, 1, "", "m needs about 700 MB and 50 MB are free: macOS compresses"),
+        (500, 600, 1, "", "m needs about 700 MB and all models together may take 600 MB"),
+        (500, None, 1, "pinned", "m needs about 700 MB and 50 MB are free now; retry"),
+        (500, None, 1, "idle", "m needs about 700 MB and 50 MB are free: macOS compresses"),
+    ],
+)
+async def test_macos_makes_room_for_weights_that_metal_may_hold(
+    weights, limit, pressure, other, said, monkeypatch, caplog
+):
+    monkeypatch.setattr(memory_guard, "available_ram", lambda: 100 * MB)
+    monkeypatch.setattr(memory_guard, "memory_pressure", lambda: pressure)
+    loaded = [Model(other, 400, pinned=other == "pinned")] if other else []
+    models = Models(*loaded, limit=limit)
+    models.device, models.patient = Device("metal", 1000 * MB, 0, "host"), False
+    try:
+        await soon(models.load(Model("m", weights)))
+        told = caplog.text
+    except (InvalidRequest, NotNow) as error:
+        told = error.message
+    assert said in told and models.gone == ["idle"] * (other == "idle")
 
 
 async def test_the_model_that_stays_has_all_of_the_machine_again(monkeypatch: pytest.MonkeyPatch):
