@@ -98,7 +98,8 @@ def main() -> int:
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     prepare_mlx()
-    from ..mlx_adapter.model.adapters.tuning import Stopped, train_adapter  # It imports MLX.
+    from ..mlx_adapter import release_memory  # It imports MLX.
+    from ..mlx_adapter.model.adapters.tuning import Stopped, train_adapter
 
     try:
         curve = LossCurve(Path(job.adapter_path, "loss.svg"), job.resume)
@@ -113,6 +114,8 @@ def main() -> int:
     except KeyboardInterrupt:
         print("omlxd: stopped; steps since the last save are lost.", file=sys.stderr)
         return 130
+    finally:
+        release_memory(idle=True)  # mlx-lm's trainer wires all that Metal recommends.
     return 0
 
 

@@ -174,7 +174,7 @@ def release_memory(idle: bool = False) -> None:
     if idle:
         _try(mx.synchronize)
         _try(_drop_models)
-    if limits.get("mlx_wired_limit_bytes"):  # Else the system takes all back.
+    if backend() == "metal":  # Elsewhere nothing is wired.
         last = threading.Thread(target=_unwire, name="release", daemon=True)
         last.start()
         last.join(RELEASE_S)
