@@ -24,7 +24,7 @@ Life of an engine, as the front sees it:
 
 The engine also says what its cold tier does: `Reserve` asks for space before a byte is written,
 `Stored` and `Dropped` settle the account, `Touched` keeps recency (kv/ledger/ledger.py). `Alive` says that
-work gets done, for as long as it does.
+work gets done, for as long as it does. `GpuFault` is the last that it says, before it exits by itself.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ class Load(Struct, frozen=True, tag="load"):
     kv_reserve  tokens of an answer that its KV has room for at once; None: as memory allows. A longer one is
                 copied as it grows
     weights_mmap  whether weights are views of their files (engine/mlx_adapter/runtime/mapped.py)
+    pass_limit  tokens of a prompt that a pass computes, at most; 0: as suits the device
     """
 
     model_path: str
@@ -151,6 +152,7 @@ class Load(Struct, frozen=True, tag="load"):
     draft_path: str = ""
     kv_reserve: int | None = None
     weights_mmap: str = "off"
+    pass_limit: int = 0
 
 
 class LoadAdapter(Struct, frozen=True, tag="load_adapter"):
@@ -330,6 +332,22 @@ class LoadFailed(Struct, frozen=True, tag="load_failed"):
     lasting: bool = False
 
 
+GPU_FAULT_STATUS = 7
+"""With which an engine exits after a `GpuFault`."""
+
+
+class GpuFault(Struct, frozen=True, tag="gpu_fault"):
+    """The GPU failed, and this process can compute nothing more.
+
+    message      what MLX said; `help`: a sentence about what helps
+    pass_tokens  of the pass over a prompt that may have failed; 0: a smaller one would not go better
+    """
+
+    message: str
+    help: str = ""
+    pass_tokens: int = 0
+
+
 class AdapterDropped(Struct, frozen=True, tag="adapter_dropped"):
     channel: int
 
@@ -412,6 +430,7 @@ ToFront = Union[
     LoadProgress,
     Loaded,
     LoadFailed,
+    GpuFault,
     AdapterDropped,
     Events,
     Counted,

@@ -15,7 +15,7 @@ from cold_files import settled, unsettled
 from daemon import Daemon, body, prose, wait_until
 
 CAP = 4_000_000
-MOMENTS = ("loading", "prefill", "decode", "writing")
+MOMENTS = ("loading", "prefill", "decode", "writing", "restoring")
 BASE = prose(100)
 """What was asked before, and has to be warm afterwards."""
 
@@ -45,7 +45,7 @@ class Dying:
 
     def stop_at(self, moment: str) -> None:
         """The engine will stand still when it is there; a load is begun anew."""
-        if moment == "loading":
+        if moment in ("loading", "restoring"):
             unloaded = self.daemon.post("/omlxd/models/unload", {"model": self.daemon.model})
             assert unloaded.status_code == 200
         for told in (*self.folder.glob("asked-*"), *self.folder.glob("cancelled-*")):
@@ -60,7 +60,7 @@ class Dying:
         return int((self.folder / "there").read_text())
 
     def die_by(self, signal: str) -> float:
-        """Let it die; when it did, on the monotonic clock."""
+        """Let it die, or its GPU fail (`FAULT`); when it did, on the monotonic clock."""
         (self.folder / "there").unlink()
         (self.folder / ".go").write_text(signal)
         (self.folder / ".go").rename(self.folder / "go")

@@ -5,7 +5,7 @@
 It is `python -m omlxd.engine`, but that it looks for `FOLDER/moment`, which names one of `MOMENTS`. The
 next time that it is there, it removes that file, writes `FOLDER/there` (its process id) and stands still.
 Once `FOLDER/go` names a signal, it writes `FOLDER/died` (when, on the monotonic clock) and kills itself;
-if it names SIGCONT, it goes on as if nothing had been.
+if it names SIGCONT, it goes on as if nothing had been, and if `FAULT`, its GPU has failed.
 Every request that arrives is a file `FOLDER/asked-N`, every one that is cancelled `FOLDER/cancelled-N`.
 With `FOLDER/deaf` no signal comes when the front dies, as on systems that send none; it ignores SIGTERM, too.
 """
@@ -27,15 +27,17 @@ from typing import Any
 
 from omlxd import wire
 from omlxd.engine import mlx_adapter
+from omlxd.engine.kvio.reads.restore import Restore
 from omlxd.engine.schedule import forward as prompt_passes
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.server.service import EngineService
 from omlxd.kv.files.fs import FileSystem
 
-MOMENTS = ("loading", "prefill", "decode", "writing")
+MOMENTS = ("loading", "prefill", "decode", "writing", "restoring")
 """The weights are there and nobody knows yet; a prompt's first chunk is done, others are not; some tokens
-are out; a part of a block file is written, under its temporary name."""
+are out; a part of a block file is written, under its temporary name; a prefix has been read from files."""
 TOKENS = 3
+FAULT = "[METAL] Command buffer execution failed: Impacting Interactivity (00000001:kIOGPUCommandBuffer…)"
 
 FOLDER = Path(sys.argv[1])
 _standing = threading.Event()
@@ -51,7 +53,12 @@ def here(moment: str) -> None:
     _write("there", str(os.getpid()))
     while not (FOLDER / "go").exists():
         time.sleep(0.005)
-    number = signal.Signals[(FOLDER / "go").read_text()]
+    if (name := (FOLDER / "go").read_text()) == "FAULT":
+        _standing.clear()
+        (FOLDER / "go").unlink()
+        _write("died", str(time.monotonic()))
+        raise RuntimeError(FAULT)
+    number = signal.Signals[name]
     if number == signal.SIGCONT:
         _standing.clear()
         (FOLDER / "go").unlink()
@@ -81,6 +88,14 @@ def _after(original: Callable[..., Any], moment: str) -> Callable[..., Any]:
         result = original(*args, **named)
         here(moment)
         return result
+
+    return wrapped
+
+
+def _before(original: Callable[..., Any], moment: str) -> Callable[..., Any]:
+    def wrapped(*args: Any, **named: Any) -> Any:
+        here(moment)
+        return original(*args, **named)
 
     return wrapped
 
@@ -130,6 +145,7 @@ if __name__ == "__main__":
         EngineService.run = _deaf
     mlx_adapter.load = _after(mlx_adapter.load, "loading")
     prompt_passes.compute_chunk = _after(prompt_passes.compute_chunk, "prefill")
+    Restore._accept = _before(Restore._accept, "restoring")
     EngineService._handle = _noted
     DecodeBatch.step = _counted_step
     FileSystem.writev = _half_written

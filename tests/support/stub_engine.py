@@ -5,8 +5,9 @@ A raw prompt, or what follows `script:` in a conversation's last message, is its
 spaces, each sent as a text delta, but for
 `sleep:S` (wait), `gate` (wait until --notes holds a file of this name), `stop` (SIGSTOP itself),
 `steps:N` (N tenths of a second of work without events), `die` (SIGKILL itself), `fail` (a Failed),
-`exit:N`, `hang` (no more events), `nonsense` (a frame that can't be read), `reserve:N` (ask for
-cold-tier space, say what came), `want:N` (ask for memory for a prompt, wait for the answer),
+`exit:N`, `fault:N` (a GPU fault, in a pass of N tokens), `hang` (no more events),
+`nonsense` (a frame that can't be read), `reserve:N` (ask for cold-tier space, say what came),
+`want:N` (ask for memory for a prompt, wait for the answer),
 `limit` (say the request's limit of tokens), `cut` (end for that limit) and `think:TEXT` (a reasoning delta).
 A first word of `late` holds the first event back, and of `poison` kills it before any.
 `--load-gate FILE` and `--quit-gate FILE` have loading and the end wait for such a file, too.
@@ -135,6 +136,7 @@ class Stub:
     def load(self, message: wire.Load) -> None:
         args = self.args
         self.note(f"load {message.model_path} cold={message.cache.cold_dir}")
+        self.note(f"passes {message.pass_limit}")
         self.note(f"first live={message.budget.live} most={message.budget.most}")
         if args.stop_on_load and "stopping" not in (Path(args.notes) / "notes.txt").read_text():
             self.note("stopping")
@@ -205,6 +207,9 @@ class Stub:
             elif verb == "leave":
                 self.send(wire.LoadFailed(message=value))
                 os._exit(5)
+            elif verb == "fault":
+                self.send(wire.GpuFault("[METAL] it hangs.", "It helps to rest.", int(value)))
+                os._exit(wire.GPU_FAULT_STATUS)
             elif verb == "limit":
                 self.event(message.id, TextDelta(text=str(message.request.sampling.max_tokens)))
             elif verb == "cut":

@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from ...kv.layout import ITEM_BYTES, Group, KVLayout
-from ..mlx_adapter import Cache, append_tokens, blank_arrays, compute_dtype, state_arrays
+from ..mlx_adapter import (
+    Cache,
+    append_tokens,
+    attention_backend,
+    blank_arrays,
+    compute_dtype,
+    state_arrays,
+)
 from .transport import Load, byte_view, transport, typed_view
 
 
@@ -41,6 +48,8 @@ def copy_blocks(
 ) -> list[MLXPayload]:
     """Copy the blocks that begin at columns `starts` (adjacent, ascending) out of `tensors`, evaluated.
 
+    Raises RuntimeError if the GPU has failed at what they are copies of.
+
     tensors  by layout name, each (1, heads, columns, dim)
 
     All layers are first joined for the whole run and then cut into blocks: for 36 layers and a run
@@ -56,6 +65,7 @@ def copy_blocks(
             at = start - first
             blocks.append(mx.contiguous(joined[:, :, at : at + block_size]))
     mx.eval(cut)
+    attention_backend().check_work()
     return [MLXPayload(tuple(arrays)) for arrays in cut]
 
 
@@ -67,6 +77,7 @@ def copy_state(layout: KVLayout, tensors: Mapping[str, mx.array]) -> MLXPayload:
         # A tensor that is contiguous already would be shared, and pin or be changed with its owner.
         copied.append((flat.view(mx.uint16) if group.dtype == "BF16" else flat) + 0)
     mx.eval(copied)
+    attention_backend().check_work()
     return MLXPayload(tuple(copied))
 
 

@@ -68,6 +68,8 @@ from .runtime.arrays import (
     set_limits,
 )
 from .runtime.device import backend, compute_dtype, storage_dtype, versions
+from .runtime.gpu_faults import end_if_fault
+from .runtime.gpu_faults import watch as watch_gpu_faults
 
 
 def _cuda() -> AttentionBackend:

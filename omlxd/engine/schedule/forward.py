@@ -37,7 +37,7 @@ from .counts import Counts
 from .decode_batch import DecodeBatch
 from .end_steps import LONGEST, EndSteps
 from .memory_admission import MemoryAdmission
-from .prefill import TOGETHER, PrefillBudget
+from .prefill import PrefillBudget
 from .scoring import score, tokens_to_score
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class PromptPasses:
                 last layer's MLP for all but the last token (tools/bench's `cpu` shape, 50 tokens: 718 ms
                 against 960)
     layer_s     seconds of the newest layer that was looked up behind
+    pass_tokens  of the newest pass, until a decode step shows that it went well; 0 of an image
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class PromptPasses:
         self._merges = plain and (self._step_tokens > 0 or pads)  # See `TOGETHER`.
         self.computing: Seq[Sequence] = ()
         self.layer_s = self._looked_at = 0.0
+        self.pass_tokens = 0
 
     def compute_next(self) -> bool:
         """One pass of one sequence, or over the ends of several. False: none is prefilling."""
@@ -219,8 +221,7 @@ class PromptPasses:
             return
         stop = self._budget.next_stop(sequence)
         if sequence.prompt.images is not None:
-            # A CPU may take minutes.
-            with self._looking_up([sequence], mlx_adapter.backend() == "cpu"):
+            with self._looking_up([sequence], 0):
                 saw = sequence.prompt.images.see_next(start, stop)
             if saw:
                 self._counts.steps += 1
@@ -232,7 +233,7 @@ class PromptPasses:
             memory.begin_chunk()
         began, decoded = time.perf_counter(), self._counts.decode_s
         compared = clock()
-        with self._looking_up([sequence], self._is_long(stop - start)):
+        with self._looking_up([sequence], stop - start):
             logits = compute_chunk(self._loaded.model, sequence, stop, last_alone=self.last_alone)
         if self._speculation is not None and decoded == self._counts.decode_s:
             mx.eval(logits if stop == length else [])
@@ -335,6 +336,8 @@ class PromptPasses:
             )
         if sequence.prompt.write_kv is not None:
             sequence.prompt.write_kv(sequence.kv.cache)
+        if sequence.prompt.keys_file or sequence.prompt.write_kv is not None:
+            mlx_adapter.attention_backend().check_work()
         drawn = sample_one(sequence.sampling, logits)
         if self._turn.take(sequence, drawn):
             self._turn.join([sequence], lambda batch: batch.add_row(sequence))
@@ -381,7 +384,7 @@ class PromptPasses:
         tokens = [sequence.remaining_prefill for sequence in sequences]
         if self._step_tokens:
             steps = EndSteps(self._compiled, self._step_tokens, self._loaded.hook)
-        with self._looking_up(sequences, self._is_long(sum(tokens))):
+        with self._looking_up(sequences, sum(tokens)):
             cache = compute_ends(self._loaded.model, sequences, steps)
         self._counts.steps += 1
         for sequence, computed in zip(sequences, tokens, strict=True):
@@ -410,13 +413,13 @@ class PromptPasses:
                 continue
             if not self._is_matched(other) or other.kv.length < other.last_boundary(self._block):
                 continue
-            if tokens + (more := tokens_to_score(other)) > TOGETHER:
+            if tokens + (more := tokens_to_score(other)) > self._budget.together:
                 break
             self._prepare(other)
             together.append(other)
             tokens += more
         with self._over_if_broken(together):
-            with self._looking_up(together, self._is_long(tokens)):
+            with self._looking_up(together, tokens):
                 scores = [*score(self._loaded, together)]
             self._counts.steps += 1
             for sequence, its_scores in scores:
@@ -430,18 +433,19 @@ class PromptPasses:
     # ----------------------------------------------------------------- between layers
 
     def _is_long(self, tokens: int) -> bool:
-        return self._budget.seconds(tokens) > LONG_PASS_S
+        return self._budget.seconds(tokens) > LONG_PASS_S if tokens else mlx_adapter.backend() == "cpu"
 
     @contextmanager
-    def _looking_up(self, sequences: Seq[Sequence], long: bool) -> Iterator[None]:
-        """Compute something of `sequences`; look up between layers if it is `long`, or rows decode.
+    def _looking_up(self, sequences: Seq[Sequence], tokens: int) -> Iterator[None]:
+        """Compute `tokens` of `sequences`, or an image (0); look up between layers if it may take long, or
+        rows decode.
 
         Raises Interrupted, the caches half written, once all of them are cancelled.
         """
         hook = self._loaded.hook
-        if self._turn.decodes or long:
+        if self._turn.decodes or self._is_long(tokens):
             hook.call = self.between_layers
-        self.computing = sequences
+        self.computing, self.pass_tokens = sequences, tokens
         self._looked_at = time.perf_counter()
         try:
             yield

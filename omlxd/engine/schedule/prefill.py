@@ -76,13 +76,18 @@ by one; ends of 10, 5 and 49 behind a block each 5.7 and 4.7."""
 class PrefillBudget:
     """`rate`: tokens a second, measured over the passes so far; 0 before the first.
 
-    largest  tokens a pass at most
+    largest   tokens a pass at most; a `limit` that is not 0 bounds it, down to one block
+    together  `TOGETHER`, within that limit
     """
 
-    def __init__(self, block_size: int):
+    def __init__(self, block_size: int, limit: int = 0):
         self._block = block_size
         self._backend = mlx_adapter.backend()
         self.largest = max(block_size, CPU_PREFILL_CHUNK if self._backend == "cpu" else PREFILL_CHUNK)
+        self.together = TOGETHER
+        if limit:
+            limit = max(block_size, limit // block_size * block_size)
+            self.largest, self.together = min(self.largest, limit), min(TOGETHER, limit)
         self.rate = 0.0
 
     def pick_sequence(self, sequences: Seq[Sequence]) -> Sequence:
@@ -126,7 +131,7 @@ class PrefillBudget:
         """Whether one pass may compute them: rows as long as the longest, but where steps do."""
         padded = max(ends) * len(ends)
         pads = mlx_adapter.attention_backend().pads_last_chunks
-        return padded <= TOGETHER and (not pads or padded <= max(self._block, sum(ends) * MOST_PADDED))
+        return padded <= self.together and (not pads or padded <= max(self._block, sum(ends) * MOST_PADDED))
 
     def _end(self, sequence: Sequence) -> int:
         """Tokens of its last pass, if that is next, behind KV that it has or will find in RAM; else 0.

@@ -79,7 +79,8 @@ def rehearse(loaded: LoadedModel, block_size: int, *, anywhere: bool = False) ->
         errors = [sink.error for sink in sinks if sink.error is not None]
         if errors:
             raise errors[0]
-    except Exception:
+    except Exception as error:
+        mlx_adapter.end_if_fault(error)
         log.warning("the rehearsal of a few requests failed", exc_info=True)
         return
     finally:

@@ -54,6 +54,7 @@ class Scheduler:
     bridge       of the model's KV; None: no reuse
     slots        sequences that hold a cache at once
     speculation  passes may check guesses; None: they don't
+    pass_limit   tokens of a prompt that a pass computes, at most; 0: as suits the device
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Scheduler:
         slots: int,
         block_size: int,
         speculation: Speculation | None = None,
+        pass_limit: int = 0,
     ):
         self._loaded = loaded
         self.bridges = Bridges()
@@ -77,7 +79,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running: list[Sequence] = []  # They hold a slot each.
         self._batches: list[DecodeBatch] = []
-        self.prefill_budget = PrefillBudget(block_size)
+        self.prefill_budget = PrefillBudget(block_size, pass_limit)
         self.speculation = speculation
         self.passes = PromptPasses(
             self,
@@ -200,6 +202,11 @@ class Scheduler:
     def progress(self) -> int:
         """Grows while work gets done: steps, and blocks that are read from disk. Any thread."""
         return self.counts.steps + sum(bridge.store.stats.restored for bridge in list(self.bridges.values()))
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of the pass over a prompt that is under way, or may still turn out to have failed."""
+        return self.passes.pass_tokens
 
     def load_metrics(self) -> dict[str, float]:
         """Gauges; a prompt with a slot waits for its first pass. Any thread: a torn read costs nothing."""
@@ -347,6 +354,8 @@ class Scheduler:
         self.counts.decode_s += took
         for sequence in self.passes.computing:
             sequence.stats.pass_since += took
+        if not beside_prefill:  # It has read the KV of all passes.
+            self.passes.pass_tokens = 0
         if beside_prefill:  # One slow step is no reason to keep decoders waiting as long again.
             usual = self._last_step.seconds or took
             self._last_step.seconds = min(took, (1 - SMOOTHING) * usual + SMOOTHING * took)

@@ -43,6 +43,12 @@ class _Job:
         self._values: list[np.ndarray | None] = [None] * len(rows)
         self._batches = list(_batches([len(ids) for ids, _ in rows], most))
 
+    @property
+    def next_tokens(self) -> int:
+        """Tokens of the next batch, padding counted."""
+        batch = self._batches[-1]
+        return len(batch) * max(len(self._rows[at][0]) for at in batch)
+
     def step(self, embedder: Embedder) -> bool:
         """Compute a batch. False: that was the last one."""
         batch = self._batches.pop()
@@ -81,6 +87,7 @@ class EmbedderHost:
     send        sends a frame
     fail(id, e) tells the client of request `id` what went wrong
     steps       batches computed
+    pass_tokens of the newest batch, padding counted
     """
 
     def __init__(
@@ -91,7 +98,8 @@ class EmbedderHost:
         self._fail = fail
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._most = CPU_TOKENS if mlx_adapter.backend() == "cpu" else GPU_TOKENS
-        self.steps = 0
+        self._most = min(self._most, load.pass_limit or self._most)
+        self.steps = self.pass_tokens = 0
         self.scheduler = self
         embedder = self._embedder
         mlx_adapter.set_limits(embedder.weight_bytes, load.budget)
@@ -161,6 +169,7 @@ class EmbedderHost:
             if not job.wanted():
                 continue
             try:
+                self.pass_tokens = job.next_tokens
                 more = job.step(self._embedder)
                 self.steps += 1
                 if more:

@@ -102,6 +102,7 @@ class EngineHost:
             slots=load.max_concurrent or (CPU_SLOTS if mlx_adapter.backend() == "cpu" else SLOTS),
             block_size=load.cache.block_size,
             speculation=load_speculation(load, self.loaded),
+            pass_limit=load.pass_limit,
         )
         rehearse(self.loaded, load.cache.block_size)
         self._store = ModelStore(load, self.loaded, files, digests)

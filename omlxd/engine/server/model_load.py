@@ -67,6 +67,7 @@ def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None
     try:
         heads = mlx_adapter.load_mtp(Path(load.model_path), loaded)
     except Exception as error:
+        mlx_adapter.end_if_fault(error)
         log.warning("%s: its MTP heads are not used: %s", load.model_id, error)
         return speculation
     if heads is not None:

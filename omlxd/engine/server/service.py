@@ -65,6 +65,8 @@ ORPHAN_EXIT_S = 5.0
 """How long after that end it is gone itself, at the latest."""
 LAST_PASS_S = 2.0
 """How long an engine that ends waits for a pass under way, where memory is wired for it."""
+LAST_WORDS_S = 1.0
+"""How long an engine that ends at once tries to say why."""
 
 
 class Lane:
@@ -131,6 +133,7 @@ class EngineService:
         self._host: Future[EngineHost | EmbedderHost] = Future()
         self._engine: threading.Thread | None = None
         self.terminated = False
+        self._leaving = threading.Lock()
 
     @staticmethod
     def _start(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
@@ -153,6 +156,7 @@ class EngineService:
 
     def run(self) -> None:
         self._start("memory", self._watch_memory)
+        mlx_adapter.watch_gpu_faults(mlx_adapter.attention_backend().gpu_faults, self._end_for_fault)
         total, available = memory()
         free_from = "engine" if mlx_adapter.attention_backend().own_memory else "host"
         self._send(wire.Device(mlx_adapter.backend(), total, available, free_from))
@@ -201,10 +205,25 @@ class EngineService:
         self._end_now(what)
 
     def _end_now(self, why: str) -> None:
-        log.error("this engine ends: %s", why)
-        self._send(wire.LoadFailed(message=why))
-        mlx_adapter.release_memory()
-        os._exit(5)
+        self._leave(why, wire.LoadFailed(message=why), 5)
+
+    def _end_for_fault(self, fault: str) -> None:
+        """End this process before anybody reads what the GPU has not computed. Any thread."""
+        tokens = 0
+        if self._host.done():
+            host = self._host.result()
+            tokens = host.scheduler.pass_tokens
+            tokens = tokens if tokens > host.info.block_size else 0  # A smaller one would not go better.
+        advice = mlx_adapter.attention_backend().fault_help(fault)
+        self._leave(f"a GPU fault: {fault}", wire.GpuFault(fault, advice, tokens), wire.GPU_FAULT_STATUS)
+
+    def _leave(self, why: str, message: Any, status: int) -> None:
+        """Log `why`, send `message` and exit; another thread that is here stands still until then."""
+        with self._leaving:
+            log.error("this engine ends: %s", why)
+            self._start("last words", self._send, message).join(LAST_WORDS_S)
+            mlx_adapter.release_memory()
+            os._exit(status)
 
     def _read_grants(self, decoder: wire.FrameDecoder, messages: list[Any]) -> None:
         """`messages`: what came with the `Quit`, behind it."""
@@ -278,6 +297,7 @@ class EngineService:
             else:
                 host = EmbedderHost(load, self._send, self._fail)
         except Exception as error:
+            mlx_adapter.end_if_fault(error)
             if not isinstance(error, OmlxdError):  # Its sentence says it all.
                 log.warning("what the load raised, whose end the front tells", exc_info=True)
             # The front reads this before it sees the process end.
@@ -377,6 +397,7 @@ class EngineService:
             info = host.adapters.add(message).info
             self._send(wire.Loaded(info=info, channel=message.channel))
         except BaseException as error:  # A library may panic.
+            mlx_adapter.end_if_fault(error)
             if not isinstance(error, OmlxdError):
                 log.exception("%s failed to load", message.model_id)
             self._send(

@@ -28,6 +28,7 @@ from ...chat import ImagePart
 from ...common.bounded_map import BoundedMap
 from ...errors import InvalidRequest, PromptTooLong, bad_field
 from ...kv.hashing import ExtraKey
+from ..mlx_adapter import end_if_fault
 from ..mlx_adapter.model.vision import (
     Features,
     ImageProcessor,
@@ -197,6 +198,7 @@ class Images:
             self._media.warm_up()
             self.processor.process_image(np.zeros((64, 64, 3), np.uint8))
         except Exception as error:  # The first image will say it.
+            end_if_fault(error)
             log.info("no image could be tried: %s", error)
 
     def fetch(self, spans: Iterable[Span]) -> None:
@@ -231,6 +233,7 @@ class Images:
         try:
             tokens, pixels = self.processor.process_image(rgb)
         except Exception as error:  # A family's processor raises what it likes.
+            end_if_fault(error)
             size = f"{picture.width} x {picture.height}"
             why = f"the model's image processor can't take an image of {size} pixels: {error}"
             raise bad_field(part.param or "messages", why) from error

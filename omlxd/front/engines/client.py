@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import wire
-from ...chat import Conversation, EmbedRequest, Failed, Finished, GenerateRequest, RawPrompt, Vectors
+from ...chat import Conversation, EmbedRequest, Failed, GenerateRequest, RawPrompt, Vectors
 from ...common.units import counted
 from ...errors import NotNow, Unavailable
 from ...wire.explanation import Explanation
@@ -272,18 +272,18 @@ class EngineProcess:
         self._send_again()
         self._end_loads()
 
-    def on_lost(self, failed: Failed, was_ready: bool) -> None:
-        """Handle a process that ended or did not start. Requests without an answer so far go on."""
+    def on_lost(self, failed: Failed, goes_on: bool) -> None:
+        """Handle a process that ended or did not start. Requests without an answer go on, if it does."""
         before = len(self._requests)
-        if was_ready and not self._closing:
+        if goes_on and not self._closing:
             self._end_trial()
             self._again = deque(self._requests.lost(failed))
         else:
             self._fail_all(failed)
-        if before and was_ready:  # Why a load failed is told already.
+        if before and goes_on:  # Why a load failed is told already.
             failures = counted(before - len(self._requests), "request")
             log.error("%s failed, %d to be sent again", failures, len(self._requests))
-        if self._requests:
+        if self.is_awaited:
             self.supervisor.start()
 
     def on_message(self, message: Any) -> None:
@@ -304,11 +304,8 @@ class EngineProcess:
     def _answer(self, id: int, result: Any) -> None:
         """Hand `result` to the request or question `id`, unless it was cancelled."""
         request = self._requests.answer_request(id, result)
-        if request is not None:
-            if isinstance(result, Finished):
-                self.supervisor.restarts.ends_in_a_row = 0
-            if request.begun:
-                self._after_trial(request)
+        if request is not None and request.begun:
+            self._after_trial(request)
 
 
 def _shutting_down() -> Unavailable:

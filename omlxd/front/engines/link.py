@@ -164,7 +164,7 @@ class EngineLink:
             return "it was ended by SIGBUS: a mapped file of its weights was cut, or its disk failed"
         if status < 0:
             return f"it was ended by {signal.Signals(-status).name}"
-        return f"it exited with status {status}"
+        return f"it exited with status {status}{' after a GPU fault' * (status == wire.GPU_FAULT_STATUS)}"
 
     def stop(self) -> None:
         """Begin its end: SIGTERM, and SIGKILL `KILL_S` later."""

@@ -15,6 +15,9 @@ ended, so its memory is free. A failed load fails everybody who waits for it, wi
 `LOAD_ATTEMPTS` in a row on requests are refused for `HOLD_S`, unless the owner ends the hold. A load refused
 for lack of memory does not count as failed; one refused for an adapter's files is never held. Nothing
 restarts by itself: a model that crashes on load costs nothing while nobody asks for it.
+
+A GPU fault restarts an engine that loads as well as one that serves, and the next process computes prompts in
+smaller passes. After `MOST_FAULTS` with no request answered between them it is `failed`, with such a hold.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from typing import Any, Literal, Protocol
 from msgspec.structs import replace
 
 from ... import wire
-from ...chat import Failed
+from ...chat import Failed, Finished
 from ...errors import AdapterError, InvalidRequest, ModelError, NotNow, OmlxdError, Unavailable
 from . import watch
 from .guest import SHARED, GuestLink, to_guests
@@ -56,6 +59,8 @@ MOST_STALLS = 4
 
 UNLOAD_S = 60.0
 """Seconds for an unloading engine to write its blocks."""
+FAULT_EXIT_S = 10.0
+"""Seconds until an engine that met a GPU fault has exited by itself, or is killed."""
 
 
 @dataclass(slots=True)
@@ -65,6 +70,7 @@ class _Life:
     heard    messages about requests; `steps`: of its last Alive
     failed   why its load failed, in words, `lasting`: for good; `refused`: why the guard refused it
     stalled  it was ended because it made no progress
+    fault    the GPU fault that ended it
     """
 
     link: Link
@@ -77,6 +83,7 @@ class _Life:
     lasting: bool = False
     refused: OmlxdError | None = None
     stalled: bool = False
+    fault: wire.GpuFault | None = None
 
 
 @dataclass(slots=True)
@@ -95,10 +102,14 @@ class _Tasks:
 
 @dataclass(slots=True)
 class _Failure:
-    """Why the engine stopped or failed last, in words; `lasting`: another try would fail as well."""
+    """Why the engine stopped or failed last, in words; `lasting`: another try would fail as well.
+
+    fault  a GPU fault is why
+    """
 
     reason: str = ""
     lasting: bool = False
+    fault: wire.GpuFault | None = None
 
 
 class Owner(Protocol):
@@ -115,7 +126,7 @@ class Owner(Protocol):
 
     def on_message(self, message: Any) -> None: ...
 
-    def on_lost(self, failed: Failed, was_ready: bool) -> None: ...
+    def on_lost(self, failed: Failed, goes_on: bool) -> None: ...
 
 
 class Supervisor:
@@ -199,7 +210,7 @@ class Supervisor:
 
     def end_hold(self) -> None:
         """Let the next request try at once: the owner may have mended what failed."""
-        self.restarts.ended_at = -math.inf
+        self.restarts.forgive()
 
     def send(self, message: Any) -> None:
         """Send `message` to the engine if it is ready; else drop it."""
@@ -327,26 +338,42 @@ class Supervisor:
 
     def _died(self, reason: str, lasting: bool = False) -> None:
         """Handle a process that ended or never started, for `reason`; `lasting`: the next one would, too."""
-        was_ready, restarts = self.state == "ready", self.restarts
+        restarts, fault = self.restarts, self._last_failure.fault
         restarts.ended_at, restarts.ends_in_a_row = time.monotonic(), restarts.ends_in_a_row + 1
-        if was_ready:
+        goes_on = self.state == "ready"
+        if fault is not None:
+            goes_on, self._last_failure.reason = self._met_fault(fault)
+        elif goes_on:
             self._last_failure.reason = (
                 f"The engine of {self.model_id} stopped: {reason}. Retry: it starts again."
             )
         else:
             self._last_failure.reason = f"{self.model_id} can't be loaded: {reason}"
             restarts.failed_loads += 1
-        self._last_failure.lasting = lasting and not was_ready
-        self.state = "restarting" if was_ready else "failed"
+        self._last_failure.lasting = lasting and not goes_on
+        self.state = "restarting" if goes_on else "failed"
         log.error("%s", self.trouble)
-        retry_after = max(1, min(60, math.ceil(max(restarts.hold_left_s, restarts.backoff_s))))
+        wait_s = restarts.backoff_s if goes_on else max(restarts.hold_left_s, restarts.backoff_s)
+        retry_after = max(1, min(60, math.ceil(wait_s)))
         failed = Failed(code="unavailable", message=self.trouble, retry_after=retry_after)
         if self._last_failure.lasting:
             failed = ModelError(self.trouble, param="model").as_event()
-        self._owner.on_lost(failed, was_ready)
+        self._owner.on_lost(failed, goes_on)
+
+    def _met_fault(self, fault: wire.GpuFault) -> tuple[bool, str]:
+        """Note a GPU fault. Returns whether the engine starts again at once, and what to tell of it."""
+        restarts, met = self.restarts, fault.message.rstrip(".")
+        restarts.record_fault(fault.pass_tokens)
+        passes = f"passes of at most {restarts.pass_limit} tokens" if restarts.pass_limit else ""
+        if restarts.faults < watch.MOST_FAULTS:
+            what = f"The engine of {self.model_id} stopped: a GPU fault ended it: {met}"
+            return True, f"{what}. Retry: it starts again{passes and f', with {passes}'}."
+        what = f"{self.model_id} stays down: {restarts.faults} GPU faults ended it in a row, the last: {met}"
+        return False, f"{what}. {fault.help}{passes and f' The next engine computes {passes}.'}"
 
     async def _one_life(self) -> str:
         """Run one process from preparation to its end; returns why it died. Raises for a load that fails."""
+        self._last_failure.fault = None
         self._tasks.spawning = asyncio.create_task(self._start_process(), name=f"start {self.model_id}")
         try:
             load = await self._tasks.spawning
@@ -380,6 +407,7 @@ class Supervisor:
             raise life.refused
         if life.stalled:
             return f"it made no progress for {patience_s:.0f} s or more"
+        self._last_failure.fault = life.fault
         if self.state == "ready":
             return life.failed or ended
         if life.failed and life.lasting:
@@ -397,6 +425,8 @@ class Supervisor:
     # ----------------------------------------------------------------- what a process says and does
 
     def _handle(self, life: _Life, message: Any) -> None:
+        if _is_answer(message):  # Its guests' count, too.
+            self.restarts.record_answer()
         if self.guests and (message := to_guests(self.guests, message)) is None:
             return
         if isinstance(message, (wire.Events, wire.Answer)):
@@ -414,6 +444,9 @@ class Supervisor:
             if life.account is not None:
                 life.account.model_loaded(message.info.namespace, life.load.adapter or life.load.model_path)
             self._loaded(message.info)
+        elif isinstance(message, wire.GpuFault):
+            life.fault = message  # It exits by itself; a GPU that hangs may hold it back.
+            asyncio.get_running_loop().call_later(FAULT_EXIT_S, life.link.kill)
         elif isinstance(message, wire.LoadFailed):
             if message.adapter:
                 kind = partial(NotNow, param="model") if message.now else self._unusable
@@ -429,7 +462,7 @@ class Supervisor:
 
     async def _admit(self, life: _Life, device: wire.Device) -> None:
         """Have the engine load, unless the guard refuses it."""
-        link, load = life.link, life.load
+        link, load = life.link, replace(life.load, pass_limit=self.restarts.pass_limit)
         try:
             if load.cache.cold_dir and self._cold is not None:
                 cold_dir = await self._cold.open()
@@ -484,6 +517,13 @@ class Supervisor:
         if info.note:
             log.warning("%s: %s", info.model_id, info.note)
         self._owner.on_ready()
+
+
+def _is_answer(message: Any) -> bool:
+    """Whether a request was answered: whatever is in the way of an engine, it does work."""
+    if isinstance(message, wire.Events):
+        return any(isinstance(event, Finished) for _, event in message.events)
+    return isinstance(message, wire.Embedded)
 
 
 ORDINARY = re.compile(r"\S+ (DEBUG|INFO) ")

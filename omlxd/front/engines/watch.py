@@ -26,6 +26,11 @@ LOAD_SPARE_BYTES = 2 << 30
 
 
 LOAD_ATTEMPTS = 3
+MOST_FAULTS = 3
+"""GPU faults in a row, with no request answered between them."""
+SMALLER = 4
+"""The next process computes passes this many times smaller than the one that failed: it is the last that such
+a request is sent to."""
 
 
 async def stalled(
@@ -100,6 +105,8 @@ class Restarts:
     backoff_s  seconds before the first restart, the second, …; the last holds for all further ones
     hold_s     seconds for which a model whose loads failed is refused
     stall_s    seconds without progress after which an engine that has work is ended; 0: never
+    faults     GPU faults since a request was answered
+    pass_limit  tokens of a prompt that a pass of the next process computes, at most; 0: as suits the device
     """
 
     backoffs_s: Sequence[float]
@@ -109,6 +116,23 @@ class Restarts:
     ends_in_a_row: int = 0
     failed_loads: int = 0
     stalls: int = 0
+    faults: int = 0
+    pass_limit: int = 0
+
+    def record_fault(self, pass_tokens: int) -> None:
+        """A GPU fault ended the process, perhaps in a pass of so many tokens (0: in no pass)."""
+        self.faults += 1
+        if pass_tokens:
+            self.pass_limit = max(1, pass_tokens // SMALLER)
+
+    def record_answer(self) -> None:
+        """A request was answered: what ends from now on is the first in a row."""
+        self.ends_in_a_row = self.faults = 0
+
+    def forgive(self) -> None:
+        """The owner may have mended what failed."""
+        self.ended_at = -math.inf
+        self.faults = self.pass_limit = 0
 
     @property
     def backoff_s(self) -> float:
@@ -129,6 +153,7 @@ class Restarts:
 
     @property
     def hold_left_s(self) -> float:
-        """Seconds that requests are refused because loads failed; not above 0: they are not."""
-        held = self.failed_loads >= LOAD_ATTEMPTS
+        """Seconds that requests are refused because loads failed, or GPU faults ended each process; not above
+        0: they are not."""
+        held = self.failed_loads >= LOAD_ATTEMPTS or self.faults >= MOST_FAULTS
         return self.ended_at + self.hold_s - time.monotonic() if held else 0.0

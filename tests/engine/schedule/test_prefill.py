@@ -17,6 +17,7 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine.schedule import forward as prompt_passes
+from omlxd.engine.schedule import prefill
 from omlxd.engine.schedule.prefill import PrefillBudget
 from omlxd.engine.sequence.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence.sequence import Prompt, Sequence, SequenceStats
@@ -162,6 +163,16 @@ def test_ends_that_need_much_padding_do_not_share_a_pass(monkeypatch: pytest.Mon
     assert budget.ends_together(few[0], few) == few, "a block has room"
     use_backend(monkeypatch, "cuda")
     assert budget.ends_together(first, ends) == ends, "steps need none"
+
+
+def test_no_pass_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefill.mlx_adapter, "backend", lambda: "metal")
+    for limit, largest in ((0, 2048), (9000, 2048), (512, 512), (250, 192), (16, 64)):
+        budget = PrefillBudget(64, limit)
+        budget.record_pass(100_000, 1.0)
+        assert budget.largest == largest and 0 < budget.chunk_end(64 * 31) - 64 * 31 <= largest
+        ends = [behind_a_hit(tokens) for tokens in (18, 20, 19, 18)]
+        assert len(budget.ends_together(ends[0], ends)) == (3 if largest == 64 else 4)
 
 
 def behind_a_hit(rest: int) -> Sequence:

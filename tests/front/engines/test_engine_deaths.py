@@ -13,9 +13,10 @@ from daemon import PATIENCE_S, READY_S, own_usage, prose, restored, wait_until
 from dying import BASE, CAP, MOMENTS, Asking, Dying
 from fast_or_slow import rest_slow
 
+from omlxd.cli.cache.checks.check import check
 from omlxd.front.engines.watch import STALL_S
 
-SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM")
+SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM", "FAULT")
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,11 @@ def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dying]:
 
 
 def dies(dying: Dying, moment: str, signal: str) -> None:
-    seed = MOMENTS.index(moment) * 4 + SIGNALS.index(signal) + 1
+    seed = MOMENTS.index(moment) * len(SIGNALS) + SIGNALS.index(signal) + 1
     dying.stop_at(moment)
-    asked = [Asking(dying.daemon, BASE if moment == "decode" else prose(700, seed), stream=True)]
+    asked = [
+        Asking(dying.daemon, BASE if moment in ("decode", "restoring") else prose(700, seed), stream=True)
+    ]
     wait_until(dying.stands, READY_S, dying.daemon.logged)
     asked.append(Asking(dying.daemon, prose(50, seed), stream=False))
     wait_until(lambda: dying.in_flight() >= 2, 30, dying.daemon.logged)
@@ -41,10 +44,10 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
     for one in asked:
         one.join(PATIENCE_S)
     # Of one that was still prefilled, the next engine makes an answer.
-    failed = {"loading": asked, "decode": asked[:1]}.get(moment, [])
+    failed = {"loading": asked[: signal != "FAULT" and len(asked)], "decode": asked[:1]}.get(moment, [])
     assert [one for one in asked if one.error] == failed
-    for one in failed:
-        assert "killed" in one.error if signal == "SIGKILL" else signal in one.error, one.error
+    told = {"SIGKILL": "killed", "FAULT": "a GPU fault ended it: [METAL]"}.get(signal, signal)
+    assert all(told in one.error for one in failed), failed[0].error
     took = max(one.ended for one in asked) - died
     print(f"{moment} {signal}: told after {took:.3f} s")
     assert took < STALL_S / 2, "not because nothing was heard of it for so long"
@@ -56,6 +59,7 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
     (now,) = dying.status()["models"]
     assert now["state"] == "ready" and now["pid"] != engine
     wait_until(lambda: settled(dying.daemon), why=lambda: unsettled(dying.daemon))
+    assert not check(dying.cache).bad
     assert dying.daemon.process.poll() is None
 
 
@@ -64,9 +68,14 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
     rest_slow(
         [
             *(("loading", "SIGABRT"), ("loading", "SIGKILL"), ("prefill", "SIGSEGV"), ("prefill", "SIGKILL")),
-            *(("decode", "SIGTERM"), ("decode", "SIGKILL"), *(("writing", signal) for signal in SIGNALS)),
+            *(
+                ("decode", "SIGTERM"),
+                ("decode", "SIGKILL"),
+                *(("writing", signal) for signal in SIGNALS[:-1]),
+            ),
+            *((moment, "FAULT") for moment in MOMENTS if moment != "writing"),
         ],
-        ("writing", "SIGKILL"),
+        *(("writing", "SIGKILL"), ("decode", "FAULT")),
     ),
 )
 def test_a_death(dying: Dying, moment: str, signal: str):

@@ -116,6 +116,35 @@ async def test_an_engine_that_ends_itself_while_it_serves_has_died():
         assert words(await collect(made, "again")) == ["again"]
 
 
+async def test_gpu_faults_make_passes_smaller_and_the_third_in_a_row_keeps_it_down(tmp_path: Path):
+    async with engine("--notes", str(tmp_path), hold_s=50) as made:
+
+        async def fails(script: str) -> Failed:
+            failed = (await collect(made, script))[-1]
+            assert isinstance(failed, Failed) and failed.code == "unavailable"
+            return failed
+
+        for tokens in (2048, 0):  # The second is of a decode step: no reason for smaller passes.
+            what = (await fails(f"heard fault:{tokens}")).message
+            assert (
+                "a GPU fault ended it: [METAL] it hangs. Retry: it starts again, with passes of at " in what
+            )
+            assert words(await collect(made, "answered")) == ["answered"]
+        assert (await fails("fault:512")).retry_after == 1  # After two: nobody has heard of it.
+        down = await fails("heard fault:64")
+        assert down.retry_after in (49, 50)
+        assert "stays down: 3 GPU faults ended it in a row, the last: [METAL] it hangs. It h" in down.message
+        with pytest.raises(
+            Unavailable, match=r"helps to rest\..* 16 tokens\. It is tried again after \d\d s"
+        ):
+            made.generate(ask("x"))
+        assert made.state == "failed" and made.supervisor.deaths == 5
+        made.supervisor.end_hold()  # The owner has done something about it.
+        assert words(await collect(made, "again")) == ["again"]
+        limits = [line for line in (tmp_path / "notes.txt").read_text().split("\n") if "passes" in line]
+        assert limits == [f"passes {limit}" for limit in (0, 512, 512, 128, 128, 0)]
+
+
 async def test_counting_fails_cleanly_too():
     async with engine("--load-s", "0.2", "--crash-on-load") as made:
         with pytest.raises(OmlxdError) as caught:

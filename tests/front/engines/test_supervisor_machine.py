@@ -95,7 +95,10 @@ class FakeLink:
 
     def send(self, message: Any) -> None:
         self.quit |= isinstance(message, wire.Quit)
-        self.loads |= isinstance(message, wire.Load)
+        if isinstance(message, wire.Load):
+            self.loads = True
+            if (message.pass_limit or self.machine.failed_pass) >= self.machine.failed_pass > 0:
+                self.machine.errors.append("a pass as large as the one that failed")
         if isinstance(message, wire.Cancel):
             self.sent.pop(message.id, None)
 
@@ -177,6 +180,7 @@ class Machine(RuleBasedStateMachine):
         self.links: list[FakeLink] = []
         self.accounts: list[FakeAccount] = []
         self.refusal: Exception | None = None
+        self.faults = self.failed_pass = 0
         self.may_spawn = asyncio.Event()
         self.loads: list[asyncio.Task[None]] = []
         self.unloads: list[asyncio.Task[bool]] = []
@@ -351,6 +355,8 @@ class Machine(RuleBasedStateMachine):
             message = wire.Events(((id, last or TextDelta(str(self.link.life))),))
         if last is not None or isinstance(message, wire.Counted):
             del self.link.sent[id]
+        if last is DONE and not isinstance(message, wire.Counted):
+            self.faults = 0
         self.link.inbox.put_nowait(message)
         self.ticks(ticks)
 
@@ -376,6 +382,20 @@ class Machine(RuleBasedStateMachine):
         assert self.link is not None
         self.link.kill()
         self.ticks(ticks)
+
+    @precondition(lambda self: self.link and not self.link.hung_up and self.made.state != "unloading")
+    @rule(tokens=st.sampled_from([0, 65, 2048]))
+    def meets_a_gpu_fault(self, tokens: int) -> None:
+        """While it loads or serves. The third in a row ends what waits, and nothing starts by itself."""
+        assert self.link is not None
+        self.may_spawn.clear()
+        self.link.inbox.put_nowait(wire.GpuFault("[METAL] it hangs", "It helps to rest.", tokens))
+        self.link.kill()
+        self.faults, self.failed_pass = self.faults + 1, tokens or self.failed_pass
+        self.ticks(50)
+        assert (self.made.state == "failed") == (self.faults >= 3)
+        if self.faults >= 3:
+            assert not self.made.is_awaited and not self.made.supervisor._wanted.is_set()
 
     @precondition(lambda self: self.link)
     @rule(ticks=TICKS)

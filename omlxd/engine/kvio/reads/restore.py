@@ -31,7 +31,7 @@ from ....kv.block import Block
 from ....kv.files.block_file import BlockKey
 from ....kv.layout import KVLayout
 from ....kv.store import KVStore
-from ...mlx_adapter import LiveSegments, Segment
+from ...mlx_adapter import LiveSegments, Segment, end_if_fault
 from ...sequence.sequence import Sequence as Request
 from ..checkpointer import Checkpointer
 from ..payload import MLXPayload
@@ -191,6 +191,7 @@ class Restore:
             try:
                 arrival.join(self._reads.model, self._live, sequence, self._good_blocks())
             except Exception as error:  # The end tells: until then threads fill in payloads.
+                end_if_fault(error)
                 self._not_joined = error
 
     def _good_blocks(self) -> int:

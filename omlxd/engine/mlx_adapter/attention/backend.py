@@ -88,6 +88,7 @@ class AttentionBackend(Protocol):
     compares_rows     a load compares rows of a batch with what each has alone
     loads_beside_cpu  a load leaves cores of the processor idle
     own_memory        arrays live in the device's own memory, whose free bytes other programs do not see
+    gpu_faults        what an error says after which its process must compute nothing more: Metal's
     """
 
     name: str
@@ -101,6 +102,7 @@ class AttentionBackend(Protocol):
     compares_rows: bool = False
     loads_beside_cpu: bool = False
     own_memory: bool = False
+    gpu_faults: Sequence[str] = ("[METAL] Command buffer execution failed", "SubmissionsIgnored")
 
     def install(self) -> None:
         """Patch mlx-lm as the kernels need it. Called at each load, before the model is read."""
@@ -199,6 +201,25 @@ class AttentionBackend(Protocol):
 
     def wait(self) -> None:
         """Wait until the device has done all that it was given."""
+
+    def check_work(self) -> None:
+        """Raise the GPU fault that this thread's work met and of which MLX has not told yet. Call it before
+        results are kept where they outlive the process.
+
+        Metal: evaluated arrays may be those of a command buffer that failed, until its handler has run.
+        """
+        if device() == "metal":
+            mx.synchronize()
+
+    def fault_help(self, fault: str) -> str:
+        """Return a sentence about what helps against GPU faults such as `fault`."""
+        if "Insufficient Memory" in fault:
+            return "The GPU's memory ran out: a smaller model, or a shorter context, takes less."
+        return (
+            "macOS's GPU watchdog ends work that holds up an active display. It helps to let the display "
+            "sleep, to end other programs that compute on the GPU, or to start omlxd with "
+            "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in its environment."
+        )
 
 
 class MlxBackend(AttentionBackend):

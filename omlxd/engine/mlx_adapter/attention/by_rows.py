@@ -33,6 +33,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..runtime.device import backend
+from ..runtime.gpu_faults import end_if_fault
 
 log = logging.getLogger(__name__)
 
@@ -220,6 +221,7 @@ def costs_for(queries: mx.array, keys: mx.array) -> Costs | None:
         try:
             _costs[key] = costs = _measured(*key)
         except Exception as error:
+            end_if_fault(error)
             log.warning("rows attend together, by MLX's own attention: it can't be measured (%s)", error)
             _costs[key] = None
             return None

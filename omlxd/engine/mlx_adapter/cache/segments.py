@@ -44,6 +44,7 @@ from ..attention import hooks as attention
 from ..attention.backend import AttentionCall, current
 from ..attention.by_rows import fold
 from ..runtime.arrays import rows_at
+from ..runtime.gpu_faults import end_if_fault
 from .packed import PARTS, MaybePacked, Quantisation, parts_of
 
 SEGMENT = 2048
@@ -346,7 +347,8 @@ def can_share(model: Any, make_cache: Any) -> bool:
             model(mx.zeros((1, new), mx.int32), cache=single)
             if any(leaf.unread is not None for leaf in segmented_layers(single)):
                 return False
-    except Exception:
+    except Exception as error:
+        end_if_fault(error)
         return False
     return True
 

@@ -42,6 +42,19 @@ GATHERED = 8
 MLX's ends with "misaligned address", after which nothing of the process runs on the GPU (H200)."""
 
 
+STICKY = (
+    *("an illegal memory access was encountered", "misaligned address", "unspecified launch failure"),
+    *("an illegal instruction was encountered", "device-side assert triggered", "invalid program counter"),
+    *(
+        "uncorrectable ECC error",
+        "uncorrectable NVLink error",
+        "the launch timed out",
+        "hardware stack error",
+    ),
+    "operation not supported on global/shared address space",
+)
+"""What CUDA says of errors that each later call of the process gets, too."""
+
 GRAPHS = "MLX_USE_CUDA_GRAPHS"
 """MLX reads it when it first computes. With `0` each kernel is launched by itself, which suits steps of few
 and large ones: to make a launch graph of a step takes the host 3.6 to 5 ms of the 6 to 10 that a step takes
@@ -62,6 +75,7 @@ class CudaBackend(AttentionBackend):
     compares_rows = True
     loads_beside_cpu = True
     own_memory = True
+    gpu_faults = STICKY
 
     def install(self) -> None:
         attend.note_caches()
@@ -147,3 +161,9 @@ class CudaBackend(AttentionBackend):
 
     def wait(self) -> None:
         driver.wait()
+
+    def check_work(self) -> None:
+        """Nothing is kept after a fault: to copy it from the device fails as well."""
+
+    def fault_help(self, fault: str) -> str:
+        return "Lines with `NVRM: Xid` in the kernel's log (`dmesg`) say what the GPU met."

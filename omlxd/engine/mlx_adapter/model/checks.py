@@ -32,6 +32,7 @@ from ..cache.live_segments import LiveSegments
 from ..cache.mla_rows import MOST_NEW, attentions, calls_of, take_tokens_for_rows
 from ..cache.rows import RowBatch
 from ..runtime.arrays import CLOSE, distance
+from ..runtime.gpu_faults import end_if_fault
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def use_own_rows(model: Any) -> bool:
         try:
             current().remembered("rows", model, depends, partial(_check_own_rows, model, make_cache, mla))
         except Exception as error:
+            end_if_fault(error)
             obstacle = obstacle or str(error)
             continue
         model.make_cache = make_cache

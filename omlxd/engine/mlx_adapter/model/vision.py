@@ -33,6 +33,7 @@ from ....common.files import read_small
 from ....errors import ModelError
 from ....models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
 from ..attention import hooks as attention
+from ..attention.backend import current
 from ..cache.kinds import Cache, add_arrays_kind, leaves
 from ..cache.rows import RowBatch
 from . import tower
@@ -114,7 +115,7 @@ _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16
 
 def pack_features(features: Features) -> bytes:
     arrays = [features.embeds, *features.deepstack]
-    return msgspec.msgpack.encode(
+    packed = msgspec.msgpack.encode(
         _Packed(
             str(features.embeds.dtype).rpartition(".")[2],
             [each.shape[-1] for each in arrays],
@@ -122,6 +123,8 @@ def pack_features(features: Features) -> bytes:
             b"".join(np.array(each.view(mx.uint8)).tobytes() for each in arrays),
         )
     )
+    current().check_work()  # They are going to be written.
+    return packed
 
 
 def unpack_features(data: bytes, tokens: int) -> Features:

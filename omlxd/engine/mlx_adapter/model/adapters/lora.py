@@ -34,6 +34,7 @@ from .....errors import AdapterError, ModelError
 from .....models.adapters import ADAPTER_FILES, check_adapter
 from ...attention.backend import current
 from ...runtime.device import backend
+from ...runtime.gpu_faults import end_if_fault
 
 log = logging.getLogger(__name__)
 
@@ -248,6 +249,7 @@ class Adapters:
                 return True
             problem = "its rows differ beside others"
         except Exception as error:
+            end_if_fault(error)
             problem = f"{type(error).__name__}: {error}"
         log.warning("%s shares no pass with others: %s", adapter.folder, problem)
         return False
