@@ -151,7 +151,7 @@ class EngineLink:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _REAP_S)
             # What it printed last is often the reason; it is in the pipe, but maybe not read yet.
-            await asyncio.wait_for(asyncio.shield(self._printer), _REAP_S)
+            await asyncio.wait({self._printer}, timeout=_REAP_S)
         return problem or self._how_it_ended()
 
     def _how_it_ended(self) -> str:
@@ -194,6 +194,7 @@ class EngineLink:
             push()
         # A thread that waits for a disk that hangs may hold it back, whatever it is sent.
         await self._ended_within(END_S)
+        await asyncio.wait({self._printer}, timeout=_REAP_S)
         for task in (self._sender, self._printer):
             task.cancel()
         self._writer.close()
