@@ -23,8 +23,10 @@ BEGIN_S = 1.0
 """Seconds from the first request to the start of the program: a request of less starts no process."""
 LINGER_S = 10.0
 """Seconds from the last request to its end: agents ask again soon."""
+START_S = 5.0
+"""A program that ends by itself within these seconds of its start has failed to start."""
 RETRY_S = 600.0
-"""Seconds until a program that failed is tried again."""
+"""Seconds until a program that failed to start is tried again, or one that ended twice while requests ran."""
 END_S = 1.0
 """Seconds that the end of the process waits for the program's."""
 MOST_SAID = 300
@@ -49,18 +51,22 @@ class Loop(Protocol):
 class KeepAwake:
     """Holds the machine awake. `loop`: None for the running one.
 
-    trouble  why it can't, in words
+    trouble   why it can't, in words; "" again once it did
+    was_held  whether it did so at least once
     """
 
     def __init__(self, on: bool, command: Sequence[str] = (), loop: Loop | None = None):
         self.on = on
         self.trouble = ""
+        self.was_held = False
         self._command = tuple(command) or holder()
         self._loop = loop
         self._busy = False
         self._since: float | None = None
         """When the first of the requests began that follow one another within `LINGER_S`."""
         self._not_before = -math.inf
+        self._ends = 0
+        """How often the program started and then ended by itself, while these requests ran."""
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -112,12 +118,19 @@ class KeepAwake:
         self._timer = self._clock.call_later(seconds, call)
 
     def _hold(self) -> None:
-        if self.on and self._task is None and self._clock.time() >= self._not_before:
+        if not self.on or self._task is not None:
+            return
+        wait_s = self._not_before - self._clock.time()
+        if wait_s <= 0:
             self._asked_to_end = False
             self._task = asyncio.create_task(self._run(), name="keep awake")
+        elif wait_s < math.inf:
+            self._call_later(wait_s, self._hold)
 
     def _release(self) -> None:
         self._since = None
+        if self._ends:
+            self._ends, self._not_before = 0, -math.inf
         self._end_program()
 
     def _end_program(self) -> None:
@@ -136,21 +149,40 @@ class KeepAwake:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, **pipes, start_new_session=True
             )
-            if self._asked_to_end:  # Meanwhile.
+            started, early = self._clock.time(), self._asked_to_end
+            if early:
                 self._end_program()
             assert self._process.stderr is not None
             said = (await self._process.stderr.read(MOST_SAID)).decode(errors="replace")
             status = await self._process.wait()
             if not self._asked_to_end:
-                self._note_trouble(" ".join(said.split()) or f"it ended with status {status}")
+                self._note_end(status, said, self._clock.time() - started)
+            elif not early:
+                self.trouble, self.was_held = "", True
         except FileNotFoundError:
             self._note_trouble("there is none here", logging.DEBUG, math.inf)
         except OSError as error:
             self._note_trouble(error.strerror or str(error))
         finally:
             self._process = self._task = None
-        if self._busy and self._asked_to_end:
+        if self._busy:
             self._hold()
+
+    def _note_end(self, status: int, said: str, ran_s: float) -> None:
+        """Decide when the program starts again, which nobody asked to end."""
+        why = " ".join(said.split()) or f"it ended with status {status}"
+        if status < 0:
+            why = f"it was ended by signal {-status}"
+        elif ran_s < START_S:
+            self._ends = 0
+            self._note_trouble(why)
+            return
+        self.was_held = True
+        self._ends += 1
+        if self._ends > 1:
+            self._note_trouble(why)
+        else:
+            log.info("%s: %s; it is started again", self._command[0], why)
 
     def _note_trouble(self, why: str, level: int = logging.INFO, retry_s: float = RETRY_S) -> None:
         self._not_before = self._clock.time() + retry_s

@@ -108,7 +108,8 @@ def test_status_as_text():
     assert as_text(status(model(), cold=False), URL).endswith("SSD cache: none")
     for awake, words in (
         (AwakeStatus(on=True, held=True, trouble="once"), "yes (now: held)"),
-        (AwakeStatus(on=True, held=False), "yes (now: not held)"),
+        (AwakeStatus(on=True, held=False), "yes (not tried yet)"),
+        (AwakeStatus(on=True, held=False, was_held=True), "yes (now: not held)"),
         (AwakeStatus(on=True, held=False, trouble="caffeinate: gone"), "no (caffeinate: gone)"),
         (AwakeStatus(on=False, held=False), "no (--keep-awake is off)"),
     ):

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -114,11 +115,47 @@ async def test_a_program_that_fails_is_told_once_and_rarely_tried(programs: Awak
     for after_s in (0.0, LINGER_S, RETRY_S, RETRY_S):
         await request(after_s)
     assert awake.trouble == "systemd-inhibit: Failed to connect to bus"
-    assert len(tries.read_text()) == 3 and caplog.text.count(awake.trouble) == 1
+    assert not awake.was_held and len(tries.read_text()) == 3 and caplog.text.count(awake.trouble) == 1
     awake = KeepAwake(True, ("no-such-program",), clock)
     await request(LINGER_S)
     assert awake.trouble == "no-such-program: there is none here"
     assert [record.levelname for record in caplog.records] == ["INFO", "DEBUG"]
+    await awake.close()
+
+
+async def test_a_program_that_is_killed_starts_again(programs: AwakePrograms, caplog):
+    caplog.set_level(logging.INFO, "omlxd")
+    clock = Clock()
+    awake = KeepAwake(True, holder("darwin"), clock)
+
+    async def held(times: int) -> None:
+        await until(lambda: awake.held and len(programs.pids()) == times)
+
+    async def kill() -> None:
+        os.kill(programs.pids()[-1], signal.SIGTERM)
+        task = awake._task
+        await until(lambda: awake._task is not task)
+
+    awake.begin()
+    clock.advance(BEGIN_S)
+    await held(1)
+    await kill()
+    await held(2)  # At once, and then no more.
+    assert awake.trouble == "" and "caffeinate: it was ended by signal 15; it is started" in caplog.text
+    await kill()
+    assert not awake.held and awake.trouble == "caffeinate: it was ended by signal 15"
+    clock.advance(RETRY_S)
+    await held(3)
+    await kill()
+    awake.end()
+    clock.advance(LINGER_S)
+    awake.begin()
+    clock.advance(BEGIN_S)  # The next request does not wait: it can be started.
+    await held(4)
+    awake.end()
+    clock.advance(LINGER_S)
+    await until(lambda: not awake.held)
+    assert awake.trouble == "" and awake.was_held
     await awake.close()
 
 
@@ -152,7 +189,7 @@ def test_a_daemon_holds_while_it_is_busy_and_not_after_kill_9(start, programs: A
         return as_text(find_daemon(daemon.url).status(), daemon.url)
 
     assert daemon.complete("hello").status_code == 200
-    assert "keeps the machine awake while it works: yes (now: not held)" in status()
+    assert "keeps the machine awake while it works: yes (not tried yet)" in status()
     assert programs.pids() == []
 
     def ask() -> None:

@@ -168,13 +168,15 @@ class ColdStatus(msgspec.Struct, kw_only=True):
 
 
 class AwakeStatus(msgspec.Struct, kw_only=True):
-    """Whether the daemon keeps the machine awake while requests run (`on`), and does so now (`held`).
+    """Whether the daemon keeps the machine awake while requests run (`on`), does so now (`held`), and did so
+    at least once (`was_held`).
 
     trouble  why it can't, in words
     """
 
     on: bool
     held: bool
+    was_held: bool = False
     trouble: str = ""
 
 

@@ -91,7 +91,9 @@ def _awake(awake: AwakeStatus) -> str:
         return "no (--keep-awake is off)"
     if awake.trouble and not awake.held:
         return f"no ({awake.trouble})"
-    return f"yes (now: {'held' if awake.held else 'not held'})"
+    if awake.held:
+        return "yes (now: held)"
+    return "yes (now: not held)" if awake.was_held else "yes (not tried yet)"
 
 
 def cold_line(status: DaemonStatus) -> str:

@@ -76,7 +76,7 @@ class Admin:
             resident=resident(os.getpid()) or 0,
             models=[_status(engine, by_model.get(engine.model_id)) for engine in self._engines.models()],
             cold=_cold(cold.folder, ledger) if ledger is not None else None,
-            awake=AwakeStatus(on=awake.on, held=awake.held, trouble=awake.trouble),
+            awake=AwakeStatus(on=awake.on, held=awake.held, was_held=awake.was_held, trouble=awake.trouble),
         )
 
     async def forget_files(self, asked: Forget) -> Forgotten:
