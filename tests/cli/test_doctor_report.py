@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import plistlib
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +18,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from omlxd.cli.doctor import command as doctor
 from omlxd.cli.doctor import disk
-from omlxd.cli.doctor.report import agent, command, inside, measure, privacy, system
-from omlxd.cli.doctor.report.bounds import Budget
+from omlxd.cli.doctor.report import agent, busy, command, inside, measure, privacy, system
+from omlxd.cli.doctor.report.bounds import Budget, ended_by_signals
 from omlxd.cli.doctor.report.inside import END, Inside
 from omlxd.cli.doctor.report.measure import Measured
 from omlxd.cli.doctor.report.privacy import Privacy
 from omlxd.cli.service.manager import Ran
 from omlxd.config import load_settings
+from omlxd.engine.server.measure.timing import short
+from omlxd.errors import ConfigError
 
 KEY = "sk-live-4711abcdef"
 PRIVATE = ("jane", "Roe", "Janes-Mac", "4711", "acme", "secret", "3F2504E0", "/Users", "/Volumes/")
@@ -33,11 +39,12 @@ def person(monkeypatch: pytest.MonkeyPatch) -> Privacy:
     """Jane Roe, who uses this machine."""
     for name, value in {"HOME": "/Users/jane.roe", "USER": "jane.roe", "LOGNAME": "jane.roe"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ACME_API_KEY", KEY)
+    for name, value in {"ACME_API_KEY": KEY, "GITHUB_PAT": "4711 pat", "x_token": "tok-4711"}.items():
+        monkeypatch.setenv(name, value)
     entry = type("Entry", (), {"pw_name": "jane.roe", "pw_gecos": "Jane Roe,,,"})
     monkeypatch.setattr(privacy.pwd, "getpwuid", lambda uid: entry)
     monkeypatch.setattr(privacy.socket, "gethostname", lambda: "Janes-Mac.local")
-    return Privacy(more_secrets=["hunter2secret"])
+    return Privacy(more_secrets=["hunter2secret"], models=["/models/Acme-secret 7B", "Acme-secret 7B"])
 
 
 def report_of(budget: Budget, privacy: Privacy) -> tuple[command.Report, list[str]]:
@@ -48,12 +55,18 @@ def report_of(budget: Budget, privacy: Privacy) -> tuple[command.Report, list[st
 @pytest.mark.parametrize(
     ("text", "cleaned"),
     [
-        ("no file /Users/jane.roe/acme/model.safetensors", "no file ~/…"),
-        ("'/Users/jane.roe/acme secret/x y': denied", "<path>: denied"),
-        ("see /Users/other/secret and /Volumes/acme/x.", "see <path> and <path>"),
-        ("jane.roe@Janes-Mac.local: Roe, Jane Roe on Janes-Mac", "<mail>: <user>, <user> on <host>"),
-        (f"Bearer {KEY}, hunter2secret", "Bearer <key>, <key>"),
+        ("No safetensors found in /Users/jane.roe/acme secret/Roe", "No safetensors found in <path>"),
+        ("can't read '/Volumes/acme secret/x y': denied", "can't read <path>"),
+        ("see ~/acme secret", "see <path>"),
+        ("jane.roe@Janes-Mac.local: roe, JANE ROE on janes-mac", "<mail>: <user>, <user> on <host>"),
+        (f"Bearer {KEY}, hunter2secret, 4711 pat, tok-4711", "Bearer <key>, <key>, <key>, <key>"),
+        ("ghp_secret4711, hf_4711secret4711", "<key>, <key>"),
         ("id 3F2504E0-4F89-41D3-9A0C-0305E82C3301", "id <id>"),
+        (
+            "192.168.47.11:80, fe80::4711, 127.0.0.1, 0.3.34.481.3",
+            "<address>:80, <address>, 127.0.0.1, 0.3.34.481.3",
+        ),
+        ("no 'Acme-secret 7B' here", "no '<model>' here"),
         ("4 GB/s, agent / shell 1.02, /Volumes, ~", "4 GB/s, agent / shell 1.02, /Volumes, ~"),
     ],
 )
@@ -99,10 +112,26 @@ def test_a_part_costs_its_own_line_and_all_of_them_the_budget(person: Privacy):
         "a left out: 100 s are over",
         "b left out: 100 s are over",
     ]
+    assert report.failed == ["broken", "hangs", "third", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "acme-secret/Roe is no repository",
+        "in 'acme secret/x'",
+        "open('/Users/jane.roe/x y', b'4711')",
+        "a /x\nacme",
+    ],
+)
+def test_behind_a_path_nothing_of_an_error_is_printed(text: str):
+    error = Privacy({}).error(f"ValueError: {text}")
+    assert error.endswith("<path>") and not [part for part in ("x y", *PRIVATE) if part in error]
 
 
 CHILD = """
 import json, os, sys, time
+print(json.dumps({"part": "start"}), flush=True)
 for part in sys.argv[2:]:
     if part == "crash": os.abort()
     if part == "raise": sys.exit("no memory for " + part)
@@ -116,10 +145,8 @@ def test_a_crash_and_a_hang_cost_one_part(monkeypatch: pytest.MonkeyPatch):
     took: list[Measured] = []
     parts = ["a", "b", "crash", "c", "raise", "hang", "d"]
     child = [sys.executable, "-S", "-c", CHILD]
-    monkeypatch.setattr(measure, "START_S", 30.0)
     first = [part for part in parts if part != "hang"]
     measure.measure(Path("job"), first, Budget(600), took.append, child)
-    monkeypatch.setattr(measure, "START_S", 0.0)
     measure.measure(Path("job"), ["hang"], Budget(600), took.append, child)
     assert [each.part for each in took] == [*first, "hang"]
     errors = {each.part: each.error for each in took if each.error}
@@ -154,8 +181,12 @@ def test_launchd_runs_one_job_and_has_forgotten_it_afterwards(
 
     monkeypatch.setattr(agent.sys, "platform", "darwin")
     monkeypatch.setattr(agent, "run", launchctl)
-    how, lines, results = agent.measure_inside(wanted, tmp_path, 5)
-    assert how == "a one-shot launchd agent, ProcessType Interactive" and [r.part for r in results] == [END]
+    how, failed, lines, results = agent.measure_inside(wanted, tmp_path, 5)
+    assert (
+        not failed
+        and how == "a one-shot launchd agent, ProcessType Interactive"
+        and [r.part for r in results] == [END]
+    )
     assert lines == [
         (
             "launchctl",
@@ -173,8 +204,83 @@ def test_launchd_runs_one_job_and_has_forgotten_it_afterwards(
     assert job["ProgramArguments"][1:3] == ["-m", "omlxd.cli.doctor.report.inside"]  # type: ignore[index]
 
     monkeypatch.setattr(agent, "run", lambda *words, timeout: Ran(125, "", "Domain does not support it"))
-    how, lines, _ = agent.measure_inside(wanted, tmp_path, 5)
-    assert how.startswith("none: launchd would not take the job (bootstrap 125): Domain") and not lines
+    _, failed, lines, _ = agent.measure_inside(wanted, tmp_path, 5)
+    assert failed.startswith("failed: launchd would not take the job (bootstrap 125): Domain") and not lines
+
+
+def test_a_start_removes_what_killed_reports_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dead, own = 2**30, os.getpid()
+    for name in (f"{dead}-a", f"{own}-a", "old"):
+        (tmp_path / f"omlxd-report-{name}").mkdir()
+    calls: list[tuple[str, ...]] = []
+
+    def launchctl(*words: str, timeout: float) -> Ran:
+        calls.append(words[1:])
+        return Ran(0, "".join(f"-\t0\tdev.omlxd.report.{pid}\n" for pid in (dead, own)), "")
+
+    monkeypatch.setattr(agent.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(agent.psutil, "pid_exists", lambda pid: pid != dead)
+    monkeypatch.setattr(agent.sys, "platform", "darwin")
+    monkeypatch.setattr(agent, "run", launchctl)
+    agent.remove_leftovers()
+    assert calls == [("list",), ("bootout", f"gui/{os.getuid()}/dev.omlxd.report.{dead}")]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"omlxd-report-{own}-a", "omlxd-report-old"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_cleans_up_and_a_second_one_does_not_stop_that(number: int):
+    cleaned, before = False, signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, ended_by_signals():
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)
+            cleaned = True
+    assert cleaned and ended.value.code == 128 + number and signal.getsignal(number) == before
+
+
+def test_without_a_temporary_folder_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def none(*args: object, **more: object) -> None:
+        raise FileNotFoundError(2, f"No usable temporary directory found in ['{tmp_path}']")
+
+    monkeypatch.setattr(command.disk, "describe_rates", lambda settings: "quick")
+    monkeypatch.setattr(command.busy, "daemon", lambda settings: "no daemon")
+    settings = load_settings({"base_path": str(tmp_path)}, {})
+    lines: list[str] = []
+    mistakes = [f"{tmp_path}/my settings.toml line 3 (port): 'x' is no number."]
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "mkdtemp", none)
+        patch.setattr(tempfile, "gettempdir", none)
+        assert command.write(settings, lines.append, mistakes=mistakes) == 1
+    text = "\n".join(lines)
+    assert text.count(command.NO_FOLDER) == len((*command.FIRST, *command.LAST, "agent"))
+    assert "settings          not read: the file's line 3 (port): 'x' is no number." in text
+    assert "12 parts failed: settings, device," in lines[-1] and str(tmp_path) not in text
+    assert re.search(r"busy +load average [\d.]+ at the beginning, [\d.]+ at the end", text)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_macos_says_what_slows_it(monkeypatch: pytest.MonkeyPatch):
+    said = {
+        "batt": "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=4711)\t73%; discharging; 3:10",
+        "-g": " standby 1\n lowpowermode         1\n",
+        "therm": "Note: No thermal warning level has been recorded\n\tCPU_Speed_Limit \t= 60\n",
+    }
+    monkeypatch.setattr(busy, "said_by", lambda *words: said[words[-1]])
+    assert busy.power() == ["Battery Power", "73%", "lowpowermode 1", "CPU_Speed_Limit = 60"]
+    assert busy.variables({"MLX_A": "x", "PATH": "y"}) == "set: MLX_A"
+
+
+def test_times_have_no_exponent():
+    times = (0.0, 2.5e-8, 999.4e-6, 999.6e-6, 0.9996, 12.346)
+    assert ", ".join(map(short, times)) == "less than 0.01 µs, 0.025 µs, 999 µs, 1 ms, 1.00 s, 12.35 s"
+
+
+def test_a_report_is_no_json():
+    with pytest.raises(ConfigError, match="has no --json"):
+        doctor.main(["--report", "--json"], argparse.ArgumentParser())
 
 
 def test_the_agent_says_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -203,7 +309,7 @@ def test_macos_says_how_much_memory_is_free(monkeypatch: pytest.MonkeyPatch):
         "Pages free:                    100.\nFile-backed pages:           1000000.\n"
         "Pages occupied by compressor:  200.\n",
     }
-    monkeypatch.setattr(system, "_said", lambda program, *words: said[Path(program).name])
+    monkeypatch.setattr(system, "said_by", lambda program, *words: said[Path(program).name])
     monkeypatch.setattr(system, "total_ram", lambda: 10**10)
     lines = dict(system.memory())
     assert "so 8 GB are free by memory_pressure" in lines["pressure"]
@@ -213,7 +319,9 @@ def test_macos_says_how_much_memory_is_free(monkeypatch: pytest.MonkeyPatch):
 def test_the_disk_is_timed_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     settings = load_settings({"base_path": str(tmp_path)}, {})
     monkeypatch.setattr(disk.sys, "platform", "linux")
-    assert re.match(r"writes .*/s with .*fsync.*, reads .*/s", disk.describe_rates(settings, disk._CHUNK))
+    assert re.search(
+        r"the SSD cache's: writes .*/s with .*fsync.*, reads .*/s", disk.describe_rates(settings, disk._CHUNK)
+    )
     asked: list[int] = []
     monkeypatch.setattr(disk.sys, "platform", "darwin")
     monkeypatch.setattr(disk.fcntl, "F_NOCACHE", 48, raising=False)
@@ -232,7 +340,7 @@ def test_a_real_report_has_every_line_and_nothing_private(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "omlxd", "doctor", "--report"], env=environ, capture_output=True, text=True
     )
-    lines = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    lines = [line for line in done.stdout.splitlines() if not line.startswith((" ", "It "))]
     assert done.returncode == 0, done.stderr
     heads = [re.split(r"  +", line)[0] for line in lines[1:]]
     for name in (

@@ -36,7 +36,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the checks. Raises ConfigError for flags that make no sense, as `omlxd serve` would."""
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
-        "--report", action="store_true", help="one text about this machine to paste into an issue; 2 minutes"
+        "--report",
+        action="store_true",
+        help=f"one text about this machine to paste into an issue; 2 minutes. {' '.join(report.TAKES)}",
     )
     parser.add_argument("--no-disk-test", action="store_true", help="don't write and read 256 MB")
     parser.add_argument("--url", help="the daemon's address, for --host and --port")
@@ -46,7 +48,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if wrong := [text for text in mistakes if text.startswith("--")]:
         raise ConfigError("\n".join(wrong))
     if args.report:
-        return report.write(settings, lambda line: print(line, flush=True))
+        if args.json:
+            raise ConfigError("--report: it is a text, and has no --json.")
+        return report.write(settings, lambda line: print(line, flush=True), mistakes=mistakes)
     notes: dict[str, str] = {}
     if args.url or not (args.host or args.port):
         settings = _at_daemon(settings, args.url, notes)

@@ -115,9 +115,9 @@ def check_speed(settings: Settings, nbytes: int = TEST_BYTES, seconds: float = T
     if _free(folder) < SPARE + nbytes:
         return ok("disk", f"not timed: {human(_free(folder))} free on {folder} is too little for that")
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".omlxd-doctor-") as file:
+        with tempfile.TemporaryFile(dir=folder, prefix=".omlxd-doctor-") as file:
             wrote, written = _write(file.fileno(), nbytes, seconds)
-            read = _read(file.name, seconds)
+            read = _read(file.fileno(), seconds)
     except OSError as error:
         return bad("disk", f"{folder} can't be written: {error.strerror or error}", _chown(folder))
     facts = f"writes {human(int(wrote))}/s, reads {human(int(read))}/s ({human(written)} on {folder})"
@@ -139,14 +139,15 @@ def describe_rates(settings: Settings, nbytes: int = 32 * _CHUNK, seconds: float
     folder = _test_folder(settings)
     if _free(folder) < SPARE + nbytes:
         return f"not timed: {human(_free(folder))} free is too little for that"
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".omlxd-doctor-") as file:
-        fd, how, flags = file.fileno(), "F_NOCACHE and fsync", 0
+    # It has no name: however this process ends, nothing is left of it.
+    with tempfile.TemporaryFile(dir=folder, prefix=".omlxd-doctor-") as file:
+        fd, how = file.fileno(), "F_NOCACHE and fsync"
         if sys.platform != "darwin":
-            how, flags = "O_DIRECT and fsync", os.O_DIRECT
+            how = "O_DIRECT and fsync"
             try:
-                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | flags)
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
             except OSError:
-                how, flags = "fsync, as this file system has no O_DIRECT", 0
+                how = "fsync, as this file system has no O_DIRECT"
         wrote, written = _write(fd, nbytes, seconds)
         os.write(fd, _pages(_CHUNK))
         began = time.perf_counter()
@@ -157,9 +158,10 @@ def describe_rates(settings: Settings, nbytes: int = 32 * _CHUNK, seconds: float
             os.fsync(fd)
             flush = "fsync"
         flushed = time.perf_counter() - began
-        read = _read(file.name, seconds, flags)
+        read = _read(fd, seconds)
     return (
-        f"writes {human(int(wrote))}/s with {how}, reads {human(int(read))}/s ({human(written)}); "
+        f"the SSD cache's: writes {human(int(wrote))}/s with {how}, reads {human(int(read))}/s "
+        f"({human(written)}); "
         f"{flush} behind another {human(_CHUNK)} takes {flushed * 1e3:.1f} ms"
     )
 
@@ -183,18 +185,15 @@ def _write(fd: int, nbytes: int, seconds: float) -> tuple[float, int]:
     return written / (time.perf_counter() - began), written
 
 
-def _read(path: str, seconds: float, flags: int = 0) -> float:
-    """Read past the page cache where the system lets us; returns bytes a second. `flags`: of the open."""
-    fd = os.open(path, os.O_RDONLY | flags)
-    try:
-        if sys.platform == "darwin":
-            fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
-        else:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        buffer, done = mmap.mmap(-1, _CHUNK), 0
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds and (got := os.readv(fd, [buffer])):
-            done += got
-        return done / max(1e-9, time.perf_counter() - began)
-    finally:
-        os.close(fd)
+def _read(fd: int, seconds: float) -> float:
+    """Read what was written, past the page cache where the system lets us; returns bytes a second."""
+    if sys.platform == "darwin":
+        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
+    else:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(fd, 0, os.SEEK_SET)
+    buffer, done = mmap.mmap(-1, _CHUNK), 0
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds and (got := os.readv(fd, [buffer])):
+        done += got
+    return done / max(1e-9, time.perf_counter() - began)

@@ -6,12 +6,15 @@ import contextlib
 import os
 import plistlib
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import msgspec
+import psutil
 
 import omlxd
 
@@ -26,8 +29,24 @@ POLL_S = 0.1
 CARRIED = ("LD_LIBRARY_PATH", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
 _FACTS = re.compile(r"^\s*((?:state|spawn type|runs|last [\w ]+) = .+?)\s*$", re.M)
 
-Outcome = tuple[str, list[tuple[str, str]], list[Measured]]
-"""How it ran, lines about its manager, and its results."""
+FOLDER = "omlxd-report-"
+
+Outcome = tuple[str, str, list[tuple[str, str]], list[Measured]]
+"""How it ran, why it failed ("": it did not), lines about its manager, and its results."""
+
+
+def remove_leftovers() -> None:
+    """Remove folders and jobs of reports whose processes were killed. Raises OSError and ServiceError."""
+    if sys.platform == "darwin":
+        for label, pid in re.findall(
+            r"(dev\.omlxd\.report\.(\d+))", run("launchctl", "list", timeout=TOOL_S).out
+        ):
+            if not psutil.pid_exists(int(pid)):
+                run("launchctl", "bootout", f"gui/{os.getuid()}/{label}", timeout=TOOL_S)
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
+        pid = folder.name.removeprefix(FOLDER).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and folder.lstat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def measure_inside(inside: Inside, folder: Path, seconds: float) -> Outcome:
@@ -36,17 +55,23 @@ def measure_inside(inside: Inside, folder: Path, seconds: float) -> Outcome:
     file.write_bytes(msgspec.json.encode(inside))
     program = [str(Path(sys.executable).absolute()), "-m", f"{__package__}.inside", str(file)]
     until = time.monotonic() + seconds
+    how, failed, lines = "", "", []
     try:
         if sys.platform == "darwin":
-            how, lines = (
-                "a one-shot launchd agent, ProcessType Interactive",
-                _by_launchd(program, inside, until, folder),
-            )
+            how = "a one-shot launchd agent, ProcessType Interactive"
+            lines = _by_launchd(program, inside, until, folder)
         else:
-            how, lines = _by_systemd(program, inside, until), []
+            how = _by_systemd(program, inside, until)
     except ServiceError as error:
-        how, lines = f"none: {error.message}", []
-    return how, lines, _results(inside)
+        failed = f"failed: {error.message}"
+    results = _results(inside)
+    if not failed and not _ended(results):
+        failed = "failed: its process ended before its work"
+    return how, failed, lines, results
+
+
+def _ended(results: list[Measured]) -> bool:
+    return any(result.part == END for result in results)
 
 
 def _results(inside: Inside) -> list[Measured]:
@@ -66,7 +91,7 @@ def _variables() -> dict[str, str]:
 
 def _wait(inside: Inside, until: float) -> None:
     """Wait until the job has ended its work. Raises ServiceError if it does not in time."""
-    while not any(result.part == END for result in _results(inside)):
+    while not _ended(_results(inside)):
         if time.monotonic() > until:
             raise ServiceError("the job did not end in time")
         time.sleep(POLL_S)

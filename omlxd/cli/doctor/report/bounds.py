@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -47,6 +49,26 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         return done.get(timeout=seconds)()
     except queue.Empty:
         raise TimeoutError(f"no end within {seconds:.0f} s") from None
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Generator[None]:
+    """Have ^C, SIGTERM and SIGHUP clean up once; what is ignored (`nohup`) stays so."""
+
+    def leave(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: old for each in numbers if (old := signal.getsignal(each)) != signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each, old in before.items():
+            signal.signal(each, old)
 
 
 def _raise(error: Exception) -> T:  # type: ignore[type-var]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import subprocess
@@ -20,9 +21,11 @@ from .bounds import Budget
 COMMAND = (sys.executable, "-m", "omlxd.engine.server.measure")
 START_S = 40.0
 """Seconds for Python and MLX to start; the first start after an installation compiles everything."""
-PART_S = {"model": 45.0, "pass": 40.0, "hits": 25.0}
+PART_S = {"model": 45.0, "pass": 40.0, "hits": 25.0, "sdpa 16,384": 15.0}
 USUAL_S = 10.0
 END_S = 3.0
+START = "start"
+"""The part that a process names once it has started."""
 
 
 class Measured(msgspec.Struct):
@@ -55,17 +58,22 @@ def measure(
 
 def _run(job: Path, waiting: list[str], budget: Budget, take: Take, command: Sequence[str]) -> None:
     """Run one process, which takes parts off `waiting`. Raises TimeoutError: the first took too long."""
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
+    folder = str(job.absolute().parent)  # MLX's compiled functions go there, too, and leave with it.
+    with tempfile.TemporaryFile("w+", errors="replace", dir=folder) as log:
         process = subprocess.Popen(
-            [*command, str(job), *waiting], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+            [*command, str(job), *waiting],
+            env={**os.environ, "TMPDIR": folder},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
         )
         assert process.stdout is not None
         lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
-        start_s = START_S
+        seconds = START_S
         try:
             while waiting:
-                seconds = budget.part(start_s + PART_S.get(waiting[0], USUAL_S))
+                seconds = budget.part(seconds)
                 try:
                     line = lines.get(timeout=seconds)
                 except queue.Empty:
@@ -75,9 +83,10 @@ def _run(job: Path, waiting: list[str], budget: Budget, take: Take, command: Seq
                 except msgspec.MsgspecError:
                     take(Measured(waiting.pop(0), error=_end_of(process, log)))
                     return
-                del waiting[0]
-                take(result)
-                start_s = 0.0
+                if result.part != START:
+                    del waiting[0]
+                    take(result)
+                seconds = PART_S.get(waiting[0], USUAL_S) if waiting else 0.0
         finally:
             _end(process)
 
@@ -101,7 +110,7 @@ def _end_of(process: subprocess.Popen[bytes], log: IO[str]) -> str:
             how = signal.Signals(-status).name
     log.seek(0)
     last = next((line.strip() for line in reversed(log.readlines()) if line.strip()), "")
-    return f"failed: its process ended with {how}" + (f": {last[:300]}" if last else "")
+    return f"failed: its process ended with {how}" + (f": {last}" if last else "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -30,10 +30,10 @@ Lines = list[tuple[str, str]]
 
 def sysctl(*names: str) -> dict[str, str]:
     """Return the values that macOS has of `names`; {} elsewhere."""
-    return dict(re.findall(r"^([\w.]+): (.+)$", _said("/usr/sbin/sysctl", *names), re.M))
+    return dict(re.findall(r"^([\w.]+): (.+)$", said_by("/usr/sbin/sysctl", *names), re.M))
 
 
-def _said(*command: str) -> str:
+def said_by(*command: str) -> str:
     """Return what a tool of macOS prints; "" elsewhere, and if it does not answer."""
     if sys.platform != "darwin":
         return ""
@@ -110,7 +110,7 @@ def memory() -> Lines:
     held = psutil.virtual_memory()._asdict()
     names = ("total", "available", "free", "active", "inactive", "wired", "cached")
     said = ", ".join(f"{name} {human(held[name])}" for name in names if name in held)
-    pressure, pages = sysctl(*_PRESSURE), _said("/usr/bin/vm_stat")
+    pressure, pages = sysctl(*_PRESSURE), said_by("/usr/bin/vm_stat")
     size = int(found[1]) if (found := re.search(r"page size of (\d+)", pages)) else 0
     more = [f"{name} {value}" for name, value in pressure.items()]
     if level := pressure.get(_PRESSURE[0]):

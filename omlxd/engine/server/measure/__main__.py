@@ -1,9 +1,11 @@
 """Runs parts in order, each a line of JSON on standard output; a part that raises says so in its line.
 
+The first line is of the part `start`.
+
 JOB is a file of JSON with
 
     model   folder of the model that is measured; where there is none, one of random weights is built there
-    folder  an empty folder for the SSD tier
+    folder  a folder for the SSD tier
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def main(job: str, *parts: str) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: end(1))
     work = Job(**{name: Path(path) for name, path in json.loads(Path(job).read_text()).items()})
+    print(json.dumps({"part": "start"}), file=out, flush=True)
     for part in parts:
         print(json.dumps({"part": part, **run(part, work)}), file=out, flush=True)
     out.close()

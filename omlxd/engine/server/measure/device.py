@@ -54,5 +54,5 @@ def bandwidth() -> Measured:
     mx.eval(numbers)
     seconds = max(1e-9, min(times(numbers.sum, turns=20)) - empty_eval())
     rate = nbytes / seconds
-    text = f"the sum of {nbytes >> 20} MiB reads {rate / 1e9:.0f} GB/s"
+    text = f"the sum of {nbytes >> 20} MiB reads {rate / 1e9:.1f} GB/s"
     return Measured([("bandwidth", text)], {"sum": seconds})

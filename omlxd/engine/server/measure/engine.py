@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 from .... import wire
@@ -63,12 +64,13 @@ class Engine:
             sizes = (CPU_SIZES if blas.gflops() >= SLOW_GFLOPS else {}) if cpu else SIZES
             build_random(job.model, "float32" if cpu else "float16", **sizes)
         job.folder.mkdir(exist_ok=True)
-        ledger = Ledger(job.folder, CAP)
+        folder = Path(mkdtemp(dir=job.folder))  # Whoever failed before keeps its own.
+        ledger = Ledger(folder, CAP)
         ledger.open()
         load = wire.Load(
             model_path=str(job.model),
             model_id="report",
-            cache=wire.CacheSettings(cold_dir=str(job.folder), cold_cache_bytes=CAP),
+            cache=wire.CacheSettings(cold_dir=str(folder), cold_cache_bytes=CAP),
             budget=wire.Budget(float32=cpu),
             seed=0,
             speculate=False,

@@ -26,6 +26,9 @@ def load(engine: Engine, job: Job) -> Measured:
     config, backend = engine.loaded.config, mlx_adapter.attention_backend().name
     words = f"{config.get('num_hidden_layers')} layers, {config.get('hidden_size')} wide"
     kind = "random weights" if is_demo(job.model) else "a model that is here"
+    packing = config.get("quantization") or {}
+    if isinstance(packing, dict) and "bits" in packing:
+        words += f", {packing['bits']} bits"
     facts = f"{kind}: {engine.loaded.model_type}, {words}, {human(engine.loaded.weight_bytes)}"
     own = "attention is MLX's own: there is no kernel of omlxd's to check"
     notes = engine.notes or ["nothing was measured"]

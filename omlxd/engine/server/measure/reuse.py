@@ -34,10 +34,10 @@ class Answer:
 
     def source(self) -> str:
         """Say where its prompt's KV came from."""
-        usage = self.usage
+        usage, computed = self.usage, f"{PROMPT} tokens computed in {short(self.usage.prefill_s)}"
         parts = [f"{usage.cached_hot} tokens from RAM"] if usage.cached_hot else []
         parts += [f"{usage.cached_cold} tokens from SSD"] if usage.cached_cold else []
-        return f"{' and '.join(parts)} in {short(usage.restore_s)}" if parts else "none was reused"
+        return f"{' and '.join(parts)} in {short(usage.restore_s)}" if parts else computed
 
 
 def hits(engine: Engine) -> Measured:
@@ -50,6 +50,5 @@ def hits(engine: Engine) -> Measured:
     cold, again, hot = ask("one"), ask("two"), ask("one")
     engine.leave_ram()
     answers = (("second cold run", again), ("hot hit", hot), ("cold-tier hit", ask("one")))
-    first = f"{PROMPT} tokens computed in {short(cold.usage.prefill_s)}, {len(cold.tokens)} tokens of answer"
     lines = [(name, f"{answer.beside(cold)} ({answer.source()})") for name, answer in answers]
-    return Measured([("cold run", first), *lines])
+    return Measured([("cold run", f"{cold.source()}, {len(cold.tokens)} tokens of answer"), *lines])

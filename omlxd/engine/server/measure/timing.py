@@ -60,13 +60,15 @@ def chained(link: Callable[[Any], Any], first: Any) -> float:
         return run
 
     once, empty = min(times(chain(1), MOST_S / 4, 5)), empty_eval()
+    if once > MOST_S / 4:  # A slow device: repetitions take too long, and an evaluation is little of it.
+        return once - empty
     links = int(max(1, min(LINKS, MOST_S / 2 / once)))
     return max(0.0, min(times(chain(links), turns=9)) - empty) / links
 
 
 def short(seconds: float) -> str:
     """Return `12.3 µs`, `4.56 ms` or `1.23 s`."""
-    for unit, name in ((1e-3, "µs"), (1.0, "ms")):
-        if seconds < unit:
-            return f"{seconds / unit * 1e3:.3g} {name}"
+    for unit, name in ((1e-6, "µs"), (1e-3, "ms")):
+        if float(rounded := f"{seconds / unit:.3g}") < 1000:
+            return f"{rounded if seconds >= 1e-8 else 'less than 0.01'} {name}"
     return f"{seconds:.2f} s"
