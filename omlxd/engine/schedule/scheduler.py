@@ -179,11 +179,8 @@ class Scheduler:
 
     def _stop(self) -> None:
         self._stopping = True
-        error = OmlxdError("the engine is shutting down", code="unavailable", retry_after=5)
         for sequence in (*self.waiting, *self.running):
-            if not sequence.cancelled:
-                sequence.sink.failed(sequence, error)
-            sequence.cancelled = True
+            sequence.cancelled = True  # The front tells its client, or sends it to the next engine.
         for batch in list(self._batches):
             self.leave(batch, list(batch.rows))
         for sequence in (*self.waiting, *self.running):

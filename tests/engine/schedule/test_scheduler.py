@@ -388,8 +388,7 @@ def test_an_engine_that_ends_amid_an_answer_keeps_what_it_computed(family: str, 
         outputs = [rig.start(prompt(100 + n, seed=n), 10_000) for n in range(2)]
         while min(len(output.got) for output in outputs) < 2 * BLOCK:
             time.sleep(0.005)
-    for output in outputs:
-        assert isinstance(output.error, OmlxdError) and output.error.code == "unavailable"
+    assert not any(output.error or output.reason for output in outputs), "the front may send them again"
     with Rig(folder, tmp_path / "cache") as rig:
         for n, output in enumerate(outputs):
             kept = rig.run(prompt(100 + n, seed=n) + output.got + [5] * BLOCK, 1).cold
