@@ -24,9 +24,10 @@ THROTTLE_S = 10
 FILES = 8192
 CARRIED = (
     *("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HF_ENDPOINT"),
-    *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"),
 )
-"""Variables of the installing shell that say where models are. No token is among them."""
+"""Variables of the installing shell that say where models are, and how patient macOS's GPU watchdog is. No
+token is among them."""
 LAUNCHD_NAME = "Listeners"
 """The key under `Sockets` in our LaunchAgent."""
 

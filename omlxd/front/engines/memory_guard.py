@@ -23,7 +23,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from ...common.units import CRITICAL, available_ram, human, memory_pressure
+from ...common.units import CRITICAL, available_ram, human, memory_pressure, total_ram
 from ...errors import InvalidRequest, NotNow
 from ...models.footprint import FLOAT32_FRACTION, PROCESS_BYTES, Footprint, expected, likely_backend
 from ...wire import Budget, Device, Wants
@@ -87,6 +87,9 @@ log = logging.getLogger(__name__)
 RESERVE_FRACTION = 0.05
 RESERVE_BYTES = 2 << 30
 """Bytes that the rest of the machine keeps at most; below them a fraction."""
+MACOS_FRACTION = 0.125
+MACOS_BYTES = 2 << 30
+"""Of a Mac's memory, and at least: what macOS and other programs keep if the owner lets Metal wire more."""
 LOOK_S = 2.0
 """Seconds between two looks at what engines hold, while they work."""
 QUIET_S = 10.0
@@ -296,9 +299,8 @@ class MemoryGuard:
                 return ""
             return (
                 f"{engine.model_id} has {human(prints.weights)} of weights and Metal recommends "
-                f"{human(total)} at most on this Mac: it can't be loaded here. `sudo sysctl "
-                "iogpu.wired_limit_mb=…` sets another limit until the Mac starts again (--memory-limit off "
-                "tries)."
+                f"{human(total)} at most on this Mac: it can't be loaded here "
+                f"(--memory-limit off tries).{_higher_limit(need)}"
             )
         return (
             f"{engine.model_id} needs about {human(need)} and all models together may take {human(most)} "
@@ -477,3 +479,13 @@ class MemoryGuard:
 
     async def _lacks(self, engine: ModelEngine, nbytes: int) -> bool:
         return (await self._room(engine)).free + self._spare() < nbytes
+
+
+def _higher_limit(need: int) -> str:
+    """Say how the owner lets Metal wire the `need` bytes of a model; "": the Mac is too small for them."""
+    total = total_ram()
+    limit = need + min(RESERVE_BYTES, int(total * RESERVE_FRACTION))
+    if limit > total - max(MACOS_BYTES, int(total * MACOS_FRACTION)):
+        return ""
+    command = f"sudo sysctl iogpu.wired_limit_mb={math.ceil(limit / (1 << 20))}"
+    return f" `{command}` lets Metal take enough, until the Mac starts again."

@@ -111,6 +111,7 @@ def test_paths_are_meant_from_here_and_variables_of_this_shell_are_not_taken(
     monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", "/there")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    monkeypatch.setenv("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
     monkeypatch.setenv("HF_TOKEN", "secret")
     status, out, err = service(tmp_path, "install", "--", "--model", "./tiny", "--config", "my.toml")
     assert status == 0 and f"port {port}" in out and "does not see OMLXD_PORT" in err
@@ -122,6 +123,7 @@ def test_paths_are_meant_from_here_and_variables_of_this_shell_are_not_taken(
     assert agent["EnvironmentVariables"]["HUGGINGFACE_HUB_CACHE"] == "/there"
     assert agent["EnvironmentVariables"]["XDG_CACHE_HOME"] == "/caches"
     assert agent["EnvironmentVariables"]["TRANSFORMERS_OFFLINE"] == "1"
+    assert agent["EnvironmentVariables"]["AGX_RELAX_CDM_CTXSTORE_TIMEOUT"] == "1"
     assert "secret" not in agent_file(tmp_path).read_text()
 
 

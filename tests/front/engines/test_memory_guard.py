@@ -178,6 +178,8 @@ async def test_nor_for_one_that_other_programs_leave_no_memory_for(available: in
         (990, None, 2, "", "m needs about 1.2 GB and 50 MB are free: macOS compresses"),
         (500, None, 4, "", "m needs about 700 MB and 50 MB are free now; retry"),
         (1010, None, 1, "", "m has 1 GB of weights and Metal recommends 1 GB at most"),
+        (1010, None, 1, "", "`sudo sysctl iogpu.wired_limit_mb=1345` lets Metal take enough, until"),
+        (2010, None, 1, "", "it can't be loaded here (--memory-limit off tries)."),
         (500, 800, 1, "", "m needs about 700 MB and 50 MB are free: macOS compresses"),
         (500, 600, 1, "", "m needs about 700 MB and all models together may take 600 MB"),
         (500, None, 1, "pinned", "m needs about 700 MB and 50 MB are free now; retry"),
@@ -189,6 +191,7 @@ async def test_macos_makes_room_for_weights_that_metal_may_hold(
 ):
     monkeypatch.setattr(memory_guard, "available_ram", lambda: 100 * MB)
     monkeypatch.setattr(memory_guard, "memory_pressure", lambda: pressure)
+    monkeypatch.setattr(memory_guard, "total_ram", lambda: 4000 * MB)
     loaded = [Model(other, 400, pinned=other == "pinned")] if other else []
     models = Models(*loaded, limit=limit)
     models.device, models.patient = Device("metal", 1000 * MB, 0, "host"), False
@@ -198,6 +201,7 @@ async def test_macos_makes_room_for_weights_that_metal_may_hold(
     except (InvalidRequest, NotNow) as error:
         told = error.message
     assert said in told and models.gone == ["idle"] * (other == "idle")
+    assert ("sysctl" in told) == (weights == 1010)
 
 
 async def test_the_model_that_stays_has_all_of_the_machine_again(monkeypatch: pytest.MonkeyPatch):

@@ -218,7 +218,8 @@ class AttentionBackend(Protocol):
         return (
             "macOS's GPU watchdog ends work that holds up an active display. It helps to let the display "
             "sleep, to end other programs that compute on the GPU, or to start omlxd with "
-            "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in its environment."
+            "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in its environment (as a service: in that of `omlxd service "
+            "install`)."
         )
 
 
