@@ -221,6 +221,12 @@ class Grant(Struct, frozen=True, tag="grant"):
     capacity: int = 0
 
 
+class PassLimit(Struct, frozen=True, tag="pass_limit"):
+    """The `pass_limit` from now on, as in `Load`."""
+
+    tokens: int
+
+
 class LogLevel(Struct, frozen=True, tag="log_level"):
     """The level of the engine's own log lines from now on, as in `Load`."""
 
@@ -245,6 +251,7 @@ ToEngine = Union[
     Embed,
     Grant,
     Budget,
+    PassLimit,
     LogLevel,
     Quit,
 ]

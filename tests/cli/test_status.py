@@ -104,6 +104,7 @@ def test_status_as_text():
         )
     ]
     assert "b: b can't be loaded: why" in lines
+    assert "org/tiny: passes of 64" in as_text(status(model(slowed="passes of 64")), URL).splitlines()
     assert lines[-1] == "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start"
     assert as_text(status(model(), cold=False), URL).endswith("SSD cache: none")
     for awake, words in (

@@ -101,7 +101,7 @@ class FakeEngine:
         self.deaths = 0
         self.pid: int | None = None
         self.in_flight = 0
-        self.trouble = ""
+        self.trouble = self.slowed = ""
         self.is_refused = False
         self.why_never = lambda: ""
         self.shares = ""

@@ -122,6 +122,8 @@ class Stub:
                 self.hot_share = message.hot
             if message.freed is not None:
                 self.freed_share = message.freed
+        elif isinstance(message, wire.PassLimit):
+            self.note(f"passes {message.tokens}")
         elif isinstance(message, wire.LogLevel):
             self.note(f"level {message.level}")
         elif isinstance(message, wire.Quit):

@@ -127,6 +127,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A loaded model's status. Bytes, tokens and seconds; 0: nothing to say.
 
     trouble   why it can't serve, a sentence
+    slowed    that its passes are small since a GPU fault, and what lifts that
     shares    the model whose engine it is in, which has the other figures of both; "": it has its own
     resident  bytes of the engine process
     values    the engine's counters and gauges, counters over all its processes
@@ -136,6 +137,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     id: str
     state: str
     trouble: str = ""
+    slowed: str = ""
     shares: str = ""
     pid: int = 0
     starts: int = 0

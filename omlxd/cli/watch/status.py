@@ -72,6 +72,8 @@ def as_text(status: DaemonStatus, url: str) -> str:
     for model in status.models:
         if model.trouble:
             lines.append(f"{model.id}: {model.trouble}")
+        if model.slowed:
+            lines.append(f"{model.id}: {model.slowed}")
         if model.kv_reuse:
             lines.append(f"{model.id}: prefixes are not reused: {model.kv_reuse}")
     if status.awake is not None:

@@ -132,7 +132,7 @@ class MemoryAdmission:
         self._measure = measure
         self._clock = clock
         self.cost = ChunkCost(working / PREFILL_CHUNK, float(pair))
-        self._chunk = chunk
+        self.chunk = chunk
         self._vision = tower or Tower()
         self._fused = mlx_adapter.backend() != "cpu"
         self.store: KVStore | None = None
@@ -217,7 +217,7 @@ class MemoryAdmission:
 
         At its worst chunk.
         """
-        return self.cost.of(min(length - cached, self._chunk), length, fused=self._fused)
+        return self.cost.of(min(length - cached, self.chunk), length, fused=self._fused)
 
     def _through_cache(self, sequence: Sequence, room: int) -> tuple[int, list[Block]]:
         """What `sequence` will add with what the tiers have of it, and which blocks of that are hot.
@@ -388,6 +388,6 @@ class MemoryAdmission:
     def end_chunk(self, start: int, stop: int) -> None:
         """It has been, of tokens `start` to `stop`: learn from its peak. A short chunk tells nothing: what it
         takes is the same for a token as for a hundred."""
-        if stop - start >= min(MEASURABLE_TOKENS, self._chunk):
+        if stop - start >= min(MEASURABLE_TOKENS, self.chunk):
             took = max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory()))
             self.cost.learn(start, stop, took)

@@ -83,12 +83,16 @@ class PrefillBudget:
     def __init__(self, block_size: int, limit: int = 0):
         self._block = block_size
         self._backend = mlx_adapter.backend()
-        self.largest = max(block_size, CPU_PREFILL_CHUNK if self._backend == "cpu" else PREFILL_CHUNK)
-        self.together = TOGETHER
-        if limit:
-            limit = max(block_size, limit // block_size * block_size)
-            self.largest, self.together = min(self.largest, limit), min(TOGETHER, limit)
+        self.set_limit(limit)
         self.rate = 0.0
+
+    def set_limit(self, limit: int) -> None:
+        """Bound passes from now on; 0: as suits the device."""
+        most = CPU_PREFILL_CHUNK if self._backend == "cpu" else PREFILL_CHUNK
+        self.largest, self.together = max(self._block, most), TOGETHER
+        if limit:
+            limit = max(self._block, limit // self._block * self._block)
+            self.largest, self.together = min(self.largest, limit), min(TOGETHER, limit)
 
     def pick_sequence(self, sequences: Seq[Sequence]) -> Sequence:
         """The one that has begun, else the first that got its slot; a much shorter one goes before either."""

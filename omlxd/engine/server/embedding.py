@@ -97,8 +97,7 @@ class EmbedderHost:
         self._send = send
         self._fail = fail
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._most = CPU_TOKENS if mlx_adapter.backend() == "cpu" else GPU_TOKENS
-        self._most = min(self._most, load.pass_limit or self._most)
+        self.set_pass_limit(load.pass_limit)
         self.steps = self.pass_tokens = 0
         self.scheduler = self
         embedder = self._embedder
@@ -184,6 +183,11 @@ class EmbedderHost:
         self._jobs.put(None)
 
     # ----------------------------------------------------------------- the service
+
+    def set_pass_limit(self, tokens: int) -> None:
+        """Bound the batches of later requests; a longer text has one of its own. Any thread."""
+        most = CPU_TOKENS if mlx_adapter.backend() == "cpu" else GPU_TOKENS
+        self._most = min(most, tokens or most)
 
     def set_budget(self, budget: wire.Budget) -> None:
         mlx_adapter.set_limits(self._embedder.weight_bytes, budget)

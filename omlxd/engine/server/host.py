@@ -319,6 +319,16 @@ class EngineHost:
             reuse_off=self.info.kv_reuse,
         )
 
+    def set_pass_limit(self, tokens: int) -> None:
+        """Bound the passes over prompts, as `wire.Load` does. Any thread."""
+
+        def bound() -> None:
+            self.scheduler.prefill_budget.set_limit(tokens)
+            if self.scheduler.memory is not None:
+                self.scheduler.memory.chunk = self.scheduler.prefill_budget.largest
+
+        self.scheduler.post(bound)
+
     def set_budget(self, budget: wire.Budget) -> None:
         """What this engine may hold from now on. Any thread."""
 

@@ -278,6 +278,9 @@ class EngineService:
             case wire.Budget():
                 if self._host.done():
                     self._host.result().set_budget(message)
+            case wire.PassLimit():
+                if self._host.done():
+                    self._host.result().set_pass_limit(message.tokens)
             case wire.LogLevel():
                 logging.getLogger("omlxd").setLevel(message.level.upper())
             case wire.Load():

@@ -49,7 +49,7 @@ class GuestLink:
         """Queue a `wire.ToEngine`, but for what the base's own link says for all."""
         if isinstance(message, wire.Quit):
             self._drop()
-        elif not isinstance(message, (wire.LogLevel, wire.Budget, wire.Grant)):
+        elif not isinstance(message, (wire.LogLevel, wire.Budget, wire.PassLimit, wire.Grant)):
             self._link.send(message)
 
     def send_frame(self, frame: bytes) -> None:

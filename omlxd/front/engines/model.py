@@ -196,6 +196,10 @@ class ModelEngine:
         return self.process.supervisor.trouble
 
     @property
+    def slowed(self) -> str:
+        return self.process.supervisor.slowed
+
+    @property
     def in_flight(self) -> int:
         return self.process.in_flight
 

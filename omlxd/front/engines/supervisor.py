@@ -185,12 +185,31 @@ class Supervisor:
 
     @property
     def trouble(self) -> str:
-        """Why the engine last stopped or failed, and how long it is held; "" once it is ready."""
-        if self.state != "failed" or (left := self.restarts.hold_left_s) <= 0:
-            return "" if self.state == "ready" else self._last_failure.reason
-        at_once = f"`omlxd models load {self.model_id}`, or SIGHUP after a changed setting, tries at once"
+        """Why the engine last stopped or failed, and when it is tried again; "" once it is ready."""
+        if self.state == "ready":
+            return ""
         why = self._last_failure.reason.rstrip(".")
+        if self.state == "restarting":
+            return f"{why}. {self._starts_again()}"
+        if self.state != "failed" or (left := self.restarts.hold_left_s) <= 0:
+            return self._last_failure.reason
+        at_once = f"`omlxd models load {self.model_id}`, or SIGHUP after a changed setting, tries at once"
         return f"{why}. It is tried again after {math.ceil(left)} s; {at_once}."
+
+    def _starts_again(self) -> str:
+        if not self._wanted.is_set():
+            return "Retry: the next request starts it again."
+        wait_s = math.ceil(self.restarts.wait_s) if self.restarts.wait_s > 0 else 0
+        return f"It starts again {f'in {wait_s} s' if wait_s else 'now'}, since somebody waits for it."
+
+    @property
+    def slowed(self) -> str:
+        """Say that passes are small since a GPU fault, and what ends that; "": they are not."""
+        if not (tokens := self.restarts.pass_limit):
+            return ""
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.restarts.limited_at))
+        lifts = f"`omlxd models load {self.model_id}` lifts it"
+        return f"passes of at most {tokens} tokens since a GPU fault at {at}; {lifts}"
 
     @property
     def pid(self) -> int | None:
@@ -209,7 +228,9 @@ class Supervisor:
             raise Unavailable(self.trouble, retry_after=min(60, math.ceil(left)))
 
     def end_hold(self) -> None:
-        """Let the next request try at once: the owner may have mended what failed."""
+        """Let the next request try at once, with large passes: the owner may have mended what failed."""
+        if self.restarts.pass_limit:
+            self.send(wire.PassLimit(0))
         self.restarts.forgive()
 
     def send(self, message: Any) -> None:
@@ -344,9 +365,7 @@ class Supervisor:
         if fault is not None:
             goes_on, self._last_failure.reason = self._met_fault(fault)
         elif goes_on:
-            self._last_failure.reason = (
-                f"The engine of {self.model_id} stopped: {reason}. Retry: it starts again."
-            )
+            self._last_failure.reason = f"The engine of {self.model_id} stopped: {reason}."
         else:
             self._last_failure.reason = f"{self.model_id} can't be loaded: {reason}"
             restarts.failed_loads += 1
@@ -361,13 +380,12 @@ class Supervisor:
         self._owner.on_lost(failed, goes_on)
 
     def _met_fault(self, fault: wire.GpuFault) -> tuple[bool, str]:
-        """Note a GPU fault. Returns whether the engine starts again at once, and what to tell of it."""
+        """Return whether the engine may start again at once after a GPU fault, and what to tell of it."""
         restarts, met = self.restarts, fault.message.rstrip(".")
-        restarts.record_fault(fault.pass_tokens)
         passes = f"passes of at most {restarts.pass_limit} tokens" if restarts.pass_limit else ""
         if restarts.faults < watch.MOST_FAULTS:
             what = f"The engine of {self.model_id} stopped: a GPU fault ended it: {met}"
-            return True, f"{what}. Retry: it starts again{passes and f', with {passes}'}."
+            return True, f"{what}.{passes and f' The next one computes {passes}.'}"
         what = f"{self.model_id} stays down: {restarts.faults} GPU faults ended it in a row, the last: {met}"
         return False, f"{what}. {fault.help}{passes and f' The next engine computes {passes}.'}"
 
@@ -407,7 +425,9 @@ class Supervisor:
             raise life.refused
         if life.stalled:
             return f"it made no progress for {patience_s:.0f} s or more"
-        self._last_failure.fault = life.fault
+        if life.fault is not None:
+            self.restarts.record_fault(life.fault.pass_tokens, load.cache.block_size)
+            self._last_failure.fault = life.fault
         if self.state == "ready":
             return life.failed or ended
         if life.failed and life.lasting:
@@ -444,6 +464,8 @@ class Supervisor:
             if life.account is not None:
                 life.account.model_loaded(message.info.namespace, life.load.adapter or life.load.model_path)
             self._loaded(message.info)
+            if life.load.pass_limit != self.restarts.pass_limit:  # The owner lifted it meanwhile.
+                self.send(wire.PassLimit(self.restarts.pass_limit))
         elif isinstance(message, wire.GpuFault):
             life.fault = message  # It exits by itself; a GPU that hangs may hold it back.
             asyncio.get_running_loop().call_later(FAULT_EXIT_S, life.link.kill)
@@ -462,7 +484,8 @@ class Supervisor:
 
     async def _admit(self, life: _Life, device: wire.Device) -> None:
         """Have the engine load, unless the guard refuses it."""
-        link, load = life.link, replace(life.load, pass_limit=self.restarts.pass_limit)
+        link = life.link
+        load = life.load = replace(life.load, pass_limit=self.restarts.pass_limit)
         try:
             if load.cache.cold_dir and self._cold is not None:
                 cold_dir = await self._cold.open()
@@ -526,8 +549,8 @@ def _is_answer(message: Any) -> bool:
     return isinstance(message, wire.Embedded)
 
 
-ORDINARY = re.compile(r"\S+ (DEBUG|INFO) ")
-"""Matches a log line that reports no fault."""
+ORDINARY = re.compile(r"(DEBUG|INFO) [\w.-]+: ")
+"""Matches a line of an engine's log that reports no fault."""
 
 
 def _quoted(words: str) -> str:

@@ -107,6 +107,7 @@ class Restarts:
     stall_s    seconds without progress after which an engine that has work is ended; 0: never
     faults     GPU faults since a request was answered
     pass_limit  tokens of a prompt that a pass of the next process computes, at most; 0: as suits the device
+    limited_at  when the fault was that set it, on the system's clock
     """
 
     backoffs_s: Sequence[float]
@@ -118,12 +119,17 @@ class Restarts:
     stalls: int = 0
     faults: int = 0
     pass_limit: int = 0
+    limited_at: float = 0.0
 
-    def record_fault(self, pass_tokens: int) -> None:
-        """A GPU fault ended the process, perhaps in a pass of so many tokens (0: in no pass)."""
+    def record_fault(self, pass_tokens: int, block_size: int) -> None:
+        """A GPU fault ended the process, perhaps in a pass of so many tokens (0: in no pass).
+
+        The limit is whole blocks, at least one: what the engine does with it.
+        """
         self.faults += 1
         if pass_tokens:
-            self.pass_limit = max(1, pass_tokens // SMALLER)
+            self.pass_limit = max(1, pass_tokens // SMALLER // block_size) * block_size
+            self.limited_at = time.time()
 
     def record_answer(self) -> None:
         """A request was answered: what ends from now on is the first in a row."""

@@ -155,6 +155,7 @@ def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
         id=engine.model_id,
         state=engine.state,
         trouble=_why_not(engine),
+        slowed=engine.slowed,
         pid=engine.pid or 0,
         shares=engine.shares,
         starts=engine.starts,

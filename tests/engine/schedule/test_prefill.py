@@ -173,6 +173,8 @@ def test_no_pass_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch):
         assert budget.largest == largest and 0 < budget.chunk_end(64 * 31) - 64 * 31 <= largest
         ends = [behind_a_hit(tokens) for tokens in (18, 20, 19, 18)]
         assert len(budget.ends_together(ends[0], ends)) == (3 if largest == 64 else 4)
+        budget.set_limit(0)
+        assert (budget.largest, budget.together) == (2048, prefill.TOGETHER), "the owner has lifted it"
 
 
 def behind_a_hit(rest: int) -> Sequence:

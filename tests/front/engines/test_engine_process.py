@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ from omlxd.front.engines import link as link_module
 from omlxd.front.engines.client import EngineProcess
 from omlxd.front.engines.ledger.cold_ledger import ColdLedger
 from omlxd.front.engines.link import SOCKET_BYTES, EngineLink
-from omlxd.front.engines.supervisor import BACKOFF_S
+from omlxd.front.engines.supervisor import BACKOFF_S, _quoted
 
 
 async def test_requests_wait_while_loading_and_keep_their_own_events():
@@ -127,22 +128,33 @@ async def test_gpu_faults_make_passes_smaller_and_the_third_in_a_row_keeps_it_do
         for tokens in (2048, 0):  # The second is of a decode step: no reason for smaller passes.
             what = (await fails(f"heard fault:{tokens}")).message
             assert (
-                "a GPU fault ended it: [METAL] it hangs. Retry: it starts again, with passes of at " in what
+                "a GPU fault ended it: [METAL] it hangs. The next one computes passes of at most 512 tokens. "
+                "Retry: the next request starts it again." in what
             )
+            assert made.supervisor.trouble == what
             assert words(await collect(made, "answered")) == ["answered"]
         assert (await fails("fault:512")).retry_after == 1  # After two: nobody has heard of it.
-        down = await fails("heard fault:64")
+        down = await fails("heard fault:130")
         assert down.retry_after in (49, 50)
         assert "stays down: 3 GPU faults ended it in a row, the last: [METAL] it hangs. It h" in down.message
         with pytest.raises(
-            Unavailable, match=r"helps to rest\..* 16 tokens\. It is tried again after \d\d s"
+            Unavailable, match=r"helps to rest\..* 64 tokens\. It is tried again after \d\d s"
         ):
             made.generate(ask("x"))
         assert made.state == "failed" and made.supervisor.deaths == 5
         made.supervisor.end_hold()  # The owner has done something about it.
         assert words(await collect(made, "again")) == ["again"]
+        await fails("heard fault:2048")
+        assert words(await collect(made, "slow")) == ["slow"]
+        slowed = made.supervisor.slowed
+        assert re.fullmatch(
+            r"passes of at most 512 tokens since a GPU fault at .*; `omlxd.*` lifts it", slowed
+        )
+        made.supervisor.end_hold()  # Of an engine that serves.
+        assert not made.supervisor.slowed
+        assert words(await collect(made, "fast")) == ["fast"]
         limits = [line for line in (tmp_path / "notes.txt").read_text().split("\n") if "passes" in line]
-        assert limits == [f"passes {limit}" for limit in (0, 512, 512, 128, 128, 0)]
+        assert limits == [f"passes {limit}" for limit in (0, 512, 512, 128, 128, 0, 512, 0)]
 
 
 async def test_counting_fails_cleanly_too():
@@ -227,6 +239,21 @@ async def test_the_last_words_of_a_crash_on_load_reach_the_client():
         assert isinstance(failed, Failed)
         assert "status 3" in failed.message and "told to crash" in failed.message
         assert made.supervisor.deaths == 1
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        ("INFO omlxd.engine: reads\nDEBUG omlxd: looks", ""),
+        (
+            "ERROR omlxd.kv: no space\nINFO omlxd.engine: reads",
+            "; its last words were: ERROR omlxd.kv: no space",
+        ),
+        ("INFO omlxd.engine: reads\nlibc++abi: bad_alloc\n\n", "; its last words were: libc++abi: bad_alloc"),
+    ],
+)
+def test_last_words_tell_of_a_fault(printed: str, told: str):
+    assert _quoted(printed) == told
 
 
 async def test_an_engine_that_ends_with_frames_unread_is_told_by_its_status():

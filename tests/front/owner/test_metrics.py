@@ -372,7 +372,7 @@ async def test_ready_says_why_not():
         }
         assert (await http.get("/health")).status_code == 200
         # An engine that died comes back with the next request, which need not wait for this to say so.
-        first.state, first.trouble = "restarting", "org/tiny ended. Retry: it starts again."
+        first.state, first.trouble = "restarting", "org/tiny ended. Retry: the next request starts it again."
         assert (await http.get("/ready")).status_code == 200
         first.in_flight = 1
         assert (await http.get("/ready")).status_code == 503
