@@ -9,6 +9,7 @@ that omlxd uses must be in the stubs of MLX's wheel for it. uv and the wheel are
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import re
@@ -32,6 +33,8 @@ NO_NETWORK = re.compile(r"connection|connect\b|resolve host|dns error|could not 
 
 
 def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser("tools.mac_wheels", description=__doc__, formatter_class=form).parse_args()
     packages: list[str] = []
     try:
         for python in PYTHONS:

@@ -122,8 +122,9 @@ def write(
                 _measure(report, settings, Path(made.name))
         loads = f"load average {load} at the beginning, {busy.load()} at the end, of {os.cpu_count()} cores"
         report.part("busy", lambda: [("busy", "; ".join([loads, daemon, *busy.power(), busy.variables()]))])
-    failed = f"{len(report.failed)} parts failed: {', '.join(report.failed)}".replace("1 parts", "1 part")
-    report.line("took", f"{budget.spent:.0f} s; {failed if report.failed else 'no part failed'}")
+    names = list(dict.fromkeys(report.failed))
+    failed = f"{len(names) or 'no'} part{'s' * (len(names) > 1)} failed"
+    report.line("took", f"{budget.spent:.0f} s; " + ": ".join(filter(None, [failed, ", ".join(names)])))
     return int(bool(report.failed))
 
 
