@@ -21,10 +21,11 @@ from typing import Literal
 import msgspec
 
 from ..common.files import read_small
-from ..errors import ModelError
-from .catalog import describe
+from ..config import Settings
+from ..errors import ConfigError, ModelError
+from .catalog import default_model, describe
 from .json_files import BrokenJSON, read_json
-from .resolve import check_folder
+from .resolve import check_folder, is_gguf, local_path
 
 Store = Literal["ollama", "lmstudio", "llama.cpp"]
 
@@ -144,6 +145,21 @@ def check_gguf(file: Path) -> None:
     for check in _read_headers([str(file)]):
         if check.trouble:
             raise ModelError(f"{file} can't be imported: {_printable(check.trouble)}.")
+
+
+def check_default_model(settings: Settings) -> None:
+    """Raise ConfigError where the files of `--model` are no model. Uses no network."""
+    default = default_model(settings)
+    if default is None or default.source not in ("folder", "model-dir"):
+        return
+    try:
+        if is_gguf(default.spec):
+            check_gguf(local_path(default.spec))
+        elif default.folder is not None:
+            check_folder(default.folder)
+    except ModelError as error:
+        source = settings.sources.get("model", "--model")
+        raise ConfigError(f"{source}: {error.message}") from error
 
 
 def _read_headers(files: Sequence[str]) -> list[Check]:

@@ -35,7 +35,9 @@ if words[0] in state["forced"]:
 
 LAUNCHCTL = r"""
 verb = words[0]
-if verb == "print":
+if verb == "print-disabled":
+    end(0, state["disabled"])
+elif verb == "print":
     if state["leaving"]:
         state["leaving"] -= 1
         state["loaded"] = state["leaving"] > 0
@@ -82,7 +84,7 @@ class Tools:
                 .replace("{body}", body)
             )
             script.chmod(0o755)
-        self.set(loaded=False, slow=0, leaving=0, print="", forced={}, show={})
+        self.set(loaded=False, slow=0, leaving=0, print="", disabled="", forced={}, show={})
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         monkeypatch.setattr(launchd, "POLL_S", 0.01)
 
@@ -96,7 +98,7 @@ class Tools:
         path = self.folder / "calls.txt"
         said = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
-        return [line for line in said if " print " not in line and " show " not in line]
+        return [line for line in said if " print" not in line and " show " not in line]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from .plan import ignored_variables, make_plan
 from .systemd import Systemd
 
 STATUS_EXIT = {"running": 0, "waiting": 0, "failed": 3, "stopped": 3, "not installed": 4}
+_KILLED = re.compile(r"signal (Killed: )?9$|JETSAM")
+"""`Status.last_exit` of a daemon that could not say why it ends."""
 
 
 def main(
@@ -101,16 +104,21 @@ def _run(args: argparse.Namespace, manager: Launchd | Systemd) -> int:
 
 def _show(status: Status, manager: str) -> int:
     how = f", with {status.last_exit}" if status.last_exit else ""
+    why = "; `omlxd service logs` tells why"
+    if _KILLED.search(status.last_exit):  # Nobody logs that.
+        why = "; memory may have run out, or somebody killed it"
     said = {
         "running": f"running, process {status.pid}",
         "waiting": "waiting: the first connection starts it",
-        "failed": f"failed{how}; `omlxd service logs` tells why",
+        "failed": f"failed{how}{'' if status.trouble else why}",
         "stopped": "stopped; `omlxd service start` starts it",
         "not installed": "not installed; `omlxd service install` does that",
     }[status.state]
     print(said)
     if status.trouble:
         print(status.trouble)
+    elif status.state == "failed" and status.is_open:
+        print("its port is open, and the next connection starts it again")
     if status.state != "not installed":
         print(f"{manager}: {status.file}")
     return STATUS_EXIT[status.state]

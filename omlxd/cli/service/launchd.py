@@ -107,7 +107,7 @@ class Launchd:
         return True
 
     def start(self) -> None:
-        check_installed(self.file, BY_SERVICE)
+        self._check_startable()
         if not self._loaded():
             self._bootstrap()
         done = run("launchctl", "kickstart", self._service)
@@ -120,9 +120,15 @@ class Launchd:
         self._bootout()
 
     def restart(self) -> None:
+        self._check_startable()
         # Not `kickstart -k`, which may kill without a chance to write the cache.
         self.stop()
         self.start()
+
+    def _check_startable(self) -> None:
+        check_installed(self.file, BY_SERVICE)
+        if gone := _lost_python(self.file.read_bytes()):
+            raise ServiceError(gone)
 
     def status(self) -> Status:
         if (content := read_ours(self.file, BY_SERVICE)) is None:
@@ -130,7 +136,8 @@ class Launchd:
         gone = _lost_python(content)
         done = run("launchctl", "print", self._service)
         if done.status:
-            hint = f"If a start fails with status {EIO}, it may be switched off: {LOGIN_ITEMS}."
+            off = self._is_disabled() or done.status == EIO
+            hint = f"It may be switched off under {LOGIN_ITEMS}." if off else ""
             return Status(state="stopped", file=self.file, trouble=gone or hint)
         pid = re.search(r"^\s*pid = (\d+)", done.out, re.MULTILINE)
         last_exit = _last_end(done.out)
@@ -141,6 +148,7 @@ class Launchd:
             pid=int(pid[1]) if pid else None,
             last_exit=last_exit,
             trouble=gone,
+            is_open=True,
         )
 
     def logs(self, lines: int, follow: bool) -> list[str]:
@@ -151,12 +159,18 @@ class Launchd:
         files = [Path(agent["StandardErrorPath"])]
         if "--log-file" in words:
             files.append(Path(words[words.index("--log-file") + 1]))
-        return tail([file for file in files if file.exists()] or files, lines, follow)
+        if there := [file for file in files if file.exists()]:
+            return tail(there, lines, follow)
+        raise ServiceError("it has logged nothing yet; `omlxd service start` starts it.")
 
     # ----------------------------------------------------------------- launchctl
 
     def _loaded(self) -> bool:
         return run("launchctl", "print", self._service).status == 0
+
+    def _is_disabled(self) -> bool:
+        said = run("launchctl", "print-disabled", self._domain).out
+        return re.search(rf'"{re.escape(LABEL)}" => (disabled|true)', said) is not None
 
     def _bootstrap(self) -> None:
         # One that was disabled once stays so, and would be refused.
@@ -168,7 +182,7 @@ class Launchd:
             raise ServiceError("launchd has no session for this user; log in at the Mac's screen first.")
         if done.status == EIO:
             raise ServiceError(
-                f"launchd would not take {self.file}: {done.said}. It is switched off under {LOGIN_ITEMS}, "
+                f"launchd would not take {self.file}: {done.said}. It may be switched off in {LOGIN_ITEMS}, "
                 "or nobody is logged in at the Mac's screen: change that, then run `omlxd service start`."
             )
         raise ServiceError(f"launchd would not take {self.file}: {done.said}.")
@@ -210,8 +224,8 @@ def _lost_python(agent: bytes) -> str:
     at_login = ["--at-login"] if "KeepAlive" in job else []
     return (
         f"Its Python is gone: {python} (`brew upgrade` and others remove old ones). In a checkout, `python3 "
-        "tools/bootstrap.py serve --help` makes .venv again. Or run, with an omlxd that starts:\n"
-        + shlex.join(["omlxd", "service", "install", *at_login, "--", *flags])
+        "tools/bootstrap.py serve --help` makes .venv again. Or run, with an omlxd that starts: "
+        f"`{shlex.join(['omlxd', 'service', 'install', *at_login, '--', *flags])}`."
     )
 
 

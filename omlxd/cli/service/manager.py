@@ -29,6 +29,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     last_exit how its last run ended, where the manager tells: `status 1`, `signal Killed: 9`
     file      the file that was installed
     trouble   what is wrong or may be, and what to do
+    is_open   whether its port is open; told where the last run failed
     """
 
     state: State
@@ -36,6 +37,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     last_exit: str = ""
     trouble: str = ""
+    is_open: bool = False
 
 
 class Ran(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ import omlxd
 from ...config import BY_NAME, OPTIONS, load_settings
 from ...config.settings import BY_SERVICE
 from ...errors import ConfigError
+from ...models.local_stores import check_default_model
 from ...models.resolve import is_local
 from .protected import used_paths
 
@@ -65,6 +66,7 @@ def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool
     settings = load_settings(options, {})  # The service will not see this shell's variables.
     if settings.port == 0:
         raise ConfigError("--port: a service needs a port that stays; give one above 1023.")
+    check_default_model(settings)
     if settings.log_file is None and log_file is not None:
         options["log_file"] = str(log_file)
     arguments = [word for name, text in options.items() for word in _words(name, text)]

@@ -28,20 +28,30 @@ PROTECTED = {
 }
 """Folder → its name for people."""
 
+CODE = ("omlxd", "its virtual environment", "its Python")
+REMEDIES = {
+    True: "Move omlxd elsewhere in your home, as to ~/omlxd. There, run `python3 tools/bootstrap.py serve "
+    "--help`, which makes .venv anew, and install again.",
+    False: "Copy the files elsewhere in your home, as to ~/models, and install again with that path "
+    "(the Hugging Face cache: with HF_HOME set to it).",
+}
+"""What to do, for the code and for all else."""
+
 Paths = Iterable[tuple[str, Path]]
 
 
 def used_paths(settings: Settings, log_file: Path | None) -> Paths:
     """Yield (what it is, path) of all that a daemon with `settings` runs, reads and writes."""
-    yield "omlxd", Path(omlxd.__file__).parents[1]
+    yield CODE[0], Path(omlxd.__file__).parents[1]
     if sys.prefix != sys.base_prefix:
-        yield "its virtual environment", Path(sys.prefix)
-    yield "its Python", Path(sys.executable)
+        yield CODE[1], Path(sys.prefix)
+    yield CODE[2], Path(sys.executable)
     if settings.model and is_local(settings.model):
         yield "the model", local_path(settings.model)
     if settings.model_dir is not None:
         yield "the folder of models", settings.model_dir
-    if not settings.no_hf_cache and hub_cache_dir().exists():
+    specs = [settings.model, *(own.draft_model or "" for own in settings.models.values())]
+    if not settings.no_hf_cache or any(spec and not is_local(spec) for spec in specs):  # Also to download to.
         yield "the Hugging Face cache", hub_cache_dir()
     for name, own in settings.models.items():
         if own.adapter is not None:
@@ -75,15 +85,15 @@ def _parts(path: Path) -> tuple[str, ...]:
 def check_unprotected(paths: Paths, home: Path) -> None:
     """Raise ConfigError, with a line for each, if some of `paths` are where a service can't read."""
     lines: list[str] = []
+    is_code: set[bool] = set()
     seen: list[tuple[str, ...]] = []
     for what, path in paths:
         place, parts = protected_place(path, home), _parts(path)
         if place and not any(parts[: len(outer)] == outer for outer in seen):
             seen.append(parts)
-            lines.append(f"{what} is in {place}: {path}")
+            lines.append(f"{path} ({what}) is in {place}")
+            is_code.add(what in CODE)
     if lines:
-        lines.append(
-            "macOS lets no service read there, and asks nobody (System Settings > Privacy & Security > "
-            "Files and Folders, Full Disk Access). Move it, as below ~/omlxd, and install again from there."
-        )
+        lines.append("macOS lets no service read there without a consent (TCC) that a service can't ask for.")
+        lines += [REMEDIES[kind] for kind in sorted(is_code, reverse=True)]
         raise ConfigError("\n".join(lines))

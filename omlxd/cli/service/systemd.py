@@ -105,13 +105,13 @@ class Systemd:
         if read_ours(self.file, MARK) is None:
             return Status(state="not installed", file=self.file)
         active, pid = self._show("ActiveState", SERVICE), self._show("MainPID", SERVICE)
-        by_signal = self._show("Result", SERVICE) in ("signal", "core-dump")
+        by_signal = self._show("Result", SERVICE) in ("signal", "core-dump", "oom-kill")
         last = f"{'signal' if by_signal else 'status'} {self._show('ExecMainStatus', SERVICE)}"
         if active in ("active", "reloading", "deactivating", "activating") and pid not in ("", "0"):
             return Status(state="running", file=self.file, pid=int(pid))
-        if active == "failed":
-            return Status(state="failed", file=self.file, last_exit=last)
         waiting = self._show("ActiveState", SOCKET) == "active"
+        if active == "failed":
+            return Status(state="failed", file=self.file, last_exit=last, is_open=waiting)
         return Status(state="waiting" if waiting else "stopped", file=self.file, last_exit=last)
 
     def logs(self, lines: int, follow: bool) -> list[str]:

@@ -31,12 +31,9 @@ from ...config import Settings
 from ...config.address import forget_address, record_address
 from ...config.keys import keys_path
 from ...config.settings import WITH_STDIN
-from ...errors import ConfigError, ModelError
 from ...models.builder import remove_leftovers
-from ...models.catalog import default_model
 from ...models.fetch.offer import offer_default_model
-from ...models.local_stores import check_gguf
-from ...models.resolve import check_folder, is_gguf, local_path
+from ...models.local_stores import check_default_model
 from ..http.settings import KeyRing
 from .logs import Logs
 from .notify import Notifier
@@ -71,7 +68,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     logs = Logs(settings, has_page=True)
     if not reloads and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         log.info("SIGHUP is ignored, as under nohup: the configuration is read at the next start only")
-    _check_default_model(settings)
+    check_default_model(settings)  # Before an address is shown.
     make_base(settings)
     remove_leftovers(settings.base_path / "models")
     keys = KeyRing(settings.api_key, keys_path(settings.base_path))
@@ -87,21 +84,6 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
         status = runner.run(_serve(settings, sockets, keys, logs, read if reloads else None))
         forget_address(settings.base_path)
         leave(status)
-
-
-def _check_default_model(settings: Settings) -> None:
-    """Raise ConfigError where the files of `--model` are no model, before an address is shown."""
-    default = default_model(settings)
-    if default is None or default.source not in ("folder", "model-dir"):
-        return
-    try:
-        if is_gguf(default.spec):
-            check_gguf(local_path(default.spec))
-        elif default.folder is not None:
-            check_folder(default.folder)
-    except ModelError as error:
-        source = settings.sources.get("model", "--model")
-        raise ConfigError(f"{source}: {error.message}") from error
 
 
 def _hangup_means_reload() -> bool:

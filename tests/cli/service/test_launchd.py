@@ -15,6 +15,7 @@ import pytest
 from service_tools import Tools, agent_file, port, service, tools  # noqa: F401
 
 from omlxd.cli.service import launchd, protected
+from tests.models.test_resolve import make
 
 GUI = f"gui/{os.getuid()}"
 JOB = f"{GUI}/dev.omlxd.serve"
@@ -132,7 +133,11 @@ def test_what_launchctl_refuses_is_told_in_one_line(tools: Tools, tmp_path: Path
     assert service(tmp_path, "stop")[0] == 0
     tools.set(forced={"bootstrap": 5})
     status, _, err = service(tmp_path, "start")
-    assert status == 1 and "Login Items (Allow in the Background)" in err and err.count("\n") == 1
+    assert (
+        status == 1
+        and "may be switched off in System Settings > General > Login" in err
+        and err.count("\n") == 1
+    )
     tools.set(forced={"kickstart": 3})
     assert service(tmp_path, "start")[0] == 1
     tools.set(forced={"bootout": 9})
@@ -149,7 +154,12 @@ def test_status_and_logs(tools: Tools, tmp_path: Path, port: str):
         ("\tstate = not running\n\tlast exit code = 0\n", 0, "waiting"),
         ("\tstate = not running\n\tlast exit code = 78: EX_CONFIG\n", 3, "failed, with status 78: EX_CONFIG"),
         # A signal stands in place of the code, and stays while the next run goes on (macOS 26).
-        ("\truns = 2\n\tlast terminating signal = Killed: 9\n", 3, "failed, with signal Killed: 9"),
+        (
+            "\truns = 2\n\tlast terminating signal = Killed: 9\n",
+            3,
+            "signal Killed: 9; memory may have run out, or somebody killed",
+        ),
+        ("\tlast exit code = 2\n", 3, "`omlxd service logs` tells why\nits port is open, and the next conn"),
         ("\truns = 2\n\tlast terminating signal = Terminated: 15\n", 0, "waiting"),
         ("\tpid = 4711\n\tlast terminating signal = Killed: 9\n", 0, "running, process 4711"),
         ("\tlast exit reason = JETSAM_REASON_MEMORY\n", 3, "failed, with reason JETSAM_REASON_MEMORY"),
@@ -157,14 +167,23 @@ def test_status_and_logs(tools: Tools, tmp_path: Path, port: str):
         tools.set(print=said)
         got = service(tmp_path, "status")
         assert got[0] == status and words in got[1], said
+        assert ("its port is open" in got[1]) == (status == 3), said
     assert service(tmp_path, "stop")[0] == 0
     status, out, _ = service(tmp_path, "status")
-    assert status == 3 and "fails with status 5, it may be switched off" in out and "Login Items" in out
+    assert status == 3 and out.startswith("stopped; ") and out.count("\n") == 2
+    tools.set(disabled='\t"dev.omlxd.serve" => disabled\n')
+    assert "It may be switched off under System Settings > General > Login" in service(tmp_path, "status")[1]
+    status, out, err = service(tmp_path, "logs")
+    assert (
+        (status, out) == (1, "") and err.startswith("omlxd: it has logged nothing yet") and "tail" not in err
+    )
     logs = tmp_path / "home/Library/Logs/omlxd"
+    (logs / "omlxd.log").write_text("one\ntwo\n")
+    (logs / "stdio.log").touch()
     assert launchd.Launchd(tmp_path / "home").logs(7, True) == [
         *("tail", "-n", "7", "-F", str(logs / "stdio.log"), str(logs / "omlxd.log"))
     ]
-    (logs / "omlxd.log").write_text("one\ntwo\n")
+    (logs / "stdio.log").unlink()
     done = subprocess.run(launchd.Launchd(tmp_path / "home").logs(1, False), capture_output=True, text=True)
     assert done.stdout == "two\n"
 
@@ -183,28 +202,40 @@ def test_what_macos_keeps_from_services_is_refused(
 ):
     """A terminal may read there and the agent may not, so that a trial in the terminal shows nothing."""
     home = tmp_path / "home"
-    for folder in ("Documents/omlxd/omlxd", "Library/Mobile Documents/models", "Desktop", "fine"):
+    make(home / "Desktop")
+    for folder in ("Documents/omlxd/omlxd", "Library/Mobile Documents/models", "fine"):
         (home / folder).mkdir(parents=True)
     (home / "mine").symlink_to(home / "Library/Mobile Documents")
     install = ("install", "--", "--port", port)
     for flags, words in (
-        (("--model-dir", str(home / "mine/models")), "the folder of models is in iCloud Drive: "),
-        (("--model", str(home / "fine/../Desktop")), "the model is in Desktop: "),
-        (("--paged-ssd-cache-dir", "/Volumes/fast/cache"), "the SSD cache is in /Volumes: "),
-        (("--base-path", str(home / "downloads")), "the base folder is in Downloads: "),
-        (("--log-file", str(home / "Desktop/omlxd.log")), "the log is in Desktop: "),
+        (
+            ("--model-dir", str(home / "mine/models")),
+            "/mine/models (the folder of models) is in iCloud Drive.\n",
+        ),
+        (("--model", str(home / "fine/../Desktop")), "/fine/../Desktop (the model) is in Desktop.\n"),
+        (
+            ("--paged-ssd-cache-dir", "/Volumes/fast/cache"),
+            "/Volumes/fast/cache (the SSD cache) is in /Volumes.\n",
+        ),
+        (("--base-path", str(home / "downloads")), "/downloads (the base folder) is in Downloads.\n"),
+        (("--log-file", str(home / "Desktop/omlxd.log")), "/omlxd.log (the log) is in Desktop.\n"),
     ):
         status, _, err = service(tmp_path, *install, *flags)
-        assert status == 2 and f"omlxd: {words}" in err, (flags, err)
-        assert "Privacy & Security > Files and Folders, Full Disk Access" in err and "Move it" in err
-        assert err.count("\n") == 2, err  # What lies in it is not named, too.
+        assert status == 2 and words in err, (flags, err)
+        assert "without a consent (TCC) that a service can't ask for.\nomlxd: Copy" in err
+        assert err.count("\n") == 3, err  # What lies in it is not named, too.
+    monkeypatch.setenv("HF_HOME", "/Volumes/Ext/hf")  # Which is not there yet.
+    status, _, err = service(tmp_path, *install, "--no-hf-cache", "--model", "org/name")
+    assert status == 2 and "/Volumes/Ext/hf/hub (the Hugging Face cache) is in /Volumes.\n" in err
+    assert service(tmp_path, *install)[0] == 2
+    monkeypatch.delenv("HF_HOME")
     assert tools.calls() == [] and not agent_file(tmp_path).exists()
     assert service(tmp_path, *install, "--no-cache", "--paged-ssd-cache-dir", "/Volumes/fast")[0] == 0
     monkeypatch.setattr(protected.omlxd, "__file__", str(home / "Documents/omlxd/omlxd/__init__.py"))
     monkeypatch.setattr(sys, "prefix", str(home / "Documents/omlxd/.venv"))
     status, _, err = service(tmp_path, *install)
-    assert status == 2 and f"omlxd: omlxd is in Documents: {home}/Documents/omlxd." in err
-    assert err.count("\n") == 2
+    assert status == 2 and f"omlxd: {home}/Documents/omlxd (omlxd) is in Documents.\n" in err
+    assert "tools/bootstrap.py serve --help`, which makes .venv anew" in err and err.count("\n") == 3
 
 
 def test_status_says_when_its_python_is_gone(tools: Tools, tmp_path: Path, port: str):
@@ -215,5 +246,9 @@ def test_status_says_when_its_python_is_gone(tools: Tools, tmp_path: Path, port:
     agent_file(tmp_path).write_bytes(plistlib.dumps(job))
     tools.set(print="\tlast exit code = (never exited)\n")
     status, out, _ = service(tmp_path, "status")
-    assert status == 3 and out.startswith("failed; ") and f"Its Python is gone: {tmp_path}/python" in out
-    assert f"\nomlxd service install --at-login -- --port {port} --log-file" in out
+    assert status == 3 and out.startswith("failed\n") and f"Its Python is gone: {tmp_path}/python" in out
+    assert f"starts: `omlxd service install --at-login -- --port {port} --log-file" in out
+    tools.calls()
+    for verb in ("start", "restart"):
+        status, _, err = service(tmp_path, verb)
+        assert status == 1 and f"Its Python is gone: {tmp_path}/python" in err and tools.calls() == []

@@ -19,6 +19,7 @@ from omlxd.cli.service import launchd, manager, plan, systemd
 from omlxd.cli.service.plan import Plan
 from omlxd.front.engines import pool
 from omlxd.front.process import serve
+from tests.models.test_resolve import make
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -93,6 +94,9 @@ def test_flags_are_checked_before_anything_is_installed(tools: Tools, tmp_path: 
         (("--api-key", "s3cret"), "omlxd key add"),
         (("--host", "0.0.0.0", "--base-path", str(tmp_path)), "a key is needed"),
         (("--config", str(tmp_path / "no.toml")), "there is no file"),
+        (("--model", str(tmp_path / "typo")), f"--model: there is no folder {tmp_path}/typo; give"),
+        (("--model", str(tmp_path)), "is no model folder"),
+        (("--model", "typo.gguf"), "typo.gguf"),
     ):
         status, _, err = service(tmp_path, "install", "--", *flags)
         assert status == 2 and words in err and "s3cret" not in err, flags
@@ -104,7 +108,7 @@ def test_paths_are_meant_from_here_and_variables_of_this_shell_are_not_taken(
     tools: Tools, tmp_path: Path, port: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny").mkdir()
+    make(tmp_path / "tiny")
     (tmp_path / "my.toml").write_text(f"[serve]\nport = {port}\n")
     monkeypatch.setenv("OMLXD_PORT", "1")
     monkeypatch.setenv("HF_HOME", "/elsewhere")

@@ -85,7 +85,8 @@ def test_status_and_logs(tools: Tools, tmp_path: Path, port: str, monkeypatch: p
         ({"ActiveState omlxd.service": "active", "MainPID omlxd.service": "7"}, 0, "running, process 7"),
         ({"ActiveState omlxd.service": "inactive", "ActiveState omlxd.socket": "active"}, 0, "waiting"),
         ({"ActiveState omlxd.service": "failed", "ExecMainStatus omlxd.service": "2"}, 3, "status 2"),
-        (KILLED, 3, "failed, with signal 9;"),
+        (KILLED, 3, "failed, with signal 9; memory may have run out, or somebody killed it\nsystemd: "),
+        ({**KILLED, "ActiveState omlxd.socket": "active"}, 3, "its port is open, and the next"),
         ({"ActiveState omlxd.service": "inactive", "ActiveState omlxd.socket": "inactive"}, 3, "stopped"),
     ):
         tools.set(show=show)
