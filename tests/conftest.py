@@ -133,6 +133,14 @@ def same_log_level() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def memory_is_limited_again() -> Iterator[None]:
+    """An engine that ends in this process gives its memory back; the next test's may set limits."""
+    yield
+    if arrays := sys.modules.get("omlxd.engine.mlx_adapter.runtime.arrays"):
+        arrays._released.clear()
+
+
+@pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """MLX's own random numbers begin with the time of day; tests that draw them get the same each time."""
     if mx := sys.modules.get("mlx.core"):

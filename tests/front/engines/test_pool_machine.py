@@ -73,6 +73,7 @@ class Side:
         self.asked: dict[int, Asked] = {}
         self.links: list[FakeLink] = []
         self.owned, self.leaves, self.pinned = False, False, False
+        self.failed_pass = 0  # No GPU fault is played here.
         self.owner_s: float | None = None
         self.asked_s: float | None = None
         self.used_at = machine.now
