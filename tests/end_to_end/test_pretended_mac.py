@@ -26,6 +26,8 @@ def test_an_engine_is_one_of_metal_answers_and_unwires_before_it_ends(tmp_path: 
     environ = {"OMLXD_KEEP_AWAKE": "on", "PATH": f"{awake.folder}:{os.environ['PATH']}"}
     environ["PRETENDED_WIRED"] = str(wired)
     with Daemon(tmp_path, env=environ) as daemon:
+        (model,) = daemon.http.get("/omlxd/status").json()["models"]
+        assert model["values"]["prefill_tokens_per_s"] > 0, "a load measures the first prompt's rate"
         first, again = (daemon.messages(prose(100)) for _ in range(2))
         assert first["content"] == again["content"] and own_usage(again)["cached_hot"] == 576
         (model,) = daemon.http.get("/omlxd/status").json()["models"]

@@ -201,7 +201,7 @@ class Daemon:
         return self.http.get("/health").json()["models"][0]["state"]
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.state() == "ready", READY_S, self.logged)
+        wait_until(lambda: self.state() == "ready", READY_S, self.show_stacks)
 
     def logged(self) -> str:
         return self._log_path.read_text()

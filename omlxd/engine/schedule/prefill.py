@@ -76,14 +76,16 @@ by one; ends of 10, 5 and 49 behind a block each 5.7 and 4.7."""
 class PrefillBudget:
     """`rate`: tokens a second, measured over the passes so far; 0 before the first.
 
-    largest   tokens a pass at most; a `limit` that is not 0 bounds it, down to one block
-    together  `TOGETHER`, within that limit
+    largest       tokens a pass at most; a `limit` that is not 0 bounds it, down to one block
+    together      `TOGETHER`, within that limit
+    follows_rate  passes are as large as the rate says
     """
 
     def __init__(self, block_size: int, limit: int = 0):
         self._block = block_size
         self._backend = mlx_adapter.backend()
         self.set_limit(limit)
+        self.follows_rate = self._backend == "metal"
         self.rate = 0.0
 
     def set_limit(self, limit: int) -> None:
@@ -191,7 +193,7 @@ class PrefillBudget:
     def chunk_end(self, start: int) -> int:
         """Where a pass that begins at token `start` ends: the next multiple of its size."""
         size = self.largest
-        if self._backend == "metal":  # A first pass of one block.
+        if self.follows_rate:  # Without one, a pass of one block.
             size = 1 << max(1, min(size, int(self.rate * SLICE_S))).bit_length() - 1
         size = max(size, self._block)
         return (start // size + 1) * size
@@ -199,6 +201,11 @@ class PrefillBudget:
     def seconds(self, tokens: int) -> float:
         """How long a pass of `tokens` is thought to take; infinite before the first."""
         return tokens / self.rate if self.rate else float("inf")
+
+    def begin_with(self, rate: float) -> None:
+        """Have the first pass follow `rate`, where passes follow one."""
+        if self.follows_rate:
+            self.rate = rate
 
     def record_pass(self, tokens: int, seconds: float) -> None:
         """A pass of `tokens` took `seconds`."""

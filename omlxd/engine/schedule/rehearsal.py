@@ -19,6 +19,7 @@ from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
 from ..sequence.sampling import RowSampling
 from ..sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
+from .prefill import PrefillBudget
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -26,18 +27,20 @@ log = logging.getLogger(__name__)
 PROMPTS = (2 * PREFILL_CHUNK + 500, 12), (600, 9), (90, 7), (20, 5)
 """Tokens of a prompt, and of its answer."""
 
-MOST_S = 10.0
-"""A rehearsal that takes longer ends with the pass under way."""
+RATE_PROMPTS = ((1100, 3),)
+"""Where passes are as large as a rate says (prefill.py): they grow from one block to what a client's first
+prompt then begins with. Else that begins with passes of 64 tokens, each of which reads all weights."""
+
+MOST_S, RATE_S = 10.0, 1.5
+"""A rehearsal that takes longer ends with the pass under way: for a rate that takes half a second at most."""
 
 GREEDY = RowSampling(0, 1, 0, 0, 1, 0, 0, 0, (), None)
 
 
 class _Rehearsed:
-    """A sink that notes the end."""
+    """A sink that notes an error."""
 
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.ended = False
+    error: Exception | None = None
 
     def progress(self, event: Any) -> None: ...
 
@@ -45,34 +48,37 @@ class _Rehearsed:
 
     def count(self, work: Any) -> None: ...
 
-    def finished(self, sequence: Sequence, reason: str) -> None:
-        self.ended = True
+    def finished(self, sequence: Sequence, reason: str) -> None: ...
 
     def failed(self, sequence: Sequence, error: Exception) -> None:
-        self.error, self.ended = error, True
+        self.error = error
 
 
-def rehearse(loaded: LoadedModel, block_size: int, *, anywhere: bool = False) -> None:
-    """Compute `PROMPTS` and their answers; whatever fails goes to the log.
+def rehearse(loaded: LoadedModel, block_size: int, pass_limit: int = 0, *, anywhere: bool = False) -> float:
+    """Compute `PROMPTS` and their answers where kernels are compiled late, or `RATE_PROMPTS` where passes
+    follow a rate. Returns tokens of prefill a second; 0: they were not measured. What fails goes to the log.
 
-    anywhere  also where nothing is compiled late
+    pass_limit  as Load has it
+    anywhere    compute `PROMPTS` in any case
     """
-    if not (anywhere or mlx_adapter.attention_backend().compiles_late):
-        return
+    late = anywhere or mlx_adapter.attention_backend().compiles_late
+    if not late and not PrefillBudget(block_size).follows_rate:
+        return 0.0
+    prompts, most_s = (PROMPTS, MOST_S) if late else (RATE_PROMPTS, RATE_S)
     began = time.monotonic()
-    scheduler = Scheduler(loaded, None, slots=len(PROMPTS), block_size=block_size)
+    scheduler = Scheduler(loaded, None, slots=len(prompts), block_size=block_size, pass_limit=pass_limit)
     sinks: list[_Rehearsed] = []
     try:
         sequences: list[Sequence] = []
-        for seed, (length, answer) in enumerate(PROMPTS):
+        for seed, (length, answer) in enumerate(prompts):
             length = min(length, loaded.context_length - answer - 1)
             if length <= 0:
                 continue
             sinks.append(_Rehearsed())
             sequences.append(_request(loaded, block_size, length, answer, seed, sinks[-1]))
             scheduler.submit(sequences[-1])
-        while not all(sink.ended for sink in sinks):
-            if time.monotonic() - began > MOST_S:
+        while scheduler.active_sequences:
+            if time.monotonic() - began > most_s:
                 for sequence in sequences:
                     scheduler.cancel(sequence)
             scheduler.turn()
@@ -82,10 +88,14 @@ def rehearse(loaded: LoadedModel, block_size: int, *, anywhere: bool = False) ->
     except Exception as error:
         mlx_adapter.end_if_fault(error)
         log.warning("the rehearsal of a few requests failed", exc_info=True)
-        return
+        return 0.0
     finally:
         mlx_adapter.give_memory_back()
-    log.info("%d requests were rehearsed in %.1f s", len(sinks), time.monotonic() - began)
+    rate, seconds = scheduler.prefill_budget.rate, time.monotonic() - began
+    log.info(
+        "%d requests were rehearsed in %.1f s, at %.0f prompt tokens a second", len(sinks), seconds, rate
+    )
+    return rate
 
 
 def _request(

@@ -104,11 +104,12 @@ class EngineHost:
             speculation=load_speculation(load, self.loaded),
             pass_limit=load.pass_limit,
         )
-        rehearse(self.loaded, load.cache.block_size)
+        mlx_adapter.set_limits(self.loaded.weight_bytes, load.budget)
+        rate = rehearse(self.loaded, load.cache.block_size, load.pass_limit)
+        self.scheduler.prefill_budget.begin_with(rate)
         self._store = ModelStore(load, self.loaded, files, digests)
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
-        mlx_adapter.set_limits(self.loaded.weight_bytes, load.budget)
 
     def _open_store(
         self, load: wire.Load, prints: Footprint, lease: Lease, want: Callable[[wire.Wants], None]
