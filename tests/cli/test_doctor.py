@@ -299,6 +299,9 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert "(in 1.06 of the time of MLX's own, as measured at load; rows join without copies)" in slower
     measured = told("cpu", attention_rows_alone_ratio=1.4)
     assert "MLX's own attention (row by row takes 1.40 of its time, as measured at load), with" in measured
+    ratios = {"attention_rows_alone_ratio": 1.4, "attention_long_rows_alone_ratio": 0.7}
+    by_length = told("metal", attention_reads_own_rows=1.0, **ratios)
+    assert "where that is faster (in 1.40 of the time of MLX's own at 512 tokens a row, 0.70 at" in by_length
 
 
 def test_settings_of_a_model_that_is_not_there(tmp_path: Path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from backends import let_rows_pay
 from cold_run import prompt
 from daemon import wait_until
 from families import build_family
@@ -17,7 +18,6 @@ from rig import BLOCK, Rig
 from omlxd.chat import Sampling
 from omlxd.engine.kvio import checkpointer, copier
 from omlxd.engine.kvio.reads.restore import Restore
-from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.cache.batch import EvenBatchKVCache
 from omlxd.errors import OmlxdError
 from omlxd.kv.files.fs import FileSystem
@@ -113,7 +113,7 @@ def test_a_row_that_can_not_be_released_does_not_stop_the_engine(model: Path, mo
 def test_a_row_that_can_not_leave_its_batch_gives_its_slot_back(
     out_of_time: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(row_attention, "pays", lambda: False)
+    let_rows_pay(monkeypatch, False)
     with Rig(model, slots=2) as rig:
         stays, leaves = (rig.start(prompt(100, seed=seed), 6000) for seed in (1, 2))
         wait_until(lambda: any(len(batch.rows) == 2 for batch in rig.scheduler._batches), 60)

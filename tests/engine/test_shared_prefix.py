@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from backends import let_rows_pay
 from cold_run import Reference, assert_same, prompt
 from daemon import wait_until
 from families import build_family
@@ -23,7 +24,6 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Segment
-from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.cache import segments
 from omlxd.engine.mlx_adapter.cache.kinds import arrays_of, leaves
 from omlxd.engine.mlx_adapter.cache.packed import Quantisation
@@ -299,7 +299,7 @@ def test_short_rests_behind_a_prefix_that_is_all_in_segments(family: str, tmp_pa
 @pytest.mark.parametrize("family", rest_slow(("qwen3", *LATENTS), "deepseek_v3"))
 def test_a_row_of_latents_is_a_batch_alone_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its passes read latents as they are; those over one sequence's cache make keys and values of all."""
-    monkeypatch.setattr(row_attention, "pays", lambda: True)  # Else a measurement decides.
+    let_rows_pay(monkeypatch, True)  # Else a measurement decides.
     folder = build_family(family, tmp_path / family)
     with Rig(folder) as rig:
         output = rig.start(PROMPTS[0][:100], LONG)

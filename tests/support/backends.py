@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from omlxd.engine.mlx_adapter.attention import backend
+from omlxd.engine.mlx_adapter.attention import backend, row_costs
 from omlxd.engine.mlx_adapter.attention.backend import AttentionBackend, MlxBackend
 from omlxd.engine.mlx_adapter.cuda.backend import CudaBackend
 
@@ -18,3 +18,9 @@ def use_backend(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> A
         setattr(made, attribute, value)
     monkeypatch.setattr(backend, "_current", made)
     return made
+
+
+def let_rows_pay(monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
+    """Have rows of a batch attend by themselves, or never; else a measurement decides."""
+    monkeypatch.setattr(row_costs, "pays", lambda: pays)
+    monkeypatch.setattr(row_costs, "pays_for", lambda lengths, are_alone: pays)

@@ -70,6 +70,9 @@ def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[st
     measured = "in {:.2f} of the time of MLX's own" if own else "row by row takes {:.2f} of its time"
     why = "; rows join without copies" if own and (ratio or 0) > 1 else ""
     choice = ours if own else "by MLX's own attention"
+    if (long := values.get("attention_long_rows_alone_ratio")) is not None:
+        choice, why = f"{choice} where that is faster" if own else choice, ""
+        measured += f" at 512 tokens a row, {long:.2f} at 8,192"
     yield choice if ratio is None else f"{choice} ({measured.format(ratio)}, as measured at load{why})"
     tokens = int(values.get("kv_shared_segment_tokens", 0))
     yield f"with prefixes shared in segments of {tokens:,} tokens" if tokens else "with prefixes not shared"

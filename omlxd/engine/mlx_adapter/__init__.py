@@ -6,25 +6,20 @@ from .runtime import lean_imports  # Before whatever imports transformers.
 # isort: split
 from .attention.backend import AttentionBackend, DecodeStep, register
 from .attention.backend import current as attention_backend
-from .attention.by_rows import pays as rows_attend_alone
-from .attention.by_rows import ratio as rows_alone_ratio
+from .attention.row_costs import pays as rows_attend_alone
+from .attention.row_costs import ratios as rows_alone_ratios
 from .cache.batch import EvenBatchKVCache
 from .cache.growth import round_up
+from .cache.joining import RowTail, extend, extend_batch, keep_rows, let_go, merge
 from .cache.kinds import (
     Cache,
-    RowTail,
     StateLayout,
     append_tokens,
     can_take_back,
     copied,
-    extend,
-    extend_batch,
     filled_cache,
-    keep_rows,
     keeps_latents_of_own,
     layout_of,
-    let_go,
-    merge,
     new_cache,
     open_tails,
     put_back,

@@ -586,14 +586,14 @@ def best_batch(batches: Seq[DecodeBatch], sequence: Sequence, loaded: LoadedMode
         return None
     per_token = loaded.layout.nbytes(1) if loaded.layout else 0
     own_rows = mlx_adapter.has_own_rows(loaded.model)
-    masked = mlx_adapter.attention_backend().masked_cost
+    backend = mlx_adapter.attention_backend()
 
     def kv_cost(lengths: list[int]) -> float:
-        if own_rows:
+        if own_rows and backend.rows_pay_for(lengths, True):
             return sum(lengths) * per_token
         longest = max(lengths)
         uneven = min(lengths) < longest
-        return len(lengths) * longest * per_token * (masked if uneven else 1.0)
+        return len(lengths) * longest * per_token * (backend.masked_cost if uneven else 1.0)
 
     best, best_cost = None, loaded.weight_bytes + kv_cost([sequence.kv.length])
     for batch in batches:

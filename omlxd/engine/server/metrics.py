@@ -48,12 +48,11 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         "mlx_load_peak_bytes": load_peak,
         "mlx_cache_bytes": mx.get_cache_memory(),
         **mlx_adapter.limits,
+        **mlx_adapter.rows_alone_ratios(),
         "attention_reads_own_rows": float(
             mlx_adapter.attention_backend().reads_own_rows() or mlx_adapter.rows_attend_alone()
         ),
     }
-    if (ratio := mlx_adapter.rows_alone_ratio()) is not None:
-        values["attention_rows_alone_ratio"] = ratio
     if scheduler.speculation is not None:
         values["spec_decode_draft_model"] = isinstance(scheduler.speculation.draft_model, DraftModel)
         values["spec_decode_credit_steps"] = scheduler.speculation.credit

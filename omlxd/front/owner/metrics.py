@@ -78,6 +78,7 @@ HELP = {
     "prefix_cache_hits_cold_total": f"Prompt tokens restored from SSD, {EACH}.",
     "attention_reads_own_rows": "1 where a row reads its own KV alone, by omlxd's kernel or row by row.",
     "attention_rows_alone_ratio": "Attention row by row by MLX's own call, in time, as measured at load.",
+    "attention_long_rows_alone_ratio": "The same for rows of 8,192 tokens, where their lengths decide.",
     "kv_shared_segment_tokens": "Tokens of a segment of live KV that requests share; 0: they share none.",
     "kv_blocks_cached": "Blocks that the engine knows by name.",
     "kv_blocks_evicted_total": "Blocks that left the hot tier.",

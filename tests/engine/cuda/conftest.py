@@ -14,11 +14,10 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import use_backend
+from backends import let_rows_pay, use_backend
 from mlx_lm.models.cache import RotatingKVCache
 
 from omlxd.engine.mlx_adapter import Quantisation
-from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.attention import hooks as attention
 from omlxd.engine.mlx_adapter.cuda.attention import (
     attend,
@@ -439,7 +438,7 @@ def compiling() -> Iterator[None]:
 def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test, in modules that the test imports too."""
     use_backend(monkeypatch, "mlx", forward=lambda call: None)  # All of MLX's own.
-    monkeypatch.setattr(row_attention, "pays", lambda: False)
+    let_rows_pay(monkeypatch, False)
     for cache in attend.NOTED:
         for name in ("update_and_fetch", "keys_and_values"):
             monkeypatch.setattr(cache, name, getattr(cache, name))

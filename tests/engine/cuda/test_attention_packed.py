@@ -7,11 +7,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import let_rows_pay
 from families import build_family
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Quantisation
-from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.attention import hooks as attention
 from omlxd.engine.mlx_adapter.cache.batch import EvenBatchKVCache
 from omlxd.engine.mlx_adapter.cache.packed import is_packed
@@ -30,7 +30,7 @@ LENGTHS = (5, 40, 17)
 def loaded(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> mlx_adapter.LoadedModel:
-    monkeypatch.setattr(row_attention, "pays", lambda: False)  # Rows of a batch are one array, as on CUDA.
+    let_rows_pay(monkeypatch, False)  # Rows of a batch are one array, as on CUDA.
     family, bits = request.param
     return mlx_adapter.load(build_family(family, tmp_path / family, changes=WIDE), Quantisation(bits))
 

@@ -23,7 +23,7 @@ from mlx_lm.utils import load as mlx_load
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.payload import DirectBuffers, copy_blocks, join_blocks, read_payload
 from omlxd.engine.mlx_adapter.cache import batch as batch_kv
-from omlxd.engine.mlx_adapter.cache import kinds as cache_kinds
+from omlxd.engine.mlx_adapter.cache import joining
 from omlxd.engine.mlx_adapter.cache.packed import Quantisation
 from omlxd.engine.mlx_adapter.cache.segments import SequenceKVCache
 from omlxd.engine.mlx_adapter.runtime import arrays
@@ -258,7 +258,7 @@ def test_a_row_that_joins_a_large_batch_needs_room_for_one_layer_more(monkeypatc
         return made
 
     for name in ("LARGE", "COPIED"):
-        monkeypatch.setattr(cache_kinds, name, 0)
+        monkeypatch.setattr(joining, name, 0)
     batch = mlx_adapter.merge([single()])
     for _ in range(3):
         mlx_adapter.extend(batch, single())

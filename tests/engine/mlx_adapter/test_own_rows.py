@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import let_rows_pay
 from families import FAMILIES, build_family
 from family_configs import WINDOW
 from fast_or_slow import rest_slow
@@ -17,7 +18,7 @@ from vision_families import build_vision_family
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import Quantisation
-from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
+from omlxd.engine.mlx_adapter.attention import row_costs
 from omlxd.engine.mlx_adapter.cache import segments as segments_module
 from omlxd.engine.mlx_adapter.cache.batch import WindowBatchKVCache
 from omlxd.engine.mlx_adapter.cache.kinds import arrays_of, leaves
@@ -40,7 +41,7 @@ CHOSEN = 25
 
 @pytest.fixture(params=[True, False], ids=["pays", "does not pay"])
 def pays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(row_attention, "pays", lambda: request.param)
+    let_rows_pay(monkeypatch, request.param)
     return request.param
 
 
@@ -77,7 +78,7 @@ def test_which_models_use_them(family: str, pays: bool, tmp_path):
 
 
 def test_windows_that_are_masked_otherwise_stay_joint(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_attention, "pays", lambda: True)
+    let_rows_pay(monkeypatch, True)
     loaded = load("gemma3_text", tmp_path)
     batch = mlx_adapter.merge([prefilled(loaded, 9, 0)])
     assert len(list(rows_of(batch))) == 4
@@ -90,15 +91,19 @@ def test_windows_that_are_masked_otherwise_stay_joint(tmp_path, monkeypatch: pyt
 
 @pytest.mark.parametrize("family", rest_slow(OWN, "qwen3", "gemma3_text", "qwen3_next 4"))
 def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Also where rows keep arrays of their own, and come to one array, as others join; or the other way."""
     out = list[list[np.ndarray]]()
-    for own in (True, False):
-        monkeypatch.setattr(row_attention, "pays", lambda own=own: own)
+    for own, form_of_two in ((False, False), (True, True), (False, True), (True, False)):
+        let_rows_pay(monkeypatch, own or form_of_two)
+        if own != form_of_two:
+            forms = [False, True, form_of_two, own]
+            monkeypatch.setattr(row_costs, "pays_for", lambda lengths, now, forms=forms: forms[len(lengths)])
         loaded = load(family, tmp_path)
         rows = [prefilled(loaded, length, seed) for seed, length in enumerate((70, 9, 33))]
         batch = mlx_adapter.merge([rows[0]])
         for cache in rows[1:]:
             mlx_adapter.extend(batch, cache)
-        assert bool(list(rows_of(batch))) == own
+        assert bool(list(rows_of(batch))) == (own or (form_of_two and family in LATENTS))
         found: list[mx.array] = []
         lengths = [70, 9, 33]
         if mlx_adapter.can_take_back(batch, 3):
@@ -120,7 +125,7 @@ def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch
         mlx_adapter.extend_batch(batch, mlx_adapter.merge([joined]))
         found.append(loaded.model(mx.array([[11], [12], [13]]), cache=batch)[:, -1])
         out.append([np.array(array.astype(mx.float32)) for array in (*found, *kept)])
-    for got, want in zip(*out, strict=True):
+    for got, want in ((got, want) for arrays in out[1:] for got, want in zip(arrays, out[0], strict=True)):
         # A last bit may take a number to the next one that packed KV has; and this Gemma 4 makes much of one.
         loose = family in (*PACKED, "gemma4_text", "gemma4")
         np.testing.assert_allclose(got, want, atol=3e-3 if loose else 3e-4)
@@ -131,8 +136,8 @@ def test_a_model_decodes_as_with_joint_arrays(family: str, tmp_path, monkeypatch
 )
 def test_a_row_has_the_bits_that_it_has_alone(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
     """As others join and leave, in passes of one token and of several, until windows come round."""
-    monkeypatch.setattr(row_attention, "pays", lambda: True)
-    monkeypatch.setattr(row_attention.Costs, "pays", lambda *_: True)
+    let_rows_pay(monkeypatch, True)
+    monkeypatch.setattr(row_costs.Costs, "pays_alone", lambda *_: True)
     loaded = load(family, tmp_path)
     lengths = (2 * WINDOW + 6, 9, WINDOW + 1)
     alone = [prefilled(loaded, length, seed) for seed, length in enumerate(lengths)]
@@ -170,7 +175,7 @@ def test_a_row_has_the_bits_that_it_has_alone(family: str, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3 8", "gemma3_text", "deepseek_v3"])
 def test_joins_and_leaves_copy_nothing(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_attention, "pays", lambda: True)
+    let_rows_pay(monkeypatch, True)
     tokens = 1 << 15
     loaded = load(family, tmp_path, {"sliding_window": tokens - 100} if family in WINDOWS else None)
 

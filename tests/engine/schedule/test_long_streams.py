@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from backends import use_backend
+from backends import let_rows_pay, use_backend
 from daemon import family_model
 from kv_fakes import check_pool
 from rig import BLOCK, Rig
@@ -26,7 +26,6 @@ from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.hot_budget import HotTiers
 from omlxd.engine.kvio.open_store import WRITE_QUEUE_FRACTION
 from omlxd.engine.kvio.transport import StagedTransport
-from omlxd.engine.mlx_adapter.attention import by_rows as row_attention
 from omlxd.engine.mlx_adapter.cache import batch as batch_kv
 from omlxd.engine.mlx_adapter.cuda.backend import MEMORY_RESERVE
 from omlxd.engine.schedule import memory_admission
@@ -77,7 +76,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_budget, "RESERVE_BYTES", 0)
     monkeypatch.setattr(hot_budget, "REFRESH_S", 0.0)
     monkeypatch.setattr(batch_kv, "MOST_ROOM", 64)
-    monkeypatch.setattr(row_attention, "pays", lambda: False)  # Rows of a batch are one array, as on CUDA.
+    let_rows_pay(monkeypatch, False)  # Rows of a batch are one array, as on CUDA.
     monkeypatch.setattr(memory_admission, "RESERVE_FRACTION", MEMORY_RESERVE)
     use_backend(monkeypatch, "mlx", memory_reserve=MEMORY_RESERVE)
 

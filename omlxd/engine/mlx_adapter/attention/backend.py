@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from ..runtime.device import backend as device
-from . import by_rows
+from . import by_rows, row_costs
 from .kv_spec import KVSpec
 
 
@@ -148,6 +148,11 @@ class AttentionBackend(Protocol):
         """Whether a batch is better off with rows that keep arrays of their own."""
         return True
 
+    def rows_pay_for(self, lengths: Sequence[int], are_apart: bool) -> bool:
+        """Whether such rows are better off by themselves with these lengths. `are_apart`: they keep arrays of
+        their own now."""
+        return True
+
     def reads_rows(self, model: Any, shares: bool) -> bool:
         """Whether steps of `model` read such rows; `shares`: behind segments, too."""
         return True
@@ -235,7 +240,10 @@ class MlxBackend(AttentionBackend):
         return None  # cache/rows.py knows which way pays.
 
     def rows_pay(self) -> bool:
-        return by_rows.pays()
+        return row_costs.pays()
+
+    def rows_pay_for(self, lengths: Sequence[int], are_apart: bool) -> bool:
+        return row_costs.pays_for(lengths, are_apart)
 
 
 _made: dict[str, Callable[[], AttentionBackend]] = {}

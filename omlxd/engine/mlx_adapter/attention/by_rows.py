@@ -4,7 +4,7 @@ MLX attends to a batch in one call. Rows of unequal length need a mask there, an
 CPU it is two products for each query head, so that a KV head is read as often as it has query heads; here
 the query heads of a KV head are the rows of one product. On Metal a row is a call of MLX's own kernel.
 
-At the first pass of a model, which is at its load, both ways are timed on this machine (`Costs`); `omlxd
+At the first pass of a model, which is at its load, both ways are timed on this machine (row_costs.py); `omlxd
 doctor` says what came out. Where attention by rows pays, each row of a batch keeps its KV in its own arrays
 (cache/rows.py): windows and packed KV too, which MLX's own attention reads, row by row. It has not run on a
 Mac.
@@ -24,67 +24,17 @@ least of seven:
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..runtime.device import backend
-from ..runtime.gpu_faults import end_if_fault
-
-log = logging.getLogger(__name__)
+from . import row_costs
 
 MOST_NEW = 16
 """New tokens a row: more are computed as fast by MLX's own, whose products are large then."""
-
-LENGTHS = 128, 512
-"""Tokens of each row in the measurement: what a call costs, and what a token adds."""
-
-ROWS, TURNS = 4, 9
-"""Of the measurement, which takes 40 to 200 ms on a CPU. With 5 turns of one way before those of the other, a
-CPU under a load of 5 to 8 chose the slower way at three of seven starts."""
-
-FAVOUR = 1.1
-"""Times MLX's own time that rows by themselves may take: then rows join without copies, a row's sums do not
-depend on other rows, and a noisy clock does not choose anew at each start."""
-
-
-class Costs(NamedTuple):
-    """Seconds a layer: MLX's own with a mask for a call and a column of a row, and by itself for a row and
-    one of its tokens."""
-
-    call: float
-    column: float
-    row: float
-    token: float
-
-    def ratio(self, lengths: Sequence[int], columns: int) -> float:
-        """Time of rows of these lengths by themselves, by that of MLX's own, where they lie in `columns`."""
-        own = self.call + self.column * columns * len(lengths)
-        return (self.row * len(lengths) + self.token * sum(lengths)) / max(own, 1e-12)
-
-    def pays(self, lengths: Sequence[int], columns: int) -> bool:
-        """Whether rows of these lengths, which lie in `columns` columns, are faster by themselves."""
-        return self.ratio(lengths, columns) <= FAVOUR
-
-
-_costs: dict[tuple[Any, ...], Costs | None] = {}
-
-HALF = [512] * ROWS, 1024
-"""Rows of half their batch's length: what is told of a measurement."""
-
-
-def ratio() -> float | None:
-    """Of rows of half their batch's length, in the layers where it is least. None: nothing was measured."""
-    return min((costs.ratio(*HALF) for costs in _costs.values() if costs is not None), default=None)
-
-
-def pays() -> bool:
-    """Whether rows of half their batch's length attend by themselves, in some model's layers."""
-    return (least := ratio()) is not None and least <= FAVOUR
 
 
 def attend(
@@ -98,10 +48,10 @@ def attend(
     few = new <= MOST_NEW and len(queries) == 1 and not hasattr(cache, "by_mlx")
     few = few and isinstance(cache, KVCache | RotatingKVCache) and not isinstance(keys, list)
     if few and keys.shape == values.shape:
-        costs, length = costs_for(queries, keys), keys.shape[2]  # Measured for windows and sinks, too.
-        plain = sinks is None and isinstance(cache, KVCache)
+        costs = row_costs.costs_for(queries, keys, one_row)  # Measured for windows and sinks, too.
+        plain = sinks is None and isinstance(cache, KVCache) and backend() == "cpu"
         plain = plain and (mask == "causal" if isinstance(mask, str) else mask is None and new == 1)
-        if plain and costs is not None and costs.pays([length], length):
+        if plain and costs is not None and costs.pays_alone(keys.shape[2]):
             return one_row(queries, keys, values, scale)
     return None
 
@@ -211,70 +161,3 @@ def _joined(parts: list[mx.array], axis: int) -> mx.array:
 
 def _add(total: mx.array | None, weights: mx.array, values: mx.array) -> mx.array:
     return weights @ values if total is None else mx.addmm(total, weights, values)
-
-
-def costs_for(queries: mx.array, keys: mx.array) -> Costs | None:
-    """What both ways cost for such heads; measured once. None: it can't be measured."""
-    key = queries.shape[1], keys.shape[1], queries.shape[3], queries.dtype, keys.dtype
-    if key not in _costs:
-        began = time.perf_counter()
-        try:
-            _costs[key] = costs = _measured(*key)
-        except Exception as error:
-            end_if_fault(error)
-            log.warning("rows attend together, by MLX's own attention: it can't be measured (%s)", error)
-            _costs[key] = None
-            return None
-        log.info(
-            "a batch attends %s (%d query heads, %d KV heads, %d wide, %s; row by row takes %.2f times"
-            " as long as MLX's own call, and is chosen up to %g times, since rows then join without copies;"
-            " measured in %.2f s)",
-            "row by row" if costs.pays(*HALF) else "in one call of MLX's own",
-            *key[:4],
-            costs.ratio(*HALF),
-            FAVOUR,
-            time.perf_counter() - began,
-        )
-    return _costs[key]
-
-
-def _measured(heads: int, kv_heads: int, width: int, dtype: Any, kv_dtype: Any) -> Costs:
-    def least(*calls: Callable[[], mx.array]) -> list[float]:
-        """Seconds of each. They take turns: others may use the machine too, and then slow all of them."""
-        taken: list[list[float]] = [[] for _ in calls]
-        for call in calls:
-            mx.eval(call())
-        for _ in range(TURNS):
-            for call, own in zip(calls, taken, strict=True):
-                began = time.perf_counter()
-                mx.eval(call())
-                own.append(time.perf_counter() - began)
-        return [min(own) for own in taken]
-
-    own, alone = [], []
-    queries = mx.random.normal((ROWS, heads, 1, width), key=mx.random.key(0)).astype(dtype)
-    for length in LENGTHS:
-        keys, values = (
-            mx.random.normal((ROWS, kv_heads, length, width), key=mx.random.key(seed)).astype(kv_dtype)
-            for seed in (1, 2)
-        )
-        mask = mx.broadcast_to(mx.arange(length) >= 1, (ROWS, 1, 1, length))
-        mx.eval(queries, keys, values, mask)
-        pairs = [*zip(mx.split(keys, ROWS), mx.split(values, ROWS), strict=True)]
-        each = mx.split(queries, ROWS)
-        mx.eval(pairs, each)
-        together, apart = least(
-            lambda k=keys, v=values, m=mask: mx.fast.scaled_dot_product_attention(
-                queries, k, v, scale=1.0, mask=m
-            ),
-            lambda q=each, p=pairs: mx.concatenate(
-                [one_row(query, *pair, 1.0) for query, pair in zip(q, p, strict=True)]
-            ),
-        )
-        own.append(together)
-        alone.append(apart)
-    tokens = ROWS * (LENGTHS[1] - LENGTHS[0])
-    column, token = (max(0.0, (b - a) / tokens) for a, b in (own, alone))
-    call = max(0.0, own[0] - column * ROWS * LENGTHS[0])
-    row = max(0.0, alone[0] - token * ROWS * LENGTHS[0]) / ROWS
-    return Costs(call, column, row, token)

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -28,9 +28,7 @@ from ..attention import backend
 from ..attention.kv_spec import KVKind, KVSpec, is_per_token
 from ..runtime.device import SAFETENSORS_DTYPE
 from .batch import EvenBatchKVCache, WindowBatchKVCache
-from .dsa_rows import IndexRowsKVCache
 from .growth import round_up
-from .mla_rows import LatentRowsKVCache
 from .packed import Quantisation, is_packed, parts_of
 from .rows import OwnRowsKVCache, RowBatch
 from .segments import Segment, SequenceKVCache, part_names, segmented_layers
@@ -515,10 +513,6 @@ def copied(cache: Cache) -> Cache:
 # --------------------------------------------------------------------------- caches of a batch
 
 
-_ROW_BATCHES = {"mla": LatentRowsKVCache, "index": IndexRowsKVCache}
-"""Classes of a batch's layer, where the backend has none of its own; for other kinds `OwnRowsKVCache`."""
-
-
 def keeps_latents(leaf: Any) -> bool:
     """Whether a leaf with tokens in it keeps latents of MLA."""
     spec = spec_of(leaf)
@@ -544,96 +538,6 @@ def keeps_latents_of_own(cache: Cache) -> bool:
     """Whether rows of its batches keep latents of MLA of their own. A row alone is better off in a batch:
     passes over one sequence's cache are the model's, which makes keys and values of each head."""
     return any(hasattr(leaf, "own_rows") and leaf.mla_kind == "mla" for _, leaf in leaves(cache))
-
-
-def merge(caches: Sequence[Cache]) -> Cache:
-    """One batch cache of several single ones, layer by layer. Copies them, but for rows that keep arrays of
-    their own: the batch takes those."""
-    return [map_leaves(_merge_leaves, *layers) for layers in zip(*caches, strict=True)]
-
-
-def _merge_leaves(*rows: Any) -> Any:
-    if hasattr(rows[0], "own_rows") and (spec := spec_of(rows[0])) is not None:
-        made = backend.current().row_batch(rows, spec)
-        batch = _ROW_BATCHES.get(spec.kind, OwnRowsKVCache)(rows) if made is None else made
-        batch.spec = spec
-        return batch
-    kind = KINDS.get(type(rows[0]))
-    return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
-
-
-LARGE = 1 << 30
-"""Bytes of a batch from which on layers are copied in turns: originals go before other copies come. An H100
-ran out of memory where rows of 4.8 GB joined lazily, and where the pool that MLX allocates from kept what
-they left in pieces."""
-
-COPIED = 1 << 28
-"""Bytes of a turn's copies, at least. Each layer by itself, a row that left four of 8,000 tokens, whose tails
-have 1.2 GB, took 40 ms of an H200."""
-
-
-def extend(batch: Cache, single: Cache) -> None:
-    """Add a row to a batch cache, whose padded arrays are copied. Takes the layers out of `single`."""
-    _extend(batch, single, lambda layer: map_leaves(_merge_leaves, layer))
-
-
-def extend_batch(batch: Cache, other: Cache) -> None:
-    """Add the rows of another batch cache, and take its layers out of it; padded arrays are copied."""
-    _extend(batch, other, lambda layer: layer)
-
-
-def _extend(batch: Cache, other: Cache, as_batch: Callable[[Any], Any]) -> None:
-    copied = _copier(batch)
-    for index, into in enumerate(batch):
-        into.extend(as_batch(other[index]))
-        other[index] = None
-        copied(into)
-
-
-def _copier(batch: Cache) -> Callable[[Any], None]:
-    """What to call with each layer of `batch` that has a lazy copy: of a large batch it is made at once."""
-    joint = [leaf for _, leaf in leaves(batch) if not isinstance(leaf, RowBatch)]
-    if sum(array.nbytes for array in state_arrays(joint)) < LARGE:
-        return lambda layer: None
-
-    waiting: list[mx.array] = []
-
-    def copied(layer: Any) -> None:
-        waiting.extend(state_arrays([layer]))
-        if sum(array.nbytes for array in waiting) >= COPIED:
-            mx.eval(waiting)
-            waiting.clear()
-            backend.current().trim_memory()
-
-    return copied
-
-
-class RowTail(Protocol):
-    """What a backend's kernels write to of one row and layer."""
-
-    def let_go(self) -> None:
-        """Note that no kernel writes to it any more."""
-
-
-def let_go(tails: Iterable[RowTail]) -> None:
-    """Note that no kernel writes to any of `tails` any more."""
-    for tail in tails:
-        tail.let_go()
-
-
-def keep_rows(batch: Cache, rows: Sequence[int]) -> list[RowTail]:
-    """Drop every other row of a batch cache.
-
-    Returns the tails of those rows, which the step on its way still writes to. Keep them until that step has
-    been computed, then call `let_go`. A tail that is freed before waits for the step: 1 ms a row of SmolLM2
-    on an H100.
-    """
-    tails = [(row, tail) for _, leaf in leaves(batch) for row, tail in enumerate(getattr(leaf, "tails", ()))]
-    copied = _copier(batch)
-    for layer in batch:
-        layer.filter(list(rows))
-        copied(layer)
-    return [tail for row, tail in tails if row not in rows]
 
 
 def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.array]:

@@ -15,11 +15,11 @@ from ..attention.backend import current
 from ..attention.kv_spec import KVKind
 from ..cache import segments
 from ..cache.dsa_rows import let_choose
+from ..cache.joining import merge
 from ..cache.kinds import (
     Cache,
     copied,
     leaves,
-    merge,
     mla_kinds,
     row_states,
     row_tensors,
@@ -120,7 +120,7 @@ def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None
     for length, row in enumerate(rows, 2):
         model(mx.zeros((1, length), mx.int32), cache=row)
     alone = [copied(row) for row in rows] if current().compares_rows else []
-    batch = merge(rows)
+    batch = merge(rows, apart=True)
     own = [leaf for _, leaf in leaves(batch) if isinstance(leaf, RowBatch)]
     for leaf in {leaf.spec: leaf for leaf in reversed(own)}.values():
         leaf.is_checked = True
@@ -190,7 +190,7 @@ def _compare_attention(model: Any, make_cache: Callable[[], Cache], module: Any,
     rows = [make_cache(), make_cache()]
     for length, row in enumerate(rows, 2):
         model(mx.arange(7, 7 + length)[None], cache=row)
-    batch = merge([copied(row) for row in rows])
+    batch = merge([copied(row) for row in rows], apart=True)
     with calls_of(module) as calls:
         for row in rows:
             model(mx.arange(11, 11 + new)[None], cache=row)

@@ -10,7 +10,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ...cache.batch import EvenBatchKVCache
-from ...cache.kinds import COPIED, Cache, arrays_of
+from ...cache.joining import COPIED
+from ...cache.kinds import Cache, arrays_of
 from ..attention import attend
 from ..rows.addressed_rows import AddressedKVCache
 from ..rows.tail import Tail

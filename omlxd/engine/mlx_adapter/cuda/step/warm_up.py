@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...cache.kinds import can_take_back, copied, extend, keep_rows, merge, state_arrays, trim
+from ...cache.joining import extend, keep_rows, merge
+from ...cache.kinds import can_take_back, copied, state_arrays, trim
 from ...model.load import run_passes
 from .compiled_step import AFTER, CompiledStep
 
