@@ -6,8 +6,9 @@
 | `mx.device_info()`               | an M4's keys, beside those of this machine                        |
 | `mx.set_wired_limit(n)`          | the limit before; ValueError above the recommended size, as MLX;  |
 |                                  | "PID n" is appended to the file that $PRETENDED_WIRED names       |
-| `sys.platform`, of omlxd alone   | "darwin"                                                          |
+| `sys`, `platform`, in omlxd      | "darwin", "arm64", macOS 15.6                                     |
 | functions of macOS's C library   | pretended_mac/libsystem.c                                         |
+| `F_NOCACHE`, `F_FULLFSYNC`       | no error                                                          |
 | a program of /usr/bin that a     | the one of its name in pretended_mac/                             |
 | module names                     |                                                                   |
 | what attention takes             | the same each time: no test depends on this machine's             |
@@ -21,9 +22,11 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import fcntl
 import importlib.abc
 import importlib.machinery
 import os
+import platform
 import subprocess
 import sys
 import types
@@ -65,6 +68,8 @@ def install() -> None:
     assert not any(name.partition(".")[0] == "omlxd" for name in sys.modules), "omlxd is imported already"
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # macOS's functions may be missing, too.
         ctypes.CDLL(str(library(MAC / "libsystem.c")), mode=os.RTLD_GLOBAL)
+    for name in ("F_NOCACHE", "F_FULLFSYNC"):
+        setattr(fcntl, name, fcntl.F_GETFD)  # Which changes nothing.
     sys.meta_path.insert(0, _Finder())
     sys.path.append(str(MAC))  # Some tests give their path to programs.
 
@@ -95,17 +100,25 @@ class _Loader(importlib.machinery.SourceFileLoader):
         _CHANGES.get(module.__name__, lambda module: None)(module)
 
 
-class _Sys(types.ModuleType):
-    """`sys`, but for the platform."""
+class _Changed(types.ModuleType):
+    """A module, but for what is given."""
 
-    platform = "darwin"
+    def __init__(self, module: types.ModuleType, **given: Any):
+        super().__init__(module.__name__)
+        vars(self).update(given, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys, name)
+        return getattr(vars(self)["_module"], name)
+
+
+_MODULES = {
+    "sys": _Changed(sys, platform="darwin"),
+    "platform": _Changed(platform, machine=lambda: "arm64", mac_ver=lambda: ("15.6", ("", "", ""), "arm64")),
+}
 
 
 def _import(name: str, *how: Any, **more: Any) -> types.ModuleType:
-    return _Sys("sys") if name == "sys" else builtins.__import__(name, *how, **more)
+    return _MODULES.get(name) or builtins.__import__(name, *how, **more)
 
 
 def _pretend_device(device: Any) -> None:
