@@ -22,7 +22,6 @@ from engine_processes import (
 from omlxd.chat import Failed
 from omlxd.common.stacks import SIGNAL
 from omlxd.front.engines.client import EngineProcess
-from omlxd.front.engines.supervisor import _quoted
 
 
 async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress(caplog: pytest.LogCaptureFixture):
@@ -125,12 +124,3 @@ async def test_patience_grows_for_a_machine_that_is_only_slow(tmp_path: Path):
         assert made.supervisor.restarts.patience_s == 4.0
         (tmp_path / "gate").touch()
         await up(made, "one gate two")
-
-
-def test_the_words_of_an_engine_that_ended_tell_of_a_fault():
-    log = "2026-11-24T01:52:38.022 INFO omlxd.engine: rows attend one by one"
-    assert _quoted(f"{log}\n\n") == ""
-    assert _quoted(f"RuntimeError: no such file\n{log}\n").endswith("were: RuntimeError: no such file")
-    assert _quoted(f"{log}\n{log.replace('INFO', 'ERROR')}").endswith(
-        "ERROR omlxd.engine: rows attend one by one"
-    )
