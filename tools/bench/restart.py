@@ -77,7 +77,7 @@ omlxd.front.engines.client:EngineProcess.generate
 omlxd.engine.server.service:EngineService._generate
 omlxd.engine.prompt.template.template:Renderer.text
 omlxd.engine.prompt.token_cache:TokenCache.encode
-omlxd.engine.server.host:hash_blocks
+omlxd.engine.server.new_sequence:hash_blocks
 omlxd.engine.schedule.scheduler:Scheduler._admit
 omlxd.kv.store:KVStore.extend_match
 omlxd.kv.store:KVStore._record_use

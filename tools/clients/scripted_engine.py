@@ -35,7 +35,7 @@ from omlxd.engine.schedule import decode_batch  # noqa: E402
 from omlxd.engine.schedule.scheduler import Scheduler  # noqa: E402
 from omlxd.engine.sequence import sampling  # noqa: E402
 from omlxd.engine.sequence.sequence import Sequence, State  # noqa: E402
-from omlxd.engine.server.host import EngineHost  # noqa: E402
+from omlxd.engine.server.new_sequence import SequenceMaker  # noqa: E402
 
 LOG = "OMLXD_SCRIPT_LOG"
 PACE = "OMLXD_SCRIPT_STEP_S"
@@ -69,8 +69,8 @@ class Scripts:
 
 def install() -> None:
     """Put the script between the model and the sampler."""
-    plain_sampler, plain_call = EngineHost._sampler, sampling.BatchSampler.__call__
-    plain_init, plain_over = EngineHost.__init__, Scheduler._over
+    plain_sampler, plain_call = SequenceMaker._sampler, sampling.BatchSampler.__call__
+    plain_init, plain_over = SequenceMaker.__init__, Scheduler._over
     log = Path(os.environ[LOG]) if os.environ.get(LOG) else None
     pace = float(os.environ.get(PACE, "0"))
 
@@ -98,8 +98,8 @@ def install() -> None:
                 file.write(msgspec.json.encode(played) + b"\n")
 
     decode_batch.sampler_rows = scripted_rows
-    EngineHost.__init__ = init
-    EngineHost._sampler = sampler
+    SequenceMaker.__init__ = init
+    SequenceMaker._sampler = sampler
     sampling.BatchSampler.__call__ = call
     Scheduler._over = over
 
