@@ -191,7 +191,7 @@ def test_the_daemon_is_killed_while_its_engine_works(tmp_path: Path, moment: str
     dying = Dying(tmp_path, deaf=deaf)
     with dying.daemon as daemon:
         dying.stop_at(moment)
-        Asking(daemon, BASE if moment == "decode" else prose(400, seed=5), stream=True)
+        Asking(daemon, BASE if moment in ("decode", "restoring") else prose(400, seed=5), stream=True)
         wait_until(dying.stands, READY_S, daemon.logged)
         engine = psutil.Process(dying.engine())
         assert alive(engine) and engine.pid in [child.pid for child in daemon.front().children()]
