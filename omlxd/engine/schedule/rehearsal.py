@@ -28,11 +28,12 @@ PROMPTS = (2 * PREFILL_CHUNK + 500, 12), (600, 9), (90, 7), (20, 5)
 """Tokens of a prompt, and of its answer."""
 
 RATE_PROMPTS = ((1100, 3),)
-"""Where passes are as large as a rate says (prefill.py): they grow from one block to what a client's first
-prompt then begins with. Else that begins with passes of 64 tokens, each of which reads all weights."""
+"""Where passes are as large as a rate says (prefill.py). They grow from one block, and a client's first
+prompt begins with the size that they reached. Without them it begins with 64 tokens a pass, each of which
+reads all weights."""
 
 MOST_S, RATE_S = 10.0, 1.5
-"""A rehearsal that takes longer ends with the pass under way: for a rate that takes half a second at most."""
+"""Seconds after which a rehearsal ends with the pass under way; of `RATE_PROMPTS`, `RATE_S`."""
 
 GREEDY = RowSampling(0, 1, 0, 0, 1, 0, 0, 0, (), None)
 

@@ -36,7 +36,7 @@ class SequenceMaker:
         *,
         has_store: bool,
     ) -> Sequence:
-        """`has_store`: blocks are kept, so its prompt is hashed."""
+        """Return the sequence of request `id`. `has_store`: blocks are stored, so its prompt is hashed."""
         tokens, images, block = checked.tokens, checked.images, self._load.cache.block_size
         root = chain_root(served.namespace, request.cache_salt)
         extra_keys = images.extra_keys(block) if images is not None else {}

@@ -18,15 +18,16 @@ import psutil
 
 import omlxd
 
+from ...service import plan
 from ...service.manager import ServiceError, run
-from ...service.plan import FILES
 from .inside import END, Inside
 from .measure import Measured
 
 LABEL = f"dev.omlxd.report.{os.getpid()}"
 TOOL_S = 15.0
 POLL_S = 0.1
-CARRIED = ("LD_LIBRARY_PATH", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
+CARRIED = (*plan.CARRIED, "LD_LIBRARY_PATH")
+"""Variables of this shell that the job gets: the service's, and where a bare folder's libraries are."""
 _FACTS = re.compile(r"^\s*((?:state|spawn type|runs|last [\w ]+) = .+?)\s*$", re.M)
 
 FOLDER = "omlxd-report-"
@@ -112,7 +113,7 @@ def _by_launchd(program: list[str], inside: Inside, until: float, folder: Path) 
         "ProcessType": "Interactive",  # As the service has it.
         "RunAtLoad": True,
         "ExitTimeOut": 5,
-        "SoftResourceLimits": {"NumberOfFiles": FILES},
+        "SoftResourceLimits": {"NumberOfFiles": plan.FILES},
         "StandardOutPath": str(said),
         "StandardErrorPath": str(said),
     }
@@ -127,7 +128,7 @@ def _by_launchd(program: list[str], inside: Inside, until: float, folder: Path) 
     try:
         if refused := ctl("bootstrap", domain, str(plist)):
             raise ServiceError(f"launchd would not take the job ({statuses[0]}): {refused}")
-        ctl("bootstrap", domain, str(plist))
+        ctl("bootstrap", domain, str(plist))  # Again, as bootout below: its status then is not known yet.
         ctl("kickstart", service)
         running = _FACTS.findall(ctl("print", service))
         try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -35,20 +35,18 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
     It runs on a thread that is left alone then: a call of the system may never end.
     """
-    done: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            result = call()
-            done.put(lambda: result)
+            done.set_result(call())
         except Exception as error:
-            done.put(lambda error=error: _raise(error))
+            done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        return done.get(timeout=seconds)()
-    except queue.Empty:
-        raise TimeoutError(f"no end within {seconds:.0f} s") from None
+    if not wait([done], seconds).done:
+        raise TimeoutError(f"no end within {seconds:.0f} s")
+    return done.result()
 
 
 @contextlib.contextmanager
@@ -69,7 +67,3 @@ def ended_by_signals() -> Generator[None]:
     finally:
         for each, old in before.items():
             signal.signal(each, old)
-
-
-def _raise(error: Exception) -> T:  # type: ignore[type-var]
-    raise error

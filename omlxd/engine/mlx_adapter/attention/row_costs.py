@@ -101,15 +101,15 @@ def pays() -> bool:
     return any((taken := ratio(*case)) is not None and taken <= FAVOUR for case in cases)
 
 
-def pays_for(lengths: Sequence[int], are_alone: bool) -> bool:
-    """Whether rows of these lengths are better off by themselves; `are_alone`: they are so now.
+def pays_for(lengths: Sequence[int], are_apart: bool) -> bool:
+    """Whether rows of these lengths are better off by themselves; `are_apart`: they are so now.
 
     A change copies all their KV, as a join of rows in one array does, so either way must be better than the
     one that they have. On a CPU the load decides: a row's bits do not depend on others there.
     """
     if backend() == "cpu" or (taken := ratio(lengths, max(lengths))) is None:
         return True
-    return taken <= (FAVOUR if are_alone else 1 / FAVOUR)
+    return taken <= (FAVOUR if are_apart else 1 / FAVOUR)
 
 
 def costs_for(queries: mx.array, keys: mx.array, one_row: OneRow) -> Costs | None:

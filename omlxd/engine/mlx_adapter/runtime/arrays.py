@@ -119,6 +119,7 @@ MOST = 2 << 30
 FIXED, PART = 128 << 20, 4
 """A pass takes bytes that grow with the weights: keep so many, and a part of the weights."""
 WIRED_FIXED, WIRED_FACTOR = 512 << 20, 1.05
+"""Bytes that are wired for a pass, beside so many times the weights."""
 RELEASE_S = 2.0
 """Seconds that a process that ends may take to give its memory back."""
 

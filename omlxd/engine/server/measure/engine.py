@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
@@ -75,22 +76,22 @@ class Engine:
             seed=0,
             speculate=False,
         )
-        built: queue.SimpleQueue[EngineHost | Exception] = queue.SimpleQueue()
+        built: Future[EngineHost] = Future()
         began = time.perf_counter()
         threading.Thread(target=self._run, args=(load, LedgerLease(ledger), built), daemon=True).start()
-        self._host = _unless_error(built.get())
+        self._host = built.result()
         self.load_s = time.perf_counter() - began
 
-    def _run(self, load: wire.Load, lease: LedgerLease, built: queue.SimpleQueue[Any]) -> None:
+    def _run(self, load: wire.Load, lease: LedgerLease, built: Future[EngineHost]) -> None:
         log, notes = logging.getLogger(mlx_adapter.__name__), _Notes(self.notes)
         log.addHandler(notes)
         log.setLevel(logging.INFO)
         try:
             host = EngineHost(load, OutputThread(self._take), lease)
         except Exception as error:
-            built.put(error)
+            built.set_exception(error)
             return
-        built.put(host)
+        built.set_result(host)
         host.scheduler.run()
 
     def _take(self, events: tuple[tuple[int, Event], ...]) -> None:
@@ -103,16 +104,16 @@ class Engine:
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work` on the engine thread. Raises what it raises."""
-        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        done: Future[Any] = Future()
 
         def run() -> None:
             try:
-                done.put(work())
+                done.set_result(work())
             except Exception as error:
-                done.put(error)
+                done.set_exception(error)
 
         self._host.scheduler.post(run)
-        return _unless_error(done.get())
+        return done.result()
 
     def ask(self, request: GenerateRequest) -> list[Event]:
         """Return the events of an answer, `Finished` last. Raises RuntimeError."""
@@ -141,12 +142,6 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._notes.append(record.getMessage())
-
-
-def _unless_error(result: Any) -> Any:
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def numbers(count: int, vocab: int) -> tuple[int, ...]:
