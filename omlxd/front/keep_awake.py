@@ -51,7 +51,7 @@ class Loop(Protocol):
 class KeepAwake:
     """Holds the machine awake. `loop`: None for the running one.
 
-    trouble   why it can't, in words; "" again once it did
+    trouble   why it can't hold it, in words; "" after a hold
     was_held  whether it did so at least once
     """
 

@@ -102,7 +102,7 @@ MEASURABLE = 64 << 20
 """Bytes of weights below which a model says nothing about the load factor."""
 MAKES_ROOM = (
     "%s needs about %s and %s are free: macOS compresses or writes out what other programs hold, and all may "
-    "be slow meanwhile. End some, or choose a smaller model."
+    "be slow meanwhile. Quit some programs, or choose a smaller model."
 )
 
 

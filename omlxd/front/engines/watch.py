@@ -29,8 +29,8 @@ LOAD_ATTEMPTS = 3
 MOST_FAULTS = 3
 """GPU faults in a row, with no request answered between them."""
 SMALLER = 4
-"""The next process computes passes this many times smaller than the one that failed: it is the last that such
-a request is sent to."""
+"""The next process computes passes this many times smaller than the one that failed. A request is sent to two
+processes at most, so its second try must go well."""
 
 
 async def stalled(

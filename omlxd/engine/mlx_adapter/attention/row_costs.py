@@ -58,7 +58,11 @@ class Seconds(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Of a layer: by MLX's own call, with a mask and padding, and row by row."""
+    """What attention of a layer takes.
+
+    joint  in one call of MLX's own for all rows, with a mask and padding
+    alone  in a call for each row
+    """
 
     joint: Seconds
     alone: Seconds

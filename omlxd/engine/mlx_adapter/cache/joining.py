@@ -29,8 +29,12 @@ _ROW_BATCHES = {"mla": LatentRowsKVCache, "index": IndexRowsKVCache}
 
 
 def merge(caches: Sequence[Cache], apart: bool = False) -> Cache:
-    """One batch cache of several single ones, layer by layer. Copies them, unless rows are apart: the batch
-    takes those. `apart`: they are to be, whatever pays."""
+    """Return one batch cache of several single ones, layer by layer.
+
+    Rows that are apart keep their arrays, which the batch takes; joint rows are copied.
+
+    apart  make them apart, whatever is faster
+    """
     apart = apart or len(caches) == 1 or _be_apart(caches, True)
     return [map_leaves(partial(_merged, apart), *layers) for layers in zip(*caches, strict=True)]
 
@@ -77,7 +81,10 @@ def _is_apart(batch: Cache) -> bool:
 
 
 def _be_apart(caches: Sequence[Cache], are_apart: bool) -> bool:
-    """Whether rows of `caches`, each of a sequence or a batch, are to be apart. `are_apart`: they are."""
+    """Return whether rows of `caches`, each of a sequence or a batch, shall be apart.
+
+    are_apart  they are now
+    """
     may = [[leaf for _, leaf in leaves(cache) if _may_be_apart(leaf)] for cache in caches]
     if not all(may) or any(_must_be_apart(leaf) for held in may for leaf in held):
         return True
