@@ -51,7 +51,7 @@ async def test_an_answer_with_thinking_calls_and_where_its_prompt_came_from():
         assert await page.inner_text("article.assistant .thinking summary") == "Thought"
         assert not await page.is_visible(".thoughts")
         await page.click(".thinking summary")
-        await page.wait_for_function("document.querySelector('.thoughts').innerText == 'Let me think.'")
+        await page.wait_for_selector(".thoughts > :text-is('Let me think.')")
         assert await page.inner_text(".markdown") == "I will look."
         assert await page.locator(".call").count() == 2
         assert '"path": "/tmp/a"' in await page.inner_text(".call >> nth=0")
