@@ -74,4 +74,12 @@ def _cuda() -> AttentionBackend:
     return CudaBackend()
 
 
+def _metal() -> AttentionBackend:
+    """Imported on its device alone."""
+    from .metal.backend import MetalBackend
+
+    return MetalBackend()
+
+
 register("cuda", _cuda)
+register("metal", _metal)

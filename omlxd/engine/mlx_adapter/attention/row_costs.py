@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..runtime.chains import Clock, seconds_of
 from ..runtime.device import backend
 from ..runtime.gpu_faults import end_if_fault
 
@@ -157,9 +158,8 @@ class Plan(NamedTuple):
 
 
 GPU = Plan((4, 8), (512, 8192), 64, 5)
-"""Chains, since an evaluation takes a Mac 150 to 300 µs, as others measured, and a call for four short rows 5
-to 25: of single calls, each in an evaluation of its own, both ways take as long, whatever they are. Metal has
-other kernels for long rows than for short ones, and runs those of several rows at once, as far as it can."""
+"""Chains (runtime/chains.py). Metal has other kernels for long rows than for short ones, and runs those of
+several rows at once, as far as it can."""
 
 CPU = Plan((1, 4), (128, 512), 1, 9)
 """Single calls, which take a CPU longer than an evaluation does: 0.02 to 0.25 s of a processor in all (1 head
@@ -168,20 +168,12 @@ under a load of 5 to 8 chose the slower way at three of seven starts, so the way
 ms are cut by others' slices, so that under a load of 13 ratios of three starts were 0.9, 1.9 and 0.4, where
 those of single calls are 0.72, 0.77 and 0.87."""
 
-CHAIN_S = 0.004
-"""Seconds from which on a chain has fewer links."""
-
-MOST_S = 0.25
-"""Seconds from which on there is no further turn: of four, for each two sizes of rows and lengths."""
-
 MOST_BYTES = 256 << 20
 """Keys and values at most: of fewer tokens where heads are many and wide."""
 
 
 OneRow = Callable[[mx.array, mx.array, mx.array, float], mx.array]
 """Attention of a row by itself: of queries to keys and values, with a scale."""
-
-Clock = Callable[[], float]
 
 
 def measured(shape: Shape, plan: Plan, one_row: OneRow, clock: Clock = time.perf_counter) -> Costs:
@@ -193,10 +185,6 @@ def measured(shape: Shape, plan: Plan, one_row: OneRow, clock: Clock = time.perf
     taken = [_both_ways(shape, *case, plan, one_row, clock) for case in cases]
     joint, alone = zip(*taken, strict=True)
     return Costs(Seconds(plan.rows, lengths, joint), Seconds(plan.rows, lengths, alone))
-
-
-Link = Callable[[mx.array], mx.array]
-"""Makes the next queries of the last ones: attention, whose result has their shape."""
 
 
 def _both_ways(
@@ -226,35 +214,5 @@ def _both_ways(
             put(room, query)
         return mx.concatenate([one_row(q, *pair, scale) for q, pair in zip(each, pairs, strict=True)])
 
-    return _chained((joint, alone), queries, rooms, plan, clock)
-
-
-def _chained(
-    links: tuple[Link, Link], first: mx.array, rooms: list[mx.array], plan: Plan, clock: Clock
-) -> tuple[float, float]:
-    """Return the seconds of each link in a chain of its own, less those of an evaluation of nothing."""
-
-    def chain(link: Link, count: int) -> float:
-        out = first
-        for _ in range(count):
-            out = link(out)
-        began = clock()
-        mx.eval(out, rooms)
-        return clock() - began
-
-    def nothing(queries: mx.array) -> mx.array:
-        return queries + 1
-
-    for link in links:
-        chain(link, 1)
-    empty = min(chain(nothing, 1) for _ in range(3))
-    once = [max(1e-9, chain(link, 2) - empty) / 2 for link in links]
-    counts = [max(1, min(plan.links, int(CHAIN_S / seconds))) for seconds in once]
-    taken: list[list[float]] = [[], []]
-    until = clock() + MOST_S
-    while len(taken[0]) < plan.turns and (clock() < until or not taken[0]):
-        empty = min(empty, chain(nothing, 1))
-        for link, count, own in zip(links, counts, taken, strict=True):
-            own.append(chain(link, count))
-    joint, alone = (max(0.0, min(own) - empty) / count for own, count in zip(taken, counts, strict=True))
-    return joint, alone
+    taken = seconds_of((joint, alone), queries, plan.links, plan.turns, rooms, clock)
+    return taken[0], taken[1]

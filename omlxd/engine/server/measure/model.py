@@ -35,7 +35,7 @@ def load(engine: Engine, job: Job) -> Measured:
     return Measured(
         [
             ("model", f"{facts}, loaded in {engine.load_s:.1f} s"),
-            ("kernels", own if backend == "mlx" else f"checks of those for {backend}, at the load:"),
+            ("kernels", own if backend == "mlx" else f"those for {backend}, as the load judged them:"),
             *(("", note) for note in notes),
         ]
     )

@@ -1,0 +1,210 @@
+"""The rule for every kernel here: it is used where it is right and not slower than MLX's own.
+
+At a load a kernel is judged on this machine, at the shapes of the model: it compiles, its numbers are MLX's
+within rounding, a row has the same bits in other company, and it is timed in chains beside MLX's own. What
+comes out is a line in the log, which `omlxd doctor --report` prints. A kernel that is not used is a line,
+never an error: one that ended two processes as it was judged is not judged again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..runtime.chains import Clock, Link, seconds_of
+from ..runtime.gpu_faults import end_if_fault
+
+log = logging.getLogger(__name__)
+
+NOT_SLOWER = 1.03
+"""Times MLX's own time that a kernel may take: what a clock's noise leaves of "not slower"."""
+
+LINKS, TURNS = 64, 5
+"""Of chains (runtime/chains.py), as row_costs.py has them."""
+
+
+class Timed(NamedTuple):
+    """What is timed: the kernel, and MLX's own for the same.
+
+    name    of the case, as `4 rows`
+    first   the first link's argument, evaluated; each link gives an array of its shape
+    beside  arrays that links change
+    """
+
+    name: str
+    ours: Link
+    mlx: Link
+    first: mx.array
+    beside: Sequence[mx.array] = ()
+
+
+@dataclass(slots=True)
+class Case:
+    """A kernel at one shape, and how it is judged.
+
+    kernel   its name, as the issue and the log have it: `few_row_product`
+    shape    in words, nothing of which is a path or a name of the user's
+    ours     results of the kernel; called once, it compiles what the model needs
+    mlx      the same by MLX's own operations
+    close    largest difference, by the largest number of MLX's own
+    company  pairs of arrays that must have the same bits: a row's result alone, and in company
+    timed    cases whose time decides; a caller may use a kernel in some of them alone
+    """
+
+    kernel: str
+    shape: str
+    ours: Callable[[], Sequence[mx.array]]
+    mlx: Callable[[], Sequence[mx.array]]
+    close: float
+    company: Callable[[], Sequence[tuple[mx.array, mx.array]]] = lambda: ()
+    timed: Callable[[], Sequence[Timed]] = lambda: ()
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What came out.
+
+    is_right  it ran, its numbers are MLX's, and company changes no bit
+    ratios    its time by MLX's own, by the names of `Case.timed`
+    far       the largest difference, by the largest number; None: it did not run
+    why       it is not used; "": it is, where `pays` says so
+    """
+
+    kernel: str
+    shape: str
+    is_right: bool = False
+    ratios: dict[str, float] = field(default_factory=dict)
+    far: float | None = None
+    why: str = ""
+    took: float = 0.0
+
+    def pays(self, name: str) -> bool:
+        """Whether it is right, and not slower in the case of this name."""
+        return self.is_right and self.ratios.get(name, 1.0) <= NOT_SLOWER
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it is right, and not slower in some case, or none was timed."""
+        return self.is_right and (not self.ratios or any(map(self.pays, self.ratios)))
+
+    def told(self) -> str:
+        """Return the line of the log."""
+        if not self.is_right:
+            return f"{self.kernel} is not used ({self.shape}): {self.why}"
+        times = ", ".join(f"{ratio:.2f} for {name}" for name, ratio in self.ratios.items())
+        times = f", and takes {times} times as long as MLX's own" if times else ""
+        is_used = "is used" if self.is_used else "is not used"
+        if self.is_used and not all(map(self.pays, self.ratios)):
+            is_used += " where it is not slower"
+        near = f"it is within {self.far:.2g} of MLX's own, the same in company"
+        return f"{self.kernel} {is_used} ({self.shape}): {near}{times}; judged in {self.took:.2f} s"
+
+
+MOST_TRIES = 2
+"""Of judging a kernel whose process ended meanwhile: a GPU fault, or by chance. The front starts an engine
+three times in a row."""
+
+_verdicts: dict[tuple[str, str], Verdict] = {}
+_folder: Path | None = None
+
+
+def use_folder(folder: Path) -> None:
+    """Keep a file in `folder`, whose parent exists, for as long as a kernel is judged."""
+    global _folder
+    _folder = folder
+
+
+def verdicts() -> Mapping[tuple[str, str], Verdict]:
+    """What this process judged, by kernel and shape."""
+    return _verdicts
+
+
+def judged(case: Case, clock: Clock = time.perf_counter) -> Verdict:
+    """Return the verdict on `case`, which is judged once a process."""
+    at = case.kernel, case.shape
+    if at not in _verdicts:
+        began = clock()
+        verdict = Verdict(*at)
+        try:
+            with _noted(case) as note:
+                if note is None:
+                    _judge(case, verdict, clock)
+                else:
+                    verdict.why = f"engines ended as they judged it; remove {note} to have it judged again"
+        except Exception as error:  # Also MLX's "Unable to build metal library", with the compiler's words.
+            end_if_fault(error)
+            verdict.is_right = False
+            verdict.why = f"it does not run here ({_short(error)})"
+        verdict.took = clock() - began
+        _verdicts[at] = verdict
+        (log.info if verdict.is_right else log.warning)("%s", verdict.told())
+    return _verdicts[at]
+
+
+@contextmanager
+def _noted(case: Case) -> Iterator[Path | None]:
+    """Leave a file if the process ends in here. Gives the file that `MOST_TRIES` left, or None."""
+    if _folder is None:
+        yield None
+        return
+    what = f"{case.kernel} {case.shape} {version('mlx')}\n"
+    note = _folder / f"judging-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    with suppress(OSError):  # A full disk: then nothing is noted.
+        if note.exists() and note.stat().st_size >= MOST_TRIES * len(what.encode()):
+            yield note
+            return
+        _folder.mkdir(exist_ok=True)
+        with note.open("a") as file:
+            file.write(what)
+    try:
+        yield None
+    except Exception as error:
+        end_if_fault(error)  # Before the file goes.
+        raise
+    finally:
+        with suppress(OSError):
+            note.unlink(missing_ok=True)
+
+
+def _judge(case: Case, verdict: Verdict, clock: Clock) -> None:
+    verdict.far = max(
+        (_far(got, want) for got, want in zip(case.ours(), case.mlx(), strict=True)), default=0.0
+    )
+    if not verdict.far < case.close:  # NaN too
+        verdict.why = f"its numbers differ from MLX's own by {verdict.far:.3g}"
+        return
+    if not all(mx.array_equal(alone, company).item() for alone, company in case.company()):
+        verdict.why = "a row's bits depend on the other rows of its pass"
+        return
+    verdict.is_right = True
+    verdict.ratios = {each.name: ratio_of(each, clock) for each in case.timed()}
+
+
+def ratio_of(timed: Timed, clock: Clock = time.perf_counter) -> float:
+    """Return the kernel's time by MLX's own."""
+    links = timed.ours, timed.mlx
+    ours, mlx = seconds_of(links, timed.first, LINKS, TURNS, timed.beside, clock)
+    return ours / max(mlx, 1e-12)
+
+
+def _far(got: mx.array, want: mx.array) -> float:
+    """Return the largest difference by the largest number; infinite for NaN."""
+    a, b = got.astype(mx.float32), want.astype(mx.float32)
+    apart: Any = (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1e-12)).item()
+    return apart if apart == apart else float("inf")
+
+
+def _short(error: Exception) -> str:
+    """Return the first line of an error that says something, of a compiler's first complaint."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    first = next((line for line in lines if "error:" in line), lines[0])
+    return first[:200]
