@@ -87,6 +87,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_images: Images | None = None
     speculation: Literal["auto", "off"] | None = None
     share_prefix: SharePrefix | None = None
+    metal_kernels: Literal["auto", "off"] | None = None
     hoist_system: Hoist | None = None
     request_timeout: Limit | None = None
     starts_in_thinking: bool | None = None
@@ -161,6 +162,8 @@ _HELP = {
     "share_prefix": "auto: running requests that begin alike hold the KV of that once, on a CPU and on CUDA "
     "where decode steps are fused or compiled; on: on any GPU, where steps may be slow; off: each holds its "
     "own",
+    "metal_kernels": "auto: on Metal, kernels of omlxd's own compute what a load finds right and not slower "
+    "than MLX's own there; off: MLX's alone",
     "kv_reserve": "tokens of an answer that its KV has room for at once; auto: as many as max_tokens allows, "
     "up to a part of the free memory; a longer one is copied as it grows",
     "hoist_system": "put system messages that stand before the first answer at the head of the prompt: "
@@ -254,6 +257,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ]
     speculation: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
     share_prefix: Annotated[SharePrefix, _option("WHAT=auto")]
+    metal_kernels: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
     kv_reserve: Annotated[Reserve | None, _option("N=auto", none="auto")]
     hoist_system: Annotated[Hoist, _option("WHEN=auto")]
     no_healing: Annotated[bool, _option("")]

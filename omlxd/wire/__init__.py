@@ -127,7 +127,8 @@ class Load(Struct, frozen=True, tag="load"):
     seed    where its random numbers begin; None: anywhere
     speculate  passes may check guessed tokens
     max_concurrent  requests that decode at once; None: as many as suit the device
-    share_prefix  running requests hold what they share once: auto: on a CPU; on; off
+    share_prefix  running requests hold what they share once: auto: where that pays; on; off
+    metal_kernels  auto: omlxd's own on Metal, where its rule lets them; off: MLX's alone
     adapter  folder of a LoRA adapter of the model; "": none; `channel`: that of its requests
     draft_path  folder of a draft model, which guesses tokens; "": none
     kv_reserve  tokens of an answer that its KV has room for at once; None: as memory allows. A longer one is
@@ -147,6 +148,7 @@ class Load(Struct, frozen=True, tag="load"):
     seed: int | None = None
     speculate: bool = True
     share_prefix: str = "auto"
+    metal_kernels: str = "auto"
     adapter: str = ""
     channel: int = 0
     draft_path: str = ""

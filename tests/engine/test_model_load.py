@@ -8,6 +8,7 @@ import pytest
 
 from omlxd import wire
 from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter.attention import backend
 from omlxd.engine.server import model_load
 
 
@@ -35,3 +36,18 @@ def test_share_prefix_on_that_a_model_can_not_follow(
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     level, words = {"on": "WARNING"}.get(share, "INFO"), f"--share-prefix {share}: m: prefixes are not shared"
     assert told == ([(level, f"{words}: {why}")] if why else [])
+
+
+@pytest.mark.parametrize(("device", "kernels", "name"), [("metal", "off", "mlx"), ("metal", "auto", "metal")])
+def test_metal_kernels_are_switched_off(
+    device: str, kernels: str, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backend, "_current", None)
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(mlx_adapter, "backend", lambda: device)
+    monkeypatch.setattr(
+        mlx_adapter, "load", lambda *given: SimpleNamespace(segments=SimpleNamespace(tokens=0))
+    )
+    load = wire.Load("/nowhere", "m", wire.CacheSettings(), share_prefix="off", metal_kernels=kernels)
+    model_load.load_model(load)
+    assert mlx_adapter.attention_backend().name == name

@@ -4,7 +4,7 @@ what it changes there."""
 from .runtime import lean_imports  # Before whatever imports transformers.
 
 # isort: split
-from .attention.backend import AttentionBackend, DecodeStep, register
+from .attention.backend import AttentionBackend, DecodeStep, register, use_mlx_alone
 from .attention.backend import current as attention_backend
 from .attention.row_costs import pays as rows_attend_alone
 from .attention.row_costs import ratios as rows_alone_ratios

@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 
 def load_model(load: wire.Load) -> LoadedModel:
     """Raises ModelError."""
-    backend, attention, cache = mlx_adapter.backend(), mlx_adapter.attention_backend(), load.cache
+    backend, cache = mlx_adapter.backend(), load.cache
+    if backend == "metal" and load.metal_kernels == "off":
+        mlx_adapter.use_mlx_alone()
+    attention = mlx_adapter.attention_backend()
     attention.use_kernel_folder(Path(cache.cold_dir or tempfile.gettempdir()) / "kernels")
     if load.speculate and load.draft_path:
         check_tokenizer(Path(load.draft_path), Path(load.model_path), load.model_id)

@@ -261,3 +261,9 @@ def current() -> AttentionBackend:
     if _current is None:
         _current = _made.get(device(), MlxBackend)()
     return _current
+
+
+def use_mlx_alone() -> None:
+    """Have `current()` give MLX's own attention from now on, on a CPU or on Metal. Call before a load."""
+    global _current
+    _current = MlxBackend()
