@@ -21,8 +21,8 @@ from __future__ import annotations
 import re
 
 from ..constrain.harmony_grammar import CONTROLS
+from .calls.reader import MAX_NAME, NAME, json_text
 from .splitter import Sink, Splitter, State, Tags
-from .tool_calls import MAX_NAME, NAME, json_text
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ = CONTROLS
 _NAMED = '{"name": '

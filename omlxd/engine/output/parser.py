@@ -17,13 +17,14 @@ from ... import chat
 from ..constrain.call_formats import CODER, HERMES, MAX_HEAD, begun_call, opening_of
 from ..constrain.harmony_grammar import CONTROLS
 from ..sequence.sequence import Likelihood
-from .call_writers import Writer, writer_for
+from .calls.reader import ParsedCall, ToolCallReader, valid_object
+from .calls.untagged import UntaggedCalls
+from .calls.writers import Writer, writer_for
 from .detokenizer import detokenizer
 from .harmony import HarmonySplitter
 from .held_text import StopStrings, TrailingSpaces
 from .logprobs import AnswerLogprobs
 from .splitter import CallTags, Sink, Splitter, State, Tags
-from .tool_calls import ParsedCall, ToolCallReader, valid_object
 
 _HERMES = CallTags(opening_of(HERMES), HERMES.after.rpartition("\n")[2])
 _BARE_FUNCTION = CallTags(*CODER.inner, in_text=True)
@@ -43,6 +44,7 @@ class OutputParser:
     shows_stop          the answer's text ends with the stop string that ends it
     must_call           the answer is nothing but calls: no part of a call that is cut off is text
     held                the answer is written by a grammar: a tag within it is text
+    allowed             names of the tools that may be called; none: all
 
     stopped           the stop string that ended the answer, or None
     dropped           the tokens so far hold more than the one call, which nobody is sent
@@ -62,6 +64,7 @@ class OutputParser:
         shows_special: bool = False,
         shows_stop: bool = False,
         held: bool = False,
+        allowed: Sequence[str] = (),
     ):
         facts = _facts_of(tokenizer)
         tags = Tags(
@@ -77,7 +80,10 @@ class OutputParser:
         self._detokenizer = detokenizer(tokenizer)
         reader = ToolCallReader(tools, tokenizer.tool_parser)
         self._must_call = must_call
-        self._sink = _EventSink(StopStrings(stop, shows_stop), reader, AnswerLogprobs(tokenizer), one_call)
+        names = [] if held or must_call or self._controls else reader.names
+        untagged = UntaggedCalls(reader, [name for name in names if not allowed or name in allowed])
+        stops, logprobs = StopStrings(stop, shows_stop), AnswerLogprobs(tokenizer)
+        self._sink = _EventSink(stops, reader, logprobs, untagged, one_call)
         begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
         self._splitter: Splitter | HarmonySplitter
         if self._controls:
@@ -170,9 +176,15 @@ class _EventSink(Sink):
     splitter: Splitter | HarmonySplitter
 
     def __init__(
-        self, stops: StopStrings, reader: ToolCallReader, logprobs: AnswerLogprobs, one_call: bool = False
+        self,
+        stops: StopStrings,
+        reader: ToolCallReader,
+        logprobs: AnswerLogprobs,
+        untagged: UntaggedCalls,
+        one_call: bool,
     ):
         self.logprobs = logprobs
+        self._untagged = untagged
         self._passed = 0  # letters of the answer that stop strings have let through
         self._one_call = one_call
         self._called = False
@@ -195,9 +207,28 @@ class _EventSink(Sink):
             self.dropped |= bool(text.strip())
             return
         self.logprobs.answer(len(text), self.splitter.position)
+        self._answer(self._untagged.feed(text))
+
+    def _answer(self, text: str) -> None:
         self._say(self.stops.feed(text))
         if self.stops.matched is not None:
             self._flush_spaces()
+
+    def _end_untagged(self) -> None:
+        """Make the calls that were held back, or release the text."""
+        letters = self._untagged.held
+        calls, text = self._untagged.end()
+        if self.ended:
+            self.dropped |= bool(calls or text.strip())
+            return
+        if not calls:
+            self._answer(text)
+            return
+        self._id = ""
+        self._flush()
+        self._passed += letters
+        self.logprobs.drop(self._passed, letters)
+        self._make(calls)
 
     def reasoning(self, text: str) -> None:
         self.logprobs.other(self.splitter.position)
@@ -299,12 +330,15 @@ class _EventSink(Sink):
         if calls is None:
             return False
         self.boundary()
+        self._make(calls)
+        return True
+
+    def _make(self, calls: Sequence[ParsedCall]) -> None:
         self.dropped |= self._one_call and len(calls) > 1
         for call in calls[:1] if self._one_call else calls:
             self._called = True
             self._events.append(chat.ToolCall(self._id or _new_id(), call.name, call.arguments))
             self._id = ""
-        return True
 
     def _is_begun(self, call: ParsedCall) -> bool:
         """Return whether the sent part begins `call`."""
@@ -315,6 +349,10 @@ class _EventSink(Sink):
 
     def boundary(self) -> None:
         """Release held text at a tag, which no stop string spans."""
+        self._end_untagged()
+        self._flush()
+
+    def _flush(self) -> None:
         if not self.ended:
             self._say(self.stops.flush())
         self.logprobs.drop(self._passed, self._spaces.held)
@@ -322,6 +360,7 @@ class _EventSink(Sink):
         self._thought.drop()
 
     def finish(self) -> None:
+        self._end_untagged()
         if not self.ended:
             self._say(self.stops.flush())
             self._flush_spaces()

@@ -169,6 +169,7 @@ def parser_of(
         shows_special=sampling.shows_special,
         shows_stop=sampling.shows_stop,
         held=request.format is not None,
+        allowed=getattr(prompt, "allowed_tools", ()),
     )
     if rendered.begins_openly and not (request.format or must_call or request.labels):
         thinks = getattr(prompt, "thinking", None) is not False

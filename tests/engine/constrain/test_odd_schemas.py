@@ -16,7 +16,7 @@ from parsing import tokenizer  # noqa: F401 -- a fixture
 from omlxd.chat import Tool
 from omlxd.engine.constrain.schema.json_schema import TYPES
 from omlxd.engine.constrain.value_grammar import text_regex
-from omlxd.engine.output.tool_calls import ToolCallReader
+from omlxd.engine.output.calls.reader import ToolCallReader
 from omlxd.errors import InvalidRequest
 from tests.engine.constrain.test_forced_calls import SCHEMAS, compiler_of, spelled
 

@@ -18,9 +18,9 @@ from parsing import READ, call, parse, tokenizer  # noqa: F401 -- a fixture
 from omlxd.api.anthropic.answer import AnthropicStream
 from omlxd.api.openai.chat_answer import OpenAIChatStream
 from omlxd.chat import Finished, TextDelta, ToolCall, ToolCallCut, ToolCallDelta
-from omlxd.engine.output.call_writers import TagWriter, writer_for
+from omlxd.engine.output.calls.reader import ToolCallReader
+from omlxd.engine.output.calls.writers import TagWriter, writer_for
 from omlxd.engine.output.parser import OutputParser
-from omlxd.engine.output.tool_calls import ToolCallReader
 
 
 def pieces(tokenizer, text: str) -> list[str]:

@@ -8,8 +8,8 @@ import pytest
 from parsing import READ, merged, tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import Tool
+from omlxd.engine.output.calls.reader import ToolCallReader
 from omlxd.engine.output.parser import OutputParser
-from omlxd.engine.output.tool_calls import ToolCallReader
 from tests.engine.constrain.test_forced_calls import spelled
 
 STOP = Tool("Stop", "", {"type": "object", "properties": {}})

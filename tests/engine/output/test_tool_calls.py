@@ -12,9 +12,9 @@ from mlx_lm.tool_parsers import glm47, json_tools, mistral, qwen3_coder
 from parsing import READ, call, parse, tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import ToolCall
+from omlxd.engine.output.calls.reader import ToolCallReader
 from omlxd.engine.output.parser import OutputParser
 from omlxd.engine.output.splitter import in_json_string
-from omlxd.engine.output.tool_calls import ToolCallReader
 
 
 def test_calls_in_order_with_the_text_around_them(tokenizer):

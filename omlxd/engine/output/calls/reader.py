@@ -1,6 +1,6 @@
 """Reads the text of a tool call: a name and arguments, typed by the tool's schema.
 
-JSON, tags (call_formats.py), Gemma's and Python's (call_languages.py) are known by their beginning; mlx-lm's
+JSON, tags (call_formats.py), Gemma's and Python's (languages.py) are known by their beginning; mlx-lm's
 parser for the model reads others. Text that is no call gives None, never an exception, and is shown.
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ...chat import Tool
-from ..constrain.call_formats import READINGS, VALUE_CALLS, TagReading
-from ..constrain.schema.json_schema import Unenforceable, branches
-from ..prompt.template.messages import openai_tools
-from .call_languages import gemma_calls, pythonic_calls
+from ....chat import Tool
+from ...constrain.call_formats import READINGS, VALUE_CALLS, TagReading
+from ...constrain.schema.json_schema import Unenforceable, branches
+from ...prompt.template.messages import openai_tools
+from .languages import gemma_calls, pythonic_calls
 
 MAX_NAME = 520
 """Letters of a name: the APIs admit 256, and as many of a namespace."""
@@ -56,7 +56,7 @@ class ToolCallReader:
         for read in self._readers(text):
             try:
                 if calls := read(text):
-                    return [self._typed(name, arguments) for name, arguments in calls]
+                    return [self.typed(name, arguments) for name, arguments in calls]
             except Exception:  # the model wrote something else; mlx-lm's parsers raise what they like
                 continue
         return None
@@ -74,13 +74,25 @@ class ToolCallReader:
             return (lambda name: [(name, {})],)
         return (self._json, self._by_mlx_lm)
 
-    def _typed(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+    def typed(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         """Type a call's arguments by its tool. Raises ValueError for what is no call."""
         if not NAME.fullmatch(name):
             raise ValueError(f"no name of a tool: {name!r}")
         kinds = self.parameters(name)
         arguments = {key: coerce(value, kinds.get(key)) for key, value in arguments.items()}
         return ParsedCall(name, json_text(arguments))
+
+    def accepts(self, call: ParsedCall) -> bool:
+        """Return whether `call` is one of a listed tool whose schema allows its arguments."""
+        if (tool := self._tools.get(call.name)) is None:
+            return False
+        import jsonschema_rs  # Few answers need it.
+
+        try:
+            schema = jsonschema_rs.validator_for(tool.parameters, retriever=_refuse)
+        except ValueError:  # It is no schema, or refers to another place: it says nothing.
+            return True
+        return schema.is_valid(json.loads(call.arguments))
 
     def parameters(self, name: str) -> dict[str, Set[str]]:
         """Return the JSON types that each parameter of a tool may have; none for an untyped one."""
@@ -127,6 +139,10 @@ class ToolCallReader:
         if any(set(call[1]) == {"raw"} and "raw" not in self.parameters(call[0]) for call in calls):
             return None
         return calls
+
+
+def _refuse(uri: str) -> Any:
+    raise ValueError(f"{uri} is not read: a schema refers to itself alone")
 
 
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..constrain.call_formats import VALUE_CALLS
+from ...constrain.call_formats import VALUE_CALLS
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _QUOTES = "|".join(re.escape(row.values.quote) for row in VALUE_CALLS if row.values.quote)

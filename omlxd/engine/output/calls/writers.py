@@ -9,7 +9,7 @@ that text which only looks like a call stays text. How the text is cut into chun
 | `{"name": …, "arguments": {` | JSON, that key first (Hermes, Qwen)           |
 | `<function=NAME>`            | a tag a parameter (Qwen coder)                |
 | `NAME<arg_key>`              | a tag a key and a value (GLM, LongCat)        |
-| anything else                | read when it is complete (tool_calls.py)      |
+| anything else                | read when it is complete (reader.py)          |
 
 A call that breaks off ends as a `ToolCallCut`: at the limit of tokens with all that the model wrote of it;
 malformed with its complete members, and the rest is text.
@@ -21,8 +21,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Set
 
-from ..constrain.call_formats import MAX_HEAD, READINGS, TagReading
-from .tool_calls import NAME, coerce, json_text, loads, typed_text
+from ...constrain.call_formats import MAX_HEAD, READINGS, TagReading
+from .reader import NAME, coerce, json_text, loads, typed_text
 
 Parameters = Callable[[str], Mapping[str, Set[str]]]
 """Looks up a tool's name → the JSON types that each parameter may have: `ToolCallReader.parameters`."""
