@@ -191,7 +191,9 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     thinking: bool | None = None
     template_args: dict[str, Any] = {}
     effort: str = ""
-    """How hard to think, where the template has a word for it (`reasoning_effort`); a hint."""
+    """How hard to think: for the template where it has a word for it (`reasoning_effort`), else a budget."""
+    thinking_budget: int | None = None
+    """Tokens of thought at most; None: as many as the model likes."""
     continue_final: bool = False
     """The last message is the assistant's, and its text the beginning of the answer."""
 
@@ -225,6 +227,8 @@ class GenerateRequest(Struct, frozen=True):
     context_limit  tokens of prompt and answer at most; 0: the model's own
     format      what the answer must be; None: anything
     labels      answers whose likelihood is asked for, and nothing is generated; (): the model's own
+    loop_stop   an answer that repeats itself without end is ended
+    hides_thinking  the client wants no text of thoughts
     prediction  text that the client predicts: the engine guesses tokens from it, too; "": none
     collected   the client reads nothing before the end, so after an engine's death the answer may begin anew,
                 with `Restarted`; so may one that the engine understood too late
@@ -250,6 +254,8 @@ class GenerateRequest(Struct, frozen=True):
     timeout_s: float = 0.0
     format: AnswerFormat | None = None
     labels: tuple[str, ...] = ()
+    loop_stop: bool = True
+    hides_thinking: bool = False
     prediction: str = ""
     collected: bool = False
     return_token_ids: bool = False
@@ -316,6 +322,21 @@ def plain_texts(prompt: Conversation | RawPrompt) -> list[str]:
 # --------------------------------------------------------------------------- events
 
 
+class Limited(Struct, frozen=True):
+    """What an answer was held to, and what ended it before the model did.
+
+    not_enforced     keywords of the request's schemas that it or its calls were not held to
+    reasoning_ended  what ended its reasoning: "budget", or "repetition" without end; "": the model
+    answer_ended     "repetition": that ended the answer; "": anything else
+    repeated_tokens  tokens that were repeated there
+    """
+
+    not_enforced: tuple[str, ...] = ()
+    reasoning_ended: str = ""
+    answer_ended: str = ""
+    repeated_tokens: int = 0
+
+
 class Usage(Struct, frozen=True):
     """Token counts of one request, in the model's own tokens.
 
@@ -334,7 +355,6 @@ class Usage(Struct, frozen=True):
                        pass, where a stop string may have ended the answer
     model_drafted, model_accepted  of these, the draft model's
     predicted, predicted_accepted  of these, those that come from the request's prediction
-    not_enforced       keywords of the request's schemas that its answer or calls were not held to
     """
 
     prompt_tokens: int = 0
@@ -356,7 +376,7 @@ class Usage(Struct, frozen=True):
     predicted_accepted: int = 0
     recomputed: int = 0
     left_over: int = 0
-    not_enforced: tuple[str, ...] = ()
+    limited: Limited = Limited()
 
     @property
     def cached_tokens(self) -> int:

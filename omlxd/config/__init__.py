@@ -16,6 +16,7 @@ from .reading import (
 )
 from .settings import (
     BY_NAME,
+    FOR_ALL,
     NEXT_LOAD,
     OPTIONS,
     SAMPLING,

@@ -22,6 +22,7 @@ WeightsMmap = Literal["auto", "on", "off"]
 Hoist = Literal["auto", "always", "never"]
 """Place of system messages that precede the first assistant's turn."""
 Reserve = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Thought = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SharePrefix = Literal["auto", "on", "off"]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 Images = Annotated[int, Meta(ge=1, le=100_000)]
@@ -48,6 +49,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one model in the file; None: unset.
 
     thinking        whether the model thinks, where the request leaves it open
+    max_thinking_tokens  tokens of thought at most, of any request
+    loop_stop       reasoning and answers that repeat themselves without end are ended
     template_args   arguments of the chat template, below a request's own
     context_limit   tokens of prompt and answer at most
     ttl             seconds that it stays loaded without a request; infinite: for good
@@ -71,6 +74,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     repetition_context_size: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     thinking: bool | None = None
+    max_thinking_tokens: Thought | None = None
+    loop_stop: Literal["auto", "off"] | None = None
     template_args: dict[str, Any] = {}
     context_limit: Annotated[int, Meta(ge=16, le=2**31 - 1)] | None = None
     ttl: Stay | None = None
@@ -101,6 +106,8 @@ SAMPLING = (
     "max_tokens",
 )
 """Fields that the file may also set for all models, under `[defaults]`."""
+FOR_ALL = ("max_thinking_tokens", "loop_stop")
+"""Live fields that a flag sets for all models without their own."""
 NEXT_LOAD = ModelSettings.__struct_fields__[ModelSettings.__struct_fields__.index("block_size") :]
 """Fields that a loaded engine does not take up; every other one is live."""
 
@@ -164,6 +171,10 @@ _HELP = {
     "own",
     "metal_kernels": "auto: on Metal, kernels of omlxd's own compute what a load finds right and not slower "
     "than MLX's own there; off: MLX's alone",
+    "max_thinking_tokens": "most tokens that a model may think before it answers, whatever a request says; "
+    "0: it does not think; none: as many as it likes",
+    "loop_stop": "auto: reasoning, and then an answer, that surely repeats itself without end is ended; "
+    "off: it goes on",
     "kv_reserve": "tokens of an answer that its KV has room for at once; auto: as many as max_tokens allows, "
     "up to a part of the free memory; a longer one is copied as it grows",
     "hoist_system": "put system messages that stand before the first answer at the head of the prompt: "
@@ -258,6 +269,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
     share_prefix: Annotated[SharePrefix, _option("WHAT=auto")]
     metal_kernels: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
+    max_thinking_tokens: Annotated[Thought | None, _option("N=none", none="none")]
+    loop_stop: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
     kv_reserve: Annotated[Reserve | None, _option("N=auto", none="auto")]
     hoist_system: Annotated[Hoist, _option("WHEN=auto")]
     no_healing: Annotated[bool, _option("")]

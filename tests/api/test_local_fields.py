@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from omlxd.api.answer.local_fields import session_of, thinking_of
 from omlxd.api.anthropic import request as anthropic
-from omlxd.api.ollama.request import parse_chat
+from omlxd.api.gemini import request as gemini
+from omlxd.api.ollama.request import parse_chat, parse_generate
 from omlxd.api.openai import chat_request, completions
 from omlxd.api.responses import request as openai_responses
 from omlxd.errors import InvalidRequest
@@ -87,6 +89,64 @@ def test_anthropics_own_words():
     for kind, thinks in (("enabled", True), ("adaptive", True), ("disabled", False)):
         body = {**HELLO, "max_tokens": 5, "thinking": {"type": kind, "budget_tokens": 1024}}
         assert anthropic.parse(json.dumps(body).encode()).generate.prompt.thinking is thinks
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget", "thinks"),
+    [
+        *(({name: 700}, 700, True) for name in ("thinking_budget", "thinking_budget_tokens")),
+        *(({name: 700}, 700, True) for name in ("thinking_token_budget", "max_reasoning_tokens")),
+        ({"reasoning": {"max_tokens": 700}}, 700, True),
+        ({"reasoning": {"max_tokens": 700, "enabled": False}}, 700, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 700}}, 700, True),
+        ({"chat_template_kwargs": {"thinking_budget": 700}}, 700, True),
+        ({"extra_body": {"thinking_budget": 700.0}}, 700, True),
+        ({"thinking_budget": 700, "enable_thinking": False}, 700, False),
+        ({"thinking_budget": 0}, 0, False),
+        ({"thinking_budget": 0, "enable_thinking": True}, 0, False),
+        ({"thinking_budget": -1}, None, None),
+        ({"thinking_budget": None, "reasoning_effort": "low"}, None, True),
+    ],
+)
+def test_budgets_of_thinking(fields, budget, thinks):
+    prompt = chat(**fields).prompt
+    assert (prompt.thinking_budget, prompt.thinking) == (budget, thinks)
+
+
+def test_budgets_at_every_door():
+    def of(parse, body):
+        prompt = parse(json.dumps({"model": "m"} | body).encode()).generate.prompt
+        return prompt.thinking_budget, prompt.thinking
+
+    message = {"messages": [{"role": "user", "content": "Hi"}]}
+    claude = message | {"max_tokens": 5}
+    assert of(anthropic.parse, claude | {"thinking": {"type": "enabled", "budget_tokens": 9}}) == (9, True)
+    assert of(anthropic.parse, claude | {"thinking_budget": 9}) == (9, True)
+    assert of(anthropic.parse, claude | {"thinking": {"type": "enabled", "budget_tokens": 0}}) == (0, False)
+    assert of(openai_responses.parse, {"input": "Hi", "reasoning": {"max_tokens": 9}}) == (9, True)
+    assert of(parse_chat, message | {"think": True, "thinking_budget": 9}) == (9, True)
+    assert of(parse_chat, message | {"think": False}) == (None, False)
+    assert of(parse_generate, {"prompt": "Hi", "thinking_budget": 9}) == (9, True)
+    for budget, read in ((9, (9, True)), (0, (0, False)), (-1, (None, True))):
+        body: dict[str, Any] = {"generationConfig": {"thinkingConfig": {"thinkingBudget": budget}}}
+        body["contents"] = [{"parts": [{"text": "Hi"}]}]
+        assert of(lambda raw: gemini.parse(stream=False)(raw, {}), body) == read
+
+
+@pytest.mark.parametrize("value", ["many", -2, 1.5, True, [1]])
+def test_a_budget_that_is_none_is_refused(value):
+    for fields in ({"thinking_budget": value}, {"reasoning": {"max_tokens": value}}):
+        with pytest.raises(InvalidRequest, match="a whole number of tokens"):
+            chat(**fields)
+
+
+def test_thoughts_may_be_left_out():
+    assert chat(include_reasoning=False).hides_thinking and not chat(include_reasoning=True).hides_thinking
+    assert chat(reasoning={"exclude": True}).hides_thinking
+    assert chat(extra_body={"include_reasoning": False}).hides_thinking
+    assert chat(include_reasoning=False).prompt.thinking is None, "it thinks all the same"
+    body = json.dumps({**HELLO, "max_tokens": 5, "include_reasoning": False}).encode()
+    assert anthropic.parse(body).generate.hides_thinking and parse_chat(body).generate.hides_thinking
 
 
 @pytest.mark.parametrize(

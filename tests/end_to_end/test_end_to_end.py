@@ -290,6 +290,47 @@ def test_thinking_is_switched_off(serving: Daemon):
     assert [part["type"] for part in answer["content"]] == ["text"]
 
 
+def test_a_budget_of_thinking_at_every_door(serving: Daemon):
+    """Streamed and not: the model is cut at three tokens, and answers."""
+    talk, own = {"messages": USER}, {"model": "default", "max_tokens": 40}
+    think = {"thinking": {"type": "enabled", "budget_tokens": 3}}
+    contents = [{"parts": [{"text": USER[0]["content"]}]}]
+    config = {"maxOutputTokens": 40, "thinkingConfig": {"thinkingBudget": 3, "includeThoughts": True}}
+    told = {"include_usage": True}
+    doors: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "/v1/chat/completions",
+            talk | own | {"thinking_budget": 3, "stream_options": told},
+            "reasoning_tokens",
+        ),
+        ("/v1/messages", talk | own | think, "thinking_tokens"),
+        (
+            "/v1/responses",
+            {"input": "x", "max_output_tokens": 40, "reasoning": {"max_tokens": 3}},
+            "reasoning_tokens",
+        ),
+        ("/api/chat", talk | {"model": "default", "think": True, "thinking_budget": 3}, ""),
+        ("/api/generate", {"model": "default", "prompt": "x", "thinking_token_budget": 3}, ""),
+        (
+            "/v1beta/models/gemini-x:generateContent",
+            {"contents": contents, "generationConfig": config},
+            "thoughtsTokenCount",
+        ),
+    ]
+    for path, content, counted in doors:
+        for stream in (False, True):
+            asked = content | ({} if ":" in path else {"stream": stream})
+            at = path.replace(":g", ":streamG") + "?alt=sse" if stream and ":" in path else path
+            text = serving.post(at, asked | ({"options": {"num_predict": 40}} if "/api" in path else {})).text
+            assert '"reasoning_ended":"budget"' in text, (at, text)
+            assert not counted or f'"{counted}":3' in text, (at, text)
+    answer = serving.chat(*USER, max_tokens=40, thinking_budget=3)["choices"][0]["message"]
+    assert answer["content"] and answer["reasoning_content"]
+    hidden = serving.chat(*USER, max_tokens=40, thinking_budget=3, include_reasoning=False)
+    assert "reasoning_content" not in hidden["choices"][0]["message"]
+    assert hidden["choices"][0]["message"]["content"] == answer["content"]
+
+
 # --------------------------------------------------------------------------- many at once
 
 

@@ -2,8 +2,11 @@
 
 The first that says anything counts: the body's own fields, then those under `metadata`, then `extra_body`.
 Thinking: `enable_thinking`, `think` (Ollama), `thinking` (also `{type: enabled}`), `reasoning_effort`,
-`reasoning` (also an object). Conversation: `session_id`, `conversation_id`, `thread_id`, `chat_id`,
-`conversation`, `session`. Other words are ignored: these fields are nobody's standard.
+`reasoning` (also an object). Tokens of thought: `thinking_budget` (vLLM's and llama.cpp's names, too),
+`reasoning.max_tokens` (OpenRouter), `thinking.budget_tokens` (Anthropic); 0: none, -1: any number. No text of
+thoughts: `include_reasoning: false` (vLLM), `reasoning.exclude` (OpenRouter). Conversation: `session_id`,
+`conversation_id`, `thread_id`, `chat_id`, `conversation`, `session`. Other words are ignored: these fields
+are nobody's standard.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from ...errors import bad_field
 from .answer_format import GuidedFields
 
 _OFF = frozenset({"off", "none", "disable", "disabled", "false", "0", "no"})
@@ -24,16 +28,30 @@ _ON = frozenset(
 )
 _THINKING = ("enable_thinking", "think", "thinking", "reasoning_effort", "reasoning")
 _WITHIN = ("enabled", "effort", "level", "type")
+_BUDGETS = (
+    *("thinking_budget", "thinking_budget_tokens", "thinking_token_budget", "max_reasoning_tokens"),
+    "reasoning_budget",
+)
+_BUDGETS_WITHIN = (
+    *(("reasoning", "max_tokens"), ("thinking", "budget_tokens"), ("reasoning", "budget_tokens")),
+    ("chat_template_kwargs", "thinking_budget"),
+)
 _SESSION = ("session_id", "conversation_id", "thread_id", "chat_id", "conversation", "session")
 _NESTED = ("metadata", "extra_body")
 
 
 class DialectFields(GuidedFields, kw_only=True):
-    """Fields of any type; useless values are passed over."""
+    """Fields of any type; useless values are passed over, but a budget that is none is refused."""
 
     think: Any = None
     thinking: Any = None
     reasoning: Any = None
+    include_reasoning: Any = None
+    thinking_budget: Any = None
+    thinking_budget_tokens: Any = None
+    thinking_token_budget: Any = None
+    max_reasoning_tokens: Any = None
+    reasoning_budget: Any = None
     metadata: Any = None
     extra_body: Any = None
     session_id: Any = None
@@ -57,6 +75,44 @@ def thinking_of(body: Any) -> bool | None:
         if nested and (asked := thinking_of(nested)) is not None:
             return asked
     return None
+
+
+def with_budget(body: Any, thinking: bool | None) -> dict[str, Any]:
+    """Return `thinking` and `thinking_budget` of a Conversation. Raises InvalidRequest.
+
+    A budget asks to think, but where `body` says that it is not wanted; 0 asks not to.
+    """
+    budget = budget_of(body)
+    if budget is not None and thinking is not False:
+        thinking = budget > 0
+    return {"thinking": thinking, "thinking_budget": budget}
+
+
+def budget_of(body: Any) -> int | None:
+    """Return the tokens of thought that `body` allows; None: any number. Raises InvalidRequest."""
+    named = [(name, _field(body, name)) for name in _BUDGETS]
+    named += [(f"{outer}.{name}", _field(_field(body, outer), name)) for outer, name in _BUDGETS_WITHIN]
+    for param, value in named:
+        if value is None:
+            continue
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not int or not -1 <= value < 2**63:
+            raise bad_field(param, "give a whole number of tokens; 0 for no thinking, -1 for no limit")
+        return None if value < 0 else value
+    for name in _NESTED:
+        nested = _nested(body, name)
+        if nested and (budget := budget_of(nested)) is not None:
+            return budget
+    return None
+
+
+def hides_thinking(body: Any) -> bool:
+    """Return whether `body` wants no text of thoughts."""
+    hidden = (
+        _field(body, "include_reasoning") is False or _field(_field(body, "reasoning"), "exclude") is True
+    )
+    return hidden or any(hides_thinking(nested) for name in _NESTED if (nested := _nested(body, name)))
 
 
 def _asked(value: Any) -> bool | None:

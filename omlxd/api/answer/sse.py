@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import asdict
 
 from ...chat import Event, Struct, ToolCall, ToolCallCut, ToolCallDelta, Usage
 from ...errors import OmlxdError
@@ -64,6 +65,7 @@ class UsageExtension(Struct, frozen=True):
 
     model_drafted, model_accepted  both, or neither where no draft model guessed
     not_enforced  absent where there is none
+    reasoning_ended, answer_ended, repeated_tokens  likewise
     """
 
     cached_hot: int
@@ -82,13 +84,17 @@ class UsageExtension(Struct, frozen=True):
     model_accepted: int | UnsetType = UNSET
     recomputed: int = 0
     not_enforced: tuple[str, ...] | UnsetType = UNSET
+    reasoning_ended: str | UnsetType = UNSET
+    answer_ended: str | UnsetType = UNSET
+    repeated_tokens: int | UnsetType = UNSET
 
 
 def usage_extension(usage: Usage) -> UsageExtension:
     computed = usage.computed_tokens
-    left_out = {"computed", "not_enforced"}
+    told = {name: value or UNSET for name, value in asdict(usage.limited).items()}
+    left_out = {"computed", *told}
     if not usage.model_drafted:
         left_out |= {"model_drafted", "model_accepted"}
     names = [name for name in UsageExtension.__struct_fields__ if name not in left_out]
     figures = {name: round(getattr(usage, name), 6) for name in names}
-    return UsageExtension(computed=computed, not_enforced=usage.not_enforced or UNSET, **figures)
+    return UsageExtension(computed=computed, **told, **figures)

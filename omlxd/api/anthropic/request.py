@@ -15,7 +15,7 @@ import msgspec
 from ... import chat
 from ...errors import InvalidRequest, bad_field
 from ..answer.answer_format import ResponseFormat, format_of, only
-from ..answer.local_fields import effort_word
+from ..answer.local_fields import effort_word, hides_thinking, with_budget
 from ..conversation import begun_answer, conversation, tool_result
 from ..fields.body import (
     MAX_TOKENS,
@@ -92,6 +92,10 @@ class MessagesBody(msgspec.Struct):
     compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None
+    include_reasoning: Any = None
+    thinking_budget: Any = None
+    thinking_budget_tokens: Any = None
+    thinking_token_budget: Any = None
 
 
 _decoder = msgspec.json.Decoder(MessagesBody)
@@ -148,7 +152,7 @@ def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
         allowed_tools=allowed_tools,
         later_tools=tools.later,
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
-        thinking=None if thinking is None else thinking.type in ("enabled", "adaptive"),
+        **with_budget(request, None if thinking is None else thinking.type in ("enabled", "adaptive")),
         effort=effort_word(request.output_config and request.output_config.effort),
     )
     format = _format(request)
@@ -163,6 +167,7 @@ def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
             session=session_of(headers, request.metadata),
             parent_agent=parent_agent(headers),
             format=format,
+            hides_thinking=hides_thinking(request),
         ),
     )
 

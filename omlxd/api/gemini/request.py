@@ -131,7 +131,7 @@ _LEVELS = ("minimal", "low", "medium", "high")
 
 
 def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:
-    """Return `thinking` and `effort` of a Conversation. Showing thoughts says nothing of thinking."""
+    """Return what a Conversation says of thinking. Showing thoughts says nothing of it."""
     if config is None:
         return {}
     level = (config.thinking_level or "").lower()
@@ -143,7 +143,9 @@ def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:
             f"{level[:40]!r} is none of {', '.join(_LEVELS)}".upper(),
         )
     budget = config.thinking_budget
-    return {} if budget is None else {"thinking": budget != 0}
+    if budget is None:
+        return {}
+    return {"thinking": budget != 0, "thinking_budget": budget if budget >= 0 else None}
 
 
 def _format(config: GenerationConfig) -> chat.AnswerFormat | None:

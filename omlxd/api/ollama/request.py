@@ -15,7 +15,14 @@ import msgspec
 from ... import chat
 from ...errors import bad_field
 from ..answer.answer_format import ANY_OBJECT
-from ..answer.local_fields import DialectFields, effort_of, session_of, thinking_of
+from ..answer.local_fields import (
+    DialectFields,
+    effort_of,
+    hides_thinking,
+    session_of,
+    thinking_of,
+    with_budget,
+)
 from ..conversation import conversation, tool_result
 from ..fields.body import (
     MAX_TOKENS,
@@ -173,7 +180,7 @@ def parse_generate(body: bytes, headers: Mapping[str, str] | None = None) -> Oll
 
 
 def _thinking(body: _Body) -> dict[str, Any]:
-    return {"thinking": thinking_of(body), "effort": effort_of(body)}
+    return {**with_budget(body, thinking_of(body)), "effort": effort_of(body)}
 
 
 def _request(
@@ -205,6 +212,7 @@ def _request(
         sampling=sampling if prompt else chat.Sampling(max_tokens=0),
         session=session_header(headers, "x-session-affinity") or session_of(body),
         format=_format(body.format) if prompt else None,
+        hides_thinking=hides_thinking(body),
     )
     return OllamaRequest(
         model=body.model,

@@ -11,7 +11,14 @@ from msgspec import UNSET, UnsetType
 from ... import chat
 from ...errors import bad_field
 from ..answer.answer_format import ResponseFormat, format_of, guided, only
-from ..answer.local_fields import DialectFields, effort_of, session_of, thinking_of
+from ..answer.local_fields import (
+    DialectFields,
+    effort_of,
+    hides_thinking,
+    session_of,
+    thinking_of,
+    with_budget,
+)
 from ..answer.sse import UsageExtension, usage_extension
 from ..fields.body import MAX_TOKENS, free_json, nucleus, refuse, session_header, stops
 from ..fields.types import MAX_INT64, MinP, Penalty, RepetitionPenalty, Seed, Temperature, TopK, TopP
@@ -110,7 +117,7 @@ class ChatFields(CommonBody, kw_only=True):
 
 
 def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, Any]:
-    """Return `thinking`, `effort` and `template_args` of a Conversation. The most explicit field wins."""
+    """Return what a Conversation says of thinking, and its `template_args`. The most explicit field wins."""
     args = free_json(body.chat_template_kwargs or {}, "chat_template_kwargs")
     thinking = args.pop("enable_thinking", None)
     if thinking is not None and not isinstance(thinking, bool):
@@ -128,7 +135,7 @@ def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, 
         thinking = True
     # An argument that the client names is no hint.
     effort = "" if "reasoning_effort" in args else effort
-    return {"thinking": thinking, "effort": effort, "template_args": args}
+    return {**with_budget(body, thinking), "effort": effort, "template_args": args}
 
 
 def parsed_fields(body: CommonBody) -> dict[str, Any]:
@@ -192,6 +199,7 @@ def generate_request(
         cache_salt=body.cache_salt or "",
         format=format,
         return_token_ids=bool(body.return_token_ids),
+        hides_thinking=hides_thinking(body),
     )
 
 

@@ -85,6 +85,13 @@ class _ContextEdit(msgspec.Struct):
     compact_threshold: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
+class _Reasoning(ReasoningEcho):
+    """`max_tokens`, `exclude`: OpenRouter's."""
+
+    max_tokens: Any = None
+    exclude: Any = None
+
+
 class ResponsesBody(ChatFields, kw_only=True):
     input: Union[str, list[Item], None] = None
     instructions: str | None = None
@@ -92,7 +99,7 @@ class ResponsesBody(ChatFields, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning: ReasoningEcho | None = None
+    reasoning: _Reasoning | None = None
     text: _Text | None = None
     include: list[str] | None = None
     store: bool | None = None
@@ -271,7 +278,9 @@ def _response(request: ResponsesBody, tools: ResponseTools, body: bytes) -> Resp
         model=request.model or "",
         metadata=free_json(request.metadata or {}, "metadata"),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        reasoning=request.reasoning or ReasoningEcho(),
+        reasoning=ReasoningEcho(request.reasoning.effort, request.reasoning.summary)
+        if request.reasoning
+        else ReasoningEcho(),
         store=request.store is not False,
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
         tools=tools.echo,

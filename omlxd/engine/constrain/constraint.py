@@ -103,20 +103,32 @@ class Constraint:
 
         A guess that ends the turn, or opens thinking, is not gone along with. Changes nothing.
         """
-        trial = copy(self)
-        trial._matcher = self._matcher.deep_copy()  # Some 30 us; a rollback would not mend an error.
-        masks = [self.mask]
+        trial, masks = self.trial(), [self.mask]
         for guess in guesses:
             mask = masks[-1]
-            if guess in self._facts.ends or (mask is not None and not mask[guess]):
-                break
-            if trial._state is _State.OPEN and trial._opens_thinking(guess):
+            if (mask is not None and not mask[guess]) or trial.breaks_at(guess):
                 break
             trial.advance(guess)
             if trial.error is not None:
                 break
             masks.append(trial.mask)
         return masks
+
+    def trial(self) -> Constraint:
+        """Return a copy that can be advanced by itself."""
+        trial = copy(self)
+        trial._matcher = self._matcher.deep_copy()  # Some 30 us; a rollback would not mend an error.
+        return trial
+
+    def breaks_at(self, guess: int) -> bool:
+        """Whether an allowed guess is not gone along with."""
+        opens = self._state is _State.OPEN and self._opens_thinking(guess)
+        return opens or guess in self._facts.ends
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the grammar writes the answer by now."""
+        return self._state in (_State.GRAMMAR, _State.DONE)
 
     def _take(self, token: int) -> None:
         facts = self._facts

@@ -94,6 +94,7 @@ class RequestSink:
     stop()   asks the scheduler to end the sequence: at a stop string, or after the one call
     shows_stop  the stop token that ends the answer goes to the parser, too
     is_silent  the client wants the prompt computed and no answer
+    hides_thinking  the client wants no text of thoughts
     over()   called once if the request did not fail and its client stayed
     prompt   its tokens, where the client wants token ids; they go with the first token
     learn()  gets what the client was sent, and of how many tokens, before the last event, if the turn may be
@@ -113,7 +114,7 @@ class RequestSink:
         self._taken = 0
         self.name = f"request {id}"
         self.stop: Callable[[], None] = _nothing
-        self.is_silent = self.shows_stop = False
+        self.is_silent = self.shows_stop = self.hides_thinking = False
         self.prompt: tuple[int, ...] | None = None
         self._ids: list[
             chat.Event
@@ -169,6 +170,8 @@ class RequestSink:
     def _emit(self, events: list[chat.Event]) -> list[tuple[int, chat.Event]]:
         if self._ended:
             return []
+        if self.hides_thinking:
+            events = [event for event in events if not isinstance(event, chat.ReasoningDelta)]
         for event in events:
             if isinstance(event, chat.Restarted):
                 self._answer, self._cut = Answer(), False
@@ -286,6 +289,7 @@ def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
         now - sequence.stats.pass_since if sequence.stats.pass_since else 0.0
     )
     reached = max(sequence.kv.length, sequence.stats.restored_hot + sequence.stats.restored_cold)
+    limits = sequence.sampling.constraint
     cut = sequence.timed_out and not sequence.stats.first_token_s
     return chat.Usage(
         prompt_tokens=sequence.prompt.length,
@@ -306,5 +310,5 @@ def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
         predicted_accepted=sequence.stats.predicted_accepted,
         recomputed=sequence.stats.recomputed,
         left_over=max(0, sequence.prompt.length - reached) if cut else 0,
-        not_enforced=constraint.left_out if (constraint := sequence.sampling.constraint) else (),
+        limited=limits.report() if limits is not None else chat.Limited(),
     )

@@ -36,6 +36,10 @@ one after the other (`tools/replay.py --offline`, the demo's tokenizer):
 
 A new session in the same folder computes 424 tokens for its first answer instead of 4,990."""
 
+EFFORT_TOKENS = {"minimal": 512, "low": 1024, "medium": 8192, "high": 24_576, "xhigh": 32_768}
+"""Budgets for words of effort, where a template has no place for them: low to high are those of Google's
+OpenAI endpoint, the others what proxies use beside these. Any other word sets none."""
+
 
 @dataclass(slots=True, frozen=True)
 class RenderedPrompt:
@@ -46,6 +50,7 @@ class RenderedPrompt:
     starts_in_thinking  the answer begins inside a thinking block
     begins_openly  it does not, as far as the template tells; the model may all the same
     reasoning           thinking tags in the answer are read (not so for a raw prompt)
+    thinking_budget     tokens of thought at most; None: any number
     tool_calls          calls in the answer are looked for
     place               where the answer will stand; None: it is not remembered
     session             name of the conversation, its own or one made of its first messages; cache salt
@@ -63,6 +68,7 @@ class RenderedPrompt:
     starts_in_thinking: bool = False
     begins_openly: bool = False
     reasoning: bool = False
+    thinking_budget: int | None = None
     tool_calls: bool = False
     place: Place | None = None
     session: tuple[str, str] = ("", "")
@@ -149,6 +155,7 @@ class PromptPipeline:
             starts_in_thinking=in_thought,
             begins_openly=not (in_thought or prompt.continue_final or self._is_thought_over(text.plain)),
             reasoning=True,
+            thinking_budget=self._thinking_budget(prompt),
             tool_calls=bool(prompt.tools) and prompt.tool_choice != "none",
             exposed=text.exposed,
             images=tuple(part for part in media_of(prompt.messages) if isinstance(part, ImagePart)),
@@ -166,6 +173,13 @@ class PromptPipeline:
         if start and text.rstrip().endswith(start):
             return True
         return self._starts_in_thinking and prompt.thinking is not False and not prompt.continue_final
+
+    def _thinking_budget(self, prompt: Conversation) -> int | None:
+        if prompt.thinking is False:
+            return 0  # Templates without a word for it open a thought all the same.
+        unread = prompt.effort and not self.renderer.reads("reasoning_effort")
+        budgets = (prompt.thinking_budget, EFFORT_TOKENS.get(prompt.effort) if unread else None)
+        return min((budget for budget in budgets if budget is not None), default=None)
 
     def _is_thought_over(self, text: str) -> bool:
         end = self._tokenizer.think_end

@@ -13,6 +13,7 @@ A step may also check guesses (speculate/controller.py); such a pass is read bef
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
@@ -33,6 +34,8 @@ from ..speculate.mtp import MtpRows
 from ..speculate.row import DRAFT, Offer, RowSpeculator
 from ..speculate.times import NEWEST
 from ..speculate.verify import MOST_TOKENS, WIDTHS, filled_up, most_of_row
+
+log = logging.getLogger(__name__)
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -340,7 +343,7 @@ class DecodeBatch:
         plan: list[tuple[list[int], list[Any]]] = []
         for row in self.rows if width else ():
             guess, masks = self._speculators[row].draft[: min(width, rooms[row])], []
-            if guess and (constraint := row.sampling.constraint) is not None:
+            if guess and (constraint := row.sampling.binding) is not None:
                 masks = constraint.masks_along(guess)
                 guess = guess[: len(masks) - 1]
             plan.append((guess, masks))
@@ -565,11 +568,16 @@ def _held(guesses: Seq[int], drawn: Seq[int], ends: Container[int]) -> int:
 
 
 def _advance(sequence: Sequence, token: int) -> None:
-    """Advance a row's constraint by its newest token; if that fails, the row alone does."""
+    """Advance a row's constraint by its newest token, which may end the row; if it fails, so does the row."""
     constraint = sequence.sampling.constraint
     if constraint is None or token == NO_TOKEN:
         return
     constraint.advance(token)
+    if constraint.news:
+        log.warning("%s: %s", sequence.name, constraint.news)
+        constraint.news = ""
+    if constraint.ends_at is not None:
+        sequence.sampling.max_new = min(sequence.sampling.max_new, constraint.ends_at)
     if constraint.error is not None and not sequence.cancelled:
         sequence.sink.failed(sequence, constraint.error)
         sequence.cancelled = True

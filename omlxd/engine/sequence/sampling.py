@@ -180,6 +180,7 @@ class Masked:
     """What stands in a `SamplerRow` for a constraint that has come to another place."""
 
     mask: np.ndarray | None
+    binds: bool = True
 
 
 def sampler_rows(
@@ -192,7 +193,7 @@ def sampler_rows(
     Once a token was sampled, step and penalties of the row that it was sampled by go on in place of `row`'s.
     A greedy row without penalties and grammar stands for all: its step has no effect.
     """
-    plain = not (row.params.penalised or masks or row.constraint is not None)
+    plain = not (row.params.penalised or masks or row.binding is not None)
     if row.params.greedy and plain and row.step >= row.params.min_tokens:
         return [row] * (len(guesses) + 1)
     rows = [replace(row)]
@@ -246,7 +247,6 @@ class BatchSampler:
         self._top = max(wanted) if wanted else None
         self.logprobs: StepLogprobs | None = None
         """Of the newest step, if a row wants it; lazy."""
-        self.constrained = any(row.constraint is not None for row in rows)
         self._early = max((row.params.min_tokens - row.step for row in rows), default=0)
         """Steps in which a row may not end yet."""
         if self._all_greedy:
@@ -260,6 +260,11 @@ class BatchSampler:
         # Above 1 where it is off, or else rounding of the sum would cut the least likely tokens off.
         self._top_p = mx.array([[p.top_p if p.top_p < 1 else 2.0] for p in params])
         self._min_p = mx.array([[p.min_p] for p in params])
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the tokens of this step depend on those of the step before."""
+        return any(row.binding is not None for row in self.rows)
 
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (rows, vocabulary) → tokens (rows,) int32; lazy. `NO_TOKEN` where a logit is NaN or +inf."""
@@ -303,10 +308,13 @@ class BatchSampler:
         return mx.concatenate(parts)
 
     def _mask(self, logits: mx.array) -> mx.array:
+        masks = [row.binding and row.binding.mask for row in self.rows]
+        if self._early <= 0 and all(mask is None for mask in masks):
+            return logits
         allowed: Any = np.ones(logits.shape, np.bool_)
-        for index, row in enumerate(self.rows):
-            if row.constraint is not None and row.constraint.mask is not None:
-                allowed[index] = row.constraint.mask
+        for index, (row, mask) in enumerate(zip(self.rows, masks, strict=True)):
+            if mask is not None:
+                allowed[index] = mask
             if row.step < row.params.min_tokens:
                 longer = allowed[index].copy()
                 longer[[end for end in row.params.ends if end < len(longer)]] = False

@@ -31,7 +31,7 @@ from ...kv.cold.writer import WritablePayload
 from ...kv.files.block_file import BlockKey
 from ...kv.hashing import BlockHash, ExtraKey, hash_blocks
 from ...wire import KV_RESERVE
-from ..constrain.constraint import Constraint
+from ..constrain.limits import Limits
 from ..mlx_adapter import Adapter, Cache, PromptCacheFile
 from ..vision.images import PromptImages
 
@@ -74,7 +74,7 @@ class SamplerRow:
     prompt        token ids, kept only for a penalised row
     penalties     made at the first step: MLX arrays belong to the engine thread
     step          tokens sampled so far
-    constraint    what its next token may be; its `mask` is all that sampling reads
+    constraint    what its next token may be, and where it ends; sampling reads its `mask` while it `binds`
     top_logprobs  how many of the likeliest tokens to report beside each; None: report nothing
     max_new       tokens to generate at most; `reserve`: of these, how many its cache has room for at once
     eos           tokens that end it
@@ -84,11 +84,16 @@ class SamplerRow:
     prompt: Seq[int] = ()
     penalties: Any = None
     step: int = 0
-    constraint: Constraint | None = None
+    constraint: Limits | None = None
     top_logprobs: int | None = None
     max_new: int = 0
     reserve: int | None = KV_RESERVE
     eos: frozenset[int] = frozenset()
+
+    @property
+    def binding(self) -> Limits | None:
+        """The constraint while it binds."""
+        return self.constraint if self.constraint is not None and self.constraint.binds else None
 
 
 @dataclass(slots=True, eq=False, repr=False)

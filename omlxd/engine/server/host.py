@@ -79,7 +79,7 @@ class EngineHost:
         takes_images = self.images is not None
         self.info = model_info(load, self.loaded, self.namespace, prints, self.prompts, takes_images)
         kv_off = self.info.kv_reuse if self.scheduler.bridge is None else None
-        self._checks = RequestChecks(self.loaded, self.prompts, load.cache.block_size, kv_off)
+        self._checks = RequestChecks(self.loaded, self.prompts, load.cache.block_size, kv_off, self._unopened)
         self._sequences = SequenceMaker(load, self.loaded)
         base = Served(None, self._store, self.info)
         self.adapters = Adapters(base, load.channel, self.loaded, self.scheduler, lease)
@@ -220,6 +220,7 @@ class EngineHost:
         sink.stop = lambda: self.scheduler.cancel(sequence)
         sink.usage = lambda: usage_of(sequence)
         sink.is_silent = checked.wanted == 0
+        sink.hides_thinking = request.hides_thinking
         if request.return_token_ids:
             sink.prompt = tuple(checked.tokens)
         sink.shows_stop = request.sampling.shows_stop

@@ -12,7 +12,9 @@ from typing import Any
 from ...chat import GenerateRequest
 from ...errors import InvalidRequest, PromptTooLong, bad_field
 from .. import mlx_adapter
-from ..constrain.constraint import Constraint, ConstraintCompiler
+from ..constrain.constraint import ConstraintCompiler
+from ..constrain.limits import Limits, Marks
+from ..constrain.repetition import Repetition
 from ..mlx_adapter import LoadedModel, PromptCacheFile
 from ..output.parser import OutputParser
 from ..output.unopened import GuessingParser, UnopenedThoughts
@@ -33,7 +35,7 @@ class CheckedRequest:
     wanted      tokens that the client wants at most; None: as many as there is room for
     labels      answers to be scored, as tokens
     prediction  tokens that the client predicts
-    constraint  what the answer may be; None: anything
+    constraint  what the answer may be, and where it ends; None: anything
     eos         tokens that end it
     file        of the prompt's KV; None: it is computed
     """
@@ -44,7 +46,7 @@ class CheckedRequest:
     wanted: int | None
     labels: Seq[Seq[int]]
     prediction: list[int]
-    constraint: Constraint | None
+    constraint: Limits | None
     eos: frozenset[int]
     file: PromptCacheFile | None
 
@@ -56,13 +58,23 @@ class CheckedRequest:
 class RequestChecks:
     """Checks the requests to one model. Thread-safe.
 
-    kv_off  why no prompt cache is taken; None: they are
+    kv_off    why no prompt cache is taken; None: they are
+    unopened  how often answers of this model began with an unopened thought
     """
 
-    def __init__(self, loaded: LoadedModel, prompts: PromptPipeline, block_size: int, kv_off: str | None):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prompts: PromptPipeline,
+        block_size: int,
+        kv_off: str | None,
+        unopened: UnopenedThoughts,
+    ):
         self._loaded, self._prompts = loaded, prompts
-        self._block, self._kv_off = block_size, kv_off
+        self._block, self._kv_off, self._unopened = block_size, kv_off, unopened
         self._constraints = ConstraintCompiler(loaded.tokenizer, loaded.vocab_size)
+        spaces = prompts.renderer.around_mark(loaded.tokenizer.think_end or "")
+        self._marks = Marks.of(loaded.tokenizer, loaded.vocab_size, spaces)
 
     def check(
         self,
@@ -94,13 +106,30 @@ class RequestChecks:
         if labels:
             wanted = max(map(len, labels))
         else:
-            constraint = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
-        if constraint is not None and sampling.ignore_eos:
-            raise bad_field("ignore_eos", "the answer ends as its format or its calls do; leave it out")
+            constraint = self._limits(request, rendered, tokens)
         ends = () if sampling.ignore_eos else self._loaded.tokenizer.eos_token_ids
         eos = frozenset((*ends, *sampling.stop_token_ids))
         room = context - len(tokens)
         return CheckedRequest(tokens, images, room, wanted, labels, prediction, constraint, eos, file)
+
+    def _limits(self, request: GenerateRequest, rendered: RenderedPrompt, tokens: list[int]) -> Limits | None:
+        """The grammar and the limits of an answer; None: it has none."""
+        sampling = request.sampling
+        grammar = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
+        if grammar is not None and sampling.ignore_eos:
+            raise bad_field("ignore_eos", "the answer ends as its format or its calls do; leave it out")
+        marks = self._marks if rendered.reasoning else None
+        looks = request.loop_stop and not sampling.ignore_eos  # Who ignores ends wants so many tokens.
+        if grammar is None and not looks and (marks is None or rendered.thinking_budget is None):
+            return None
+        return Limits(
+            grammar,
+            marks,
+            rendered.thinking_budget,
+            thinking=in_thought(request, rendered, self._unopened),
+            repetition=Repetition(tokens, len(tokens)) if looks else None,
+            least=sampling.min_tokens,
+        )
 
     def _open_cache(self, request: GenerateRequest, tokens: int) -> PromptCacheFile:
         """Open the prompt cache. Raises InvalidRequest if it can't be that of this prompt's first tokens."""
@@ -151,6 +180,19 @@ class RequestChecks:
         raise bad_field("prediction", f"it has more tokens than the model's context, {context}: shorten it")
 
 
+def guesses_thought(request: GenerateRequest, rendered: RenderedPrompt) -> bool:
+    """Whether the answer may begin inside a thought that nothing opens."""
+    must_call = getattr(request.prompt, "must_call", False)
+    return rendered.begins_openly and not (request.format or must_call or request.labels)
+
+
+def in_thought(request: GenerateRequest, rendered: RenderedPrompt, unopened: UnopenedThoughts) -> bool:
+    """Whether the answer begins inside a thought, as far as is known before it."""
+    thinks = getattr(request.prompt, "thinking", None) is not False
+    guessed = thinks and unopened.expected and guesses_thought(request, rendered)
+    return rendered.starts_in_thinking or guessed
+
+
 def parser_of(
     request: GenerateRequest, rendered: RenderedPrompt, tokenizer: Any, unopened: UnopenedThoughts
 ) -> OutputParser | GuessingParser:
@@ -171,7 +213,7 @@ def parser_of(
         held=request.format is not None,
         allowed=getattr(prompt, "allowed_tools", ()),
     )
-    if rendered.begins_openly and not (request.format or must_call or request.labels):
+    if guesses_thought(request, rendered):
         thinks = getattr(prompt, "thinking", None) is not False
         return GuessingParser(parser, unopened, thinks, request.collected)
     return parser(rendered.starts_in_thinking)

@@ -264,5 +264,5 @@ def seeded(params: RowSampling) -> RowSampling:
 def drafting(row: SamplerRow) -> SamplerRow:
     """How a draft draws what `row` may draw next. Of a grammar it knows the first token alone."""
     penalties = row.penalties and row.penalties.copy()
-    mask = cast(Any, Masked(row.constraint.mask)) if row.constraint is not None else None
+    mask = cast(Any, Masked(row.binding.mask)) if row.binding is not None else None
     return replace(row, constraint=mask, top_logprobs=None, penalties=penalties)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..constrain.constraint import Constraint
+from ..constrain.limits import Limits
 from .ngram import NgramProposer
 from .verify import MOST_CREDIT, WIDTHS
 
@@ -90,7 +90,7 @@ class RowSpeculator:
     def __init__(
         self,
         tokens: Seq[int],
-        constraint: Constraint | None = None,
+        constraint: Limits | None = None,
         shared: Mapping[str, HoldRate] | None = None,
         prediction: Seq[int] = (),
     ):

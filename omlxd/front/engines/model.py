@@ -13,7 +13,7 @@ import msgspec
 
 from ... import wire
 from ...chat import Conversation, EmbedRequest, GenerateRequest, RawPrompt, Struct, Vectors
-from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
+from ...config import FOR_ALL, NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from ...errors import NotFound, PromptTooLong
 from ...models.adapters import adapter_bytes
 from ...models.catalog import Description, InstalledModel, describe
@@ -32,7 +32,9 @@ NOTHING = ModelSettings()
 def settings_of(model_id: str, settings: Settings) -> ModelSettings:
     """Return the settings of `model_id`: under its full id, else its last part, else the defaults."""
     tables = settings.models
-    return tables.get(model_id) or tables.get(basename(model_id)) or settings.defaults
+    own = tables.get(model_id) or tables.get(basename(model_id)) or settings.defaults
+    for_all = {name: getattr(settings, name) for name in FOR_ALL if getattr(own, name) is None}
+    return msgspec.structs.replace(own, **for_all)
 
 
 def with_settings(request: GenerateRequest, settings: ModelSettings) -> GenerateRequest:
@@ -46,6 +48,7 @@ def with_settings(request: GenerateRequest, settings: ModelSettings) -> Generate
         request,
         prompt=prompt_with_settings(request.prompt, settings),
         sampling=msgspec.structs.replace(own, **sampling),
+        loop_stop=settings.loop_stop != "off",
         context_limit=settings.context_limit or request.context_limit,
     )
 
@@ -56,10 +59,12 @@ def prompt_with_settings(
     """Return `prompt` with the template's arguments from `settings`; the request's own go first."""
     if not isinstance(prompt, Conversation):
         return prompt
+    limits = (prompt.thinking_budget, settings.max_thinking_tokens)
     return msgspec.structs.replace(
         prompt,
         template_args={**settings.template_args, **prompt.template_args},
         thinking=settings.thinking if prompt.thinking is None else prompt.thinking,
+        thinking_budget=min(budgets) if (budgets := [each for each in limits if each is not None]) else None,
     )
 
 

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 LIVE = frozenset(
     {
         *("log_level", "api_key", "models", "defaults", "keep_awake"),
+        *("max_thinking_tokens", "loop_stop"),
         *("model_dir", "model_ttl", "max_loaded_models", "memory_limit", "no_jit_load", "no_hf_cache"),
     }
 )

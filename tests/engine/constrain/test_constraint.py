@@ -148,7 +148,7 @@ def test_what_cant_be_enforced_is_refused_by_name_if_strict_else_told(host: Host
         host.ask(chat(format=AnswerFormat("json", schema=schema, param="text.format", strict=True)))
     assert refused.value.param == "text.format"
     ended = finished(host.ask(chat(format=AnswerFormat("json", schema=schema), max_tokens=2)))
-    assert ended.usage.not_enforced
+    assert ended.usage.limited.not_enforced
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_schema_that_cant_be_enforced_matters_for_strict_tools_alone(host: Hos
     assert finished(host.ask(request)).reason == finished(host.ask(request)).reason == "length"
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "not enforced" in line and "Odd" not in line
-    assert finished(host.ask(request)).usage.not_enforced == ("tools.Odd: /propertyNames",)
+    assert finished(host.ask(request)).usage.limited.not_enforced == ("tools.Odd: /propertyNames",)
     with pytest.raises(InvalidRequest, match=r"'Odd'.*propertyNames"):
         host.ask(chat(tools=(Tool("Odd", "", odd, strict=True),), max_tokens=4))
 

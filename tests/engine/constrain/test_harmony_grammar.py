@@ -15,6 +15,7 @@ from parsing import merged
 
 from omlxd.chat import AnswerFormat, ReasoningDelta, TextDelta, Tool
 from omlxd.engine.constrain.constraint import ConstraintCompiler
+from omlxd.engine.constrain.limits import Limits, Marks
 from omlxd.engine.output.parser import OutputParser
 from omlxd.errors import InvalidRequest
 from omlxd.models import demo
@@ -141,6 +142,26 @@ def test_a_raw_prompt_has_no_messages(compiler, tokenizer):
         assert constraint.mask is not None and constraint.mask[token]
         constraint.advance(token)
     assert compiler.compile(chat(tools=(GO,)), thinking=False) is None
+
+
+@pytest.mark.parametrize("format", [None, AnswerFormat("choice", choices=("yes",))])
+def test_analysis_ends_at_its_budget(compiler, tokenizer, format):
+    """`final` or a call follows, never more analysis."""
+    grammar = None if format is None else compiled(compiler, format=format, thinking=None)
+    marks = Marks.of(tokenizer, demo.VOCAB + 16, ("", ""))
+    assert marks is not None and tokenizer.decode([*marks.start]) == "<|channel|>analysis<|message|>"
+    limits = Limits(grammar, marks, 30)
+    wanted = tokens_of(tokenizer, "<|channel|>analysis<|message|>" + "Let me see. " * 40)
+    said: list[int] = []
+    while len(said) < len(marks.start) + 30 + len(marks.end + marks.after):
+        token, mask = wanted[len(said)], limits.mask
+        said.append(token if mask is None or mask[token] else int(mask.argmax()))
+        limits.advance(said[-1])
+    assert tuple(said[-len(marks.end + marks.after) :]) == marks.end + marks.after
+    assert tokenizer.decode(said).endswith("<|end|><|start|>assistant<|channel|>")
+    assert limits.mask is not None and not limits.mask[marks.barred] and limits.mask.any()
+    limits.advance(tokens_of(tokenizer, "final")[0])
+    assert limits.error is None and limits.thought_ended == "budget"
 
 
 def test_a_forced_call_that_is_cut_off_is_no_text(tokenizer):

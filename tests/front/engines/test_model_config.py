@@ -35,6 +35,8 @@ repetition-penalty = 1.1
 repetition-context-size = 256
 max-tokens = 100
 thinking = true
+max-thinking-tokens = 900
+loop-stop = "off"
 template-args = { a = [1, "x"] }
 context-limit = 4096
 ttl = "1h30m"
@@ -66,6 +68,8 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         repetition_context_size=256,
         max_tokens=100,
         thinking=True,
+        max_thinking_tokens=900,
+        loop_stop="off",
         template_args={"a": [1, "x"]},
         context_limit=4096,
         ttl=5400.0,
@@ -273,6 +277,23 @@ def test_defaults_hold_for_every_model_and_a_models_own_settings_win(tmp_path: P
         (tmp_path / "omlxd.toml").write_text(f"[defaults]\n{line}\n")
         with pytest.raises(ConfigError, match=words):
             load_settings({"base_path": str(tmp_path)}, {})
+
+
+def test_the_least_budget_of_thinking_counts_and_a_model_has_its_own(tmp_path: Path):
+    (tmp_path / "omlxd.toml").write_text('[models.own]\nmax-thinking-tokens = 50\nloop-stop = "off"\n')
+    given = {"base_path": str(tmp_path), "max_thinking_tokens": "900"}
+    own, other = (settings_of(name, load_settings(given, {})) for name in ("own", "other"))
+    talk = Conversation((Message("user", (TextPart("Hi"),)),))
+    for settings, asked, budget in (
+        (own, None, 50),
+        (own, 20, 20),
+        (other, 5000, 900),
+        (ModelSettings(), 7, 7),
+    ):
+        request = GenerateRequest(msgspec.structs.replace(talk, thinking_budget=asked))
+        sent = with_settings(request, settings)
+        assert isinstance(sent.prompt, Conversation) and sent.prompt.thinking_budget == budget
+        assert sent.loop_stop is (settings is not own)
 
 
 HUGE = "words " * 5_000_000

@@ -11,7 +11,7 @@ from app_client import body, client
 from fake_engine import HELLO, USAGE, FakeEngine, app_of
 
 from omlxd.api.openai.llama_completion import parse
-from omlxd.chat import Finished, RawPrompt, TextDelta
+from omlxd.chat import Finished, Limited, RawPrompt, TextDelta
 from omlxd.errors import InvalidRequest
 
 
@@ -88,7 +88,7 @@ async def test_models_without_v1():
 
 
 async def test_what_of_a_schema_is_not_enforced_is_told():
-    usage = msgspec.structs.replace(USAGE, not_enforced=("json_schema: /type",))
+    usage = msgspec.structs.replace(USAGE, limited=Limited(("json_schema: /type",)))
     async with client(app_of(FakeEngine((TextDelta("1"), Finished("stop", usage))))) as http:
         whole = (await http.post("/completion", json={"prompt": "Once"})).json()
         streamed = await http.post("/completion", json={"prompt": "Once", "stream": True})

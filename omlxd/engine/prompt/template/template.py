@@ -134,6 +134,26 @@ class Renderer:
             notes.append("control tokens within a message are not told apart: this tokenizer can't be cut")
         return notes
 
+    def reads(self, word: str) -> bool:
+        """Whether the template's code has `word`."""
+        return word in self._switches
+
+    def around_mark(self, end: str) -> tuple[str, str]:
+        """Return the space that the template writes around the mark `end`, which closes a thought."""
+        said: TemplateMessage = {
+            "role": "assistant",
+            "content": "merlin",
+            self.traits.reasoning_key: "petrel",
+        }
+        talk: list[TemplateMessage] = [{"role": "user", "content": "falcon"}, said]
+        try:
+            written = [as_parts(each) for each in talk] if self.traits.content_parts else talk
+            text = self.apply(written, None, add_generation_prompt=False)
+        except Exception:  # a template raises what it likes
+            text = ""
+        found = re.search(f"petrel(\\s*){re.escape(end)}(\\s*)merlin", text)
+        return (found[1], found[2]) if found else ("\n", "\n\n")
+
     def text(self, conversation: Conversation, *, generation: bool = True) -> Text:
         """Render a conversation. Raises InvalidRequest. `generation`: end with the prompt to answer."""
         try:
@@ -200,6 +220,8 @@ class Renderer:
             arguments["enable_thinking"] = conversation.thinking
             if "thinking" in self._switches:  # DeepSeek's name for it
                 arguments["thinking"] = conversation.thinking
+        if conversation.thinking_budget is not None and "thinking_budget" in self._switches:  # Seed-OSS's
+            arguments |= {"thinking_budget": conversation.thinking_budget}
         arguments |= conversation.template_args
         return arguments | {"reasoning_effort": conversation.effort} if conversation.effort else arguments
 
