@@ -13,6 +13,7 @@
 | module names                     |                                                                   |
 | what attention takes             | the same each time: no test depends on this machine's             |
 | what a kernel takes              | half of MLX's own time                                            |
+| a call of a kernel               | support/metal/pretended.py: its C++, or a stand-in                |
 
 MLX computes as ever, so nothing here is as fast, or has the bits, of a Mac. Programs that tests start pretend
 as well where their PYTHONPATH is `code_path()`.
@@ -165,9 +166,16 @@ def _pretend_ratios(rule: Any) -> None:
     )
 
 
+def _pretend_kernels(kernel: Any) -> None:
+    from metal import pretended
+
+    kernel.run = pretended.run
+
+
 _CHANGES = {
     "omlxd.engine.mlx_adapter.runtime.device": _pretend_device,
     "omlxd.engine.mlx_adapter.attention.row_costs": _pretend_costs,
     "omlxd.engine.mlx_adapter.metal.rule": _pretend_ratios,
+    "omlxd.engine.mlx_adapter.metal.kernel": _pretend_kernels,
 }
 """By the names of modules, as soon as they have run."""
