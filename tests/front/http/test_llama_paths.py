@@ -95,3 +95,34 @@ async def test_what_of_a_schema_is_not_enforced_is_told():
     last = json.loads(streamed.text.strip().rpartition("data: ")[2])
     for answer in (whole, last):
         assert answer["omlxd"]["not_enforced"] == ["json_schema: /type"]
+
+
+CUT = {
+    "/v1/chat/completions": '"finish_reason":"length"',
+    "/v1/completions": '"finish_reason":"length"',
+    "/v1/messages": '"stop_reason":"max_tokens"',
+    "/v1/responses": '"reason":"max_output_tokens"',
+    "/api/chat": '"done_reason":"length"',
+    "/api/generate": '"done_reason":"length"',
+    "/v1beta/models/tiny:generateContent": '"finishReason":"MAX_TOKENS"',
+    "/completion": '"stop_type":"limit"',
+}
+
+
+@pytest.mark.parametrize("path", CUT)
+async def test_a_loop_that_was_ended_is_told_at_every_door(path: str):
+    limited = Limited((), "repetition", "repetition", 7)
+    usage = msgspec.structs.replace(USAGE, limited=limited)
+    async with client(app_of(FakeEngine((TextDelta("on and on"), Finished("length", usage))))) as http:
+        for stream in (False, True):
+            more = (
+                {"stream": stream, "stream_options": {"include_usage": True}}
+                if "v1/" in path
+                else {"stream": stream}
+            )
+            at = path.replace(":g", ":streamG") if stream else path
+            text = (await http.post(at, json=body(path, **({} if ":" in path else more)))).text.replace(
+                ": ", ":"
+            )
+            assert CUT[path] in text, text
+            assert '"answer_ended":"repetition"' in text and '"repeated_tokens":7' in text, text
