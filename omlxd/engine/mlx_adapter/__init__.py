@@ -18,7 +18,7 @@ from .cache.kinds import (
     can_take_back,
     copied,
     filled_cache,
-    keeps_latents_of_own,
+    joins_alone,
     layout_of,
     new_cache,
     open_tails,

@@ -5,8 +5,8 @@ A step is started before the one before it has been read, so the device never wa
 A row that ends is noticed one step late; its extra token is thrown away.
 
 One row keeps the cache that it was prefilled into: no merge, no padding, no mask. So do the rows of a batch
-where attention goes row by row, or reads rows by address (cache/rows.py of mlx_adapter/). Elsewhere joining
-copies every row's KV, as stock attention wants one array, so `best_batch` weighs it.
+where attention goes row by row, or reads rows where they lie (cache/rows.py, cache/tails.py of mlx_adapter/).
+Elsewhere joining copies every row's KV, as stock attention wants one array, so `best_batch` weighs it.
 
 A step may also check guesses (speculate/controller.py); such a pass is read before the next one starts.
 """
@@ -131,7 +131,7 @@ class DecodeBatch:
         """Add a prefilled row whose first token has been sampled, read and reported."""
         if not self.rows:
             self._cache, self._merged = sequence.take_cache(), False
-            if mlx_adapter.keeps_latents_of_own(self._cache):
+            if mlx_adapter.joins_alone(self._cache):
                 self._merge()
         else:
             self._extend(mlx_adapter.extend, sequence.take_cache())

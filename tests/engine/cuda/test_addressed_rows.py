@@ -21,6 +21,7 @@ from omlxd.engine.mlx_adapter import Quantisation
 from omlxd.engine.mlx_adapter.cache.kinds import leaves
 from omlxd.engine.mlx_adapter.cache.packed import PARTS
 from omlxd.engine.mlx_adapter.cache.segments import Segment, SequenceKVCache
+from omlxd.engine.mlx_adapter.cache.tails import MOST_TAKEN_BACK
 from omlxd.engine.mlx_adapter.cuda.attention import attention_packed
 from omlxd.engine.mlx_adapter.cuda.rows import addressed_rows
 from omlxd.engine.mlx_adapter.cuda.rows.addressed_rows import AddressedKVCache
@@ -129,7 +130,7 @@ def test_joining_and_leaving_copy_nothing_and_a_row_grows_alone(family: str, tmp
         assert all((a is b) != grown for a, b in zip(leaf.tails[0].parts, parts, strict=True))
         assert leaf.tails[0].is_known
     rings = [leaf for leaf in addressed(batch) if leaf.window]
-    assert all(t.capacity == WINDOW + addressed_rows.MOST_TAKEN_BACK for leaf in rings for t in leaf.tails)
+    assert all(t.capacity == WINDOW + MOST_TAKEN_BACK for leaf in rings for t in leaf.tails)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3 8"])

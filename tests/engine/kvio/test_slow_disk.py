@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends import use_backend
 from cold_run import Reference, assert_same, outputs, prompt, same_bits
 from families import build_family
 from fast_or_slow import rest_slow
@@ -28,6 +27,7 @@ from rig import BLOCK, Output, Rig
 from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.reads.rates import Rates
 from omlxd.engine.kvio.transport import StagedTransport
+from omlxd.engine.mlx_adapter.attention import backend
 from omlxd.engine.sequence.sequence import State
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.hashing import chain_root, hash_blocks
@@ -102,7 +102,7 @@ def cache(written: Path, tmp_path: Path) -> Path:
 @pytest.fixture(params=["direct", "staged"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "staged":
-        use_backend(monkeypatch, "mlx", keep_on_host=lambda view: "no GPU here")
+        monkeypatch.setattr(backend.current(), "keep_on_host", lambda view: "no GPU here")
         monkeypatch.setattr(staging, "_chosen", StagedTransport())
 
 

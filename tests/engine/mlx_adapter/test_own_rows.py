@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import let_rows_pay
+from backends import let_rows_pay, use_backend
 from families import FAMILIES, build_family
 from family_configs import WINDOW
 from fast_or_slow import rest_slow
@@ -37,6 +37,12 @@ JOINT = ("mamba2",)
 """It keeps no such KV."""
 CHOSEN = 25
 """Tokens that an index chooses: fewer than most rows have."""
+
+
+@pytest.fixture(autouse=True)
+def mlx_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a pretended Mac: its kernels have batches of their own (tests/metal)."""
+    use_backend(monkeypatch, "mlx")
 
 
 @pytest.fixture(params=[True, False], ids=["pays", "does not pay"])

@@ -7,6 +7,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import use_backend
 from families import build_family
 from mlx_lm.models import base
 
@@ -89,6 +90,7 @@ def test_calls_are_measured_whatever_an_evaluation_takes(kernel: float, monkeypa
 
 
 def test_a_load_measures_and_doctor_can_tell(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    use_backend(monkeypatch, "mlx")
     monkeypatch.setattr(row_costs, "_costs", found := cast(dict[Any, Any], {}))
     mlx_adapter.load(build_family("llama", tmp_path / "llama"))
     (measured,) = found.values()

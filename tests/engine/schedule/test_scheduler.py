@@ -19,6 +19,7 @@ from rig import BLOCK, Output, Rig
 from omlxd.chat import Finished, GenerateRequest, RawPrompt, Sampling
 from omlxd.engine.mlx_adapter.cache import batch as batch_kv
 from omlxd.engine.mlx_adapter.cache import rows as own_rows
+from omlxd.engine.mlx_adapter.cache import tails
 from omlxd.engine.schedule import decode_batch
 from omlxd.engine.schedule import scheduler as scheduler_module
 from omlxd.engine.schedule.decode_batch import DecodeBatch
@@ -273,7 +274,7 @@ def test_a_row_that_finds_no_memory_to_join_leaves_the_others_alone(
         row = rig.start(prompt(30, seed=1), 200)
         assert row.first.wait(30)
         calls: list[int] = []
-        for kind in (own_rows.OwnRowsKVCache, batch_kv.EvenBatchKVCache):
+        for kind in (own_rows.OwnRowsKVCache, tails.TailRowsKVCache, batch_kv.EvenBatchKVCache):
 
             def extend(self: Any, other: Any, extend: Any = kind.extend) -> None:
                 calls.append(1)

@@ -171,7 +171,7 @@ class _Launch:
         for name in kernel.outputs:
             results.append((by_name[name], _bits(by_name[name]) == _bits(begun[name])))
         for name in kernel.writes:
-            results.append((by_name[name], np.zeros(by_name[name].shape, bool)))
+            results.append((by_name[name], np.zeros(by_name[name].size, bool)))
         return results
 
     def _told(self, report: Report, buffers: list[Fenced]) -> str:

@@ -8,11 +8,12 @@ The numbers are the kernel's within rounding; inputs of `kernel.writes` are chan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .source import Kernel
 
@@ -54,3 +55,101 @@ def stand_in(*names: str) -> Callable[[StandIn], StandIn]:
 
 def of(kernel: Kernel) -> StandIn | None:
     return _stand_ins.get(kernel.name)
+
+
+# --------------------------------------------------------------------------- attention of a batch's rows
+
+
+@stand_in("attention_spans", "attention_packed_spans")
+def attention_spans(call: Call) -> list[mx.array]:
+    """All that a row sees of a part is in its first span; its other spans saw nothing. A row's bits depend on
+    that row alone."""
+    from omlxd.engine.mlx_adapter.metal.attention import kernels
+
+    table, width = _numbers_of(call.arrays["table"]), call.template["WIDTH"]
+    header = dict(zip(kernels.HEADER_FIELDS, table, strict=False))
+    scale = float(np.int32(header["SCALE"]).view(np.float32))
+    heads, kv_heads, new, window = (header[name] for name in ("HEADS", "KV_HEADS", "NEW", "WINDOW"))
+    group = heads // kv_heads
+    queries = _exact(call.arrays["q"]).reshape(-1, kv_heads, group * new, width)
+    slots = call.output_shapes[0][0] // (heads * new * (width + 2))
+    out = np.zeros((slots, kv_heads, group * new, width + 2), np.float32)
+    out[..., width] = -np.inf
+    for at in range(header["PARTS"]):
+        part = dict(
+            zip(kernels.PART_FIELDS, table[kernels.HEADER + at * len(kernels.PART_FIELDS) :], strict=False)
+        )
+        rows = table[part["MEMBERS_AT"] : part["MEMBERS_AT"] + part["MEMBERS"]]
+        tokens, last = np.arange(part["FIRST"], part["END"]), np.full(new, part["END"])
+        if part["ROW"] >= 0:
+            _put_fresh(call, part, header["FRESH"])
+            last += np.arange(new) - new
+        columns = (tokens - part["START"]) % part["CAPACITY"]
+        keys, values = (_held(call, f"{what}{part['ARRAY']}", columns) for what in ("keys", "values"))
+        sees = (tokens <= last[:, None]) & (tokens > last[:, None] - (window or len(tokens) + new))
+        for member, row in enumerate(rows):
+            scores = np.where(np.tile(sees, (group, 1)), queries[row] @ keys.swapaxes(1, 2) * scale, -np.inf)
+            most = scores.max(2, keepdims=True)
+            weights, slot = np.exp(scores - most), out[part["SLOT"] + member]
+            slot[..., :width], slot[..., width] = weights @ values, most[..., 0]
+            slot[..., width + 1] = weights.sum(2)
+    return [mx.array(out.reshape(-1))]
+
+
+def _exact(array: mx.array) -> np.ndarray:
+    return np.asarray(array.astype(mx.float32)).astype(np.float64)
+
+
+def _numbers_of(array: mx.array) -> list[int]:
+    return np.asarray(array).tolist()
+
+
+def _arrays(call: Call, name: str) -> list[mx.array]:
+    from omlxd.engine.mlx_adapter.metal.attention import kernels
+
+    packing = kernels.Packing(call.template["BITS"], call.template["GROUP"])
+    return [call.arrays[part] for part in kernels.part_names(name, packing)]
+
+
+def _held(call: Call, name: str, columns: np.ndarray) -> np.ndarray:
+    """(KV heads, tokens, width) of these columns."""
+    held = [array[0][:, mx.array(columns)] for array in _arrays(call, name)]
+    if bits := call.template["BITS"]:
+        parts = held[0], *(part.astype(mx.float32) for part in held[1:])
+        held = [
+            mx.dequantize(*parts, group_size=call.template["GROUP"], bits=bits).astype(call.template["T"])
+        ]
+    return _exact(held[0])
+
+
+def _put_fresh(call: Call, part: Mapping[str, int], count: int) -> None:
+    from .harness import as_numpy, memory_of
+
+    columns = (np.arange(part["END"] - count, part["END"]) - part["START"]) % part["CAPACITY"]
+    for what in ("keys", "values") if count else ():
+        held = _arrays(call, f"{what}{part['ARRAY']}")
+        for array, new in zip(held, _arrays(call, f"new_{what}"), strict=True):
+            memory_of(array)[0][:, columns] = as_numpy(new)[part["ROW"]]
+
+
+@stand_in("attention_merge1", "attention_merge28")
+def attention_merge(call: Call) -> list[mx.array]:
+    from omlxd.engine.mlx_adapter.metal.attention import kernels
+
+    table, (rows, heads, new, width) = _numbers_of(call.arrays["table"]), call.output_shapes[0]
+    out, fields = np.empty((rows, heads * new, width), np.float32), len(kernels.MERGE_FIELDS)
+    for row in range(rows):
+        found = list[np.ndarray]()
+        for at in range(table[2 + row], table[3 + row], fields):
+            launch, slot, spans, apart = table[at : at + fields]
+            partials = _exact(call.arrays[f"partials{launch}"]).reshape(-1, heads * new, width + 2)
+            found.append(partials[slot : slot + spans * apart : apart])
+        partials = np.concatenate(found)
+        most, sinks = partials[..., width].max(0), np.full(heads * new, -np.inf)
+        if table[0]:
+            sinks = np.repeat(_exact(call.arrays["sinks"])[:heads], new)
+        most = np.maximum(most, sinks)
+        shares = np.exp(partials[..., width] - most)
+        total = np.exp(sinks - most) + (shares * partials[..., width + 1]).sum(0)
+        out[row] = (shares[..., None] * partials[..., :width]).sum(0) / total[:, None]
+    return [mx.array(out.reshape(call.output_shapes[0])).astype(call.template["T"])]

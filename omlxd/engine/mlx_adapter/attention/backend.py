@@ -86,6 +86,7 @@ class AttentionBackend(Protocol):
     gathered_multiple  of which each side of a matrix in a gathered product must be one
     equal_segments    segments that rows share are of equal length
     compares_rows     a load compares rows of a batch with what each has alone
+    writes_rows       kernels put new tokens into rows' arrays, which MLX does not see
     loads_beside_cpu  a load leaves cores of the processor idle
     own_memory        arrays live in the device's own memory, whose free bytes other programs do not see
     gpu_faults        what an error says after which its process must compute nothing more: Metal's
@@ -100,6 +101,7 @@ class AttentionBackend(Protocol):
     gathered_multiple: int = 1
     equal_segments: bool = False
     compares_rows: bool = False
+    writes_rows: bool = False
     loads_beside_cpu: bool = False
     own_memory: bool = False
     gpu_faults: Sequence[str] = ("[METAL] Command buffer execution failed", "SubmissionsIgnored")
@@ -171,6 +173,10 @@ class AttentionBackend(Protocol):
         cache/rows.py serves. `spec` says what each keeps. Raises RuntimeError for rows that the
         backend can't read."""
         return None
+
+    def joins_alone(self, row: Any) -> bool:
+        """Whether a row alone is better off in a batch. `row`: a layer of its cache."""
+        return False
 
     @property
     def shares_prefixes(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..runtime.chains import Clock, seconds_of
+from ..runtime.chains import Clock, Link, seconds_of
 from ..runtime.device import backend
 from ..runtime.gpu_faults import end_if_fault
 
@@ -187,10 +187,22 @@ def measured(shape: Shape, plan: Plan, one_row: OneRow, clock: Clock = time.perf
     return Costs(Seconds(plan.rows, lengths, joint), Seconds(plan.rows, lengths, alone))
 
 
-def _both_ways(
-    shape: Shape, rows: int, length: int, plan: Plan, one_row: OneRow, clock: Clock
-) -> tuple[float, float]:
-    """Return the seconds of a call for all rows and of calls for each row, in a pass of many."""
+class Ways(NamedTuple):
+    """Passes of one token a row in a layer, whose KV they put into `rooms`.
+
+    joint    a call for all rows
+    alone    a call for each row
+    queries  (rows, heads, 1, width), evaluated, as are `rooms`
+    """
+
+    joint: Link
+    alone: Link
+    queries: mx.array
+    rooms: Sequence[mx.array]
+
+
+def ways(shape: Shape, rows: int, length: int, one_row: OneRow) -> Ways:
+    """Return both ways for rows of `length` tokens each."""
     queries = mx.ones((rows, shape.heads, 1, shape.width), shape.dtype)
     keys, values = (mx.ones((rows, shape.kv_heads, length, shape.width), shape.kv_dtype) for _ in range(2))
     mask = mx.broadcast_to(mx.arange(length) >= 1, (rows, 1, 1, length))
@@ -214,5 +226,13 @@ def _both_ways(
             put(room, query)
         return mx.concatenate([one_row(q, *pair, scale) for q, pair in zip(each, pairs, strict=True)])
 
+    return Ways(joint, alone, queries, rooms)
+
+
+def _both_ways(
+    shape: Shape, rows: int, length: int, plan: Plan, one_row: OneRow, clock: Clock
+) -> tuple[float, float]:
+    """Return the seconds of a call for all rows and of calls for each row, in a pass of many."""
+    joint, alone, queries, rooms = ways(shape, rows, length, one_row)
     taken = seconds_of((joint, alone), queries, plan.links, plan.turns, rooms, clock)
     return taken[0], taken[1]

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -506,8 +507,13 @@ def arrays_of(tree: Any) -> list[mx.array]:
 
 
 def copied(cache: Cache) -> Cache:
-    """A cache of one sequence that goes on by itself; arrays are copied when one of the two is written to."""
-    return copy.deepcopy(cache)
+    """A cache that goes on by itself. Arrays of one sequence's are copied when one of the two is written to,
+    and at once where MLX does not see who writes."""
+    copies = copy.deepcopy(cache)
+    for _, leaf in leaves(copies) if backend.current().writes_rows else ():
+        if hasattr(leaf, "own_rows") and leaf.keys is not None:
+            leaf.keys, leaf.values = tree_map(lambda part: part + 0, (leaf.keys, leaf.values))
+    return copies
 
 
 # --------------------------------------------------------------------------- caches of a batch
@@ -534,10 +540,13 @@ def mla_kinds(cache: Cache) -> dict[str, KVKind]:
     return found
 
 
-def keeps_latents_of_own(cache: Cache) -> bool:
-    """Whether rows of its batches keep latents of MLA of their own. A row alone is better off in a batch:
-    passes over one sequence's cache are the model's, which makes keys and values of each head."""
-    return any(hasattr(leaf, "own_rows") and leaf.mla_kind == "mla" for _, leaf in leaves(cache))
+def joins_alone(cache: Cache) -> bool:
+    """Whether a row alone is better off in a batch, as the backend says. With latents of MLA it is: passes
+    over one sequence's cache are the model's, which makes keys and values of each head."""
+    held = [leaf for _, leaf in leaves(cache) if hasattr(leaf, "own_rows")]
+    if any(leaf.mla_kind == "mla" for leaf in held):
+        return True
+    return bool(held) and all(map(backend.current().joins_alone, held))
 
 
 def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.array]:

@@ -2,14 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from ..attention.backend import MlxBackend
+import mlx.core as mx
+
+from ..attention.backend import AttentionCall, MlxBackend
+from ..attention.kv_spec import KVSpec
 from . import rule
+from .attention.choice import Choices
+from .attention.rows import SpanRowsKVCache, over_segments
 
 
 class MetalBackend(MlxBackend):
     name = "metal"
 
+    def __init__(self) -> None:
+        self._attention = Choices()
+
     def use_kernel_folder(self, folder: Path) -> None:
         rule.use_folder(folder)
+
+    def prepare(self, model: Any) -> None:
+        self._attention.since_load = {}
+
+    def forward(self, call: AttentionCall) -> mx.array | None:
+        """What is seen first, a load sees."""
+        return None if self._attention.note(call).rows else super().forward(call)
+
+    def over_segments(self, call: AttentionCall) -> mx.array | None:
+        return over_segments(call) if self._attention.note(call).alone else None
+
+    def reads_rows(self, model: Any, shares: bool) -> bool:
+        self.compares_rows, self.writes_rows = self._attention.rows, self._attention.writes
+        return True
+
+    def joins_alone(self, row: Any) -> bool:
+        return self._attention.of_row(row).alone
+
+    def row_batch(self, rows: Sequence[Any], spec: KVSpec) -> SpanRowsKVCache | None:
+        return SpanRowsKVCache(rows) if self._attention.of_row(rows[0]).rows else None
+
+    def rows_pay(self) -> bool:
+        return self._attention.rows or super().rows_pay()
+
+    def rows_pay_for(self, lengths: Sequence[int], are_apart: bool) -> bool:
+        return self._attention.rows or super().rows_pay_for(lengths, are_apart)
+
+    def reads_own_rows(self) -> bool:
+        return self._attention.rows
+
+    def steps_read_segments(self, model: Any) -> bool:
+        return self._attention.rows
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return True
