@@ -8,7 +8,8 @@
 
     assert survivors(KERNEL, [("threadgroup_barrier(mem_flags::mem_threadgroup);", ""), …], check) == []
 
-A test is skipped where there is no C++ compiler. On a Mac the kernels run on its GPU.
+A test is skipped where there is no C++ compiler. On a Mac the kernels run on its GPU, and are compiled by
+`xcrun metal` as well if it has one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from metal import build, harness
+from metal import apple, build, harness
+from metal.source import printed
 
 
 @pytest.fixture
@@ -27,12 +29,16 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     from omlxd.engine.mlx_adapter.metal import kernel as module  # Not before --pretend-metal is installed.
 
     how = dict[str, Any]()
-    if not mx.metal.is_available():
-        if why := build.missing():
-            pytest.skip(why)
+    on_device, on_a_mac = module.run, mx.metal.is_available()
+    if not on_a_mac and (why := build.missing()):
+        pytest.skip(why)
 
-        def run(some: Any, arrays: Any, template: Any = (), **call: Any) -> list[mx.array]:
+    def run(some: Any, arrays: Any, template: Any = (), **call: Any) -> list[mx.array]:
+        if not on_a_mac:
             return harness.run(some, arrays, template, **call, **how)
+        if wrong := apple.refused(printed(some, arrays, template, **call)):
+            raise harness.MetalError(f"{some.name}: {wrong}")
+        return on_device(some, arrays, template, **call)
 
-        monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(module, "run", run)
     yield how.update

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal import pretended, stand_ins
+from metal import apple, limits, pretended, stand_ins
 from metal.harness import MetalError
 from metal.mutants import survivors
+from metal.source import parsed
 
 from omlxd.engine.mlx_adapter.metal import kernel as kernel_module
 from omlxd.engine.mlx_adapter.metal.kernel import Kernel
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = [
+    pytest.mark.usefixtures("on_cpu"),
+    pytest.mark.skipif(mx.metal.is_available(), reason="kernels run on the GPU here"),
+]
 
 SUM = """
   threadgroup float part[2];
@@ -52,6 +59,51 @@ WRONG = {
     "simd_shuffle of a lane that does not exist": I + "y[i] = simd_shuffle(x[i], 32);",
 }
 
+REFUSED = {
+    "a threadgroup has 1056 threads": ("", "", 1056),
+    "q points to no named address space": ("", "float own = 1; float* q = &own; y[i] = q[0];"),
+    "r points to no named address space": ("float f(const float& r) { return r; }", "y[i] = f(1.0f);"),
+    "'device float const .' with an lvalue of type 'threadgroup float": (
+        "",
+        "threadgroup float a[4]; const device float* q = a; y[i] = q[0];",
+    ),
+    "device float .' with an lvalue of type 'float": ("", "float a[2]; device float* q = a; y[i] = q[0];"),
+    "a cast changes the address space": ("", "thread float* q = (thread float*)x; y[i] = q[0];"),
+    "read-only variable is not assignable": ("", "constant float* q = (constant float*)x; q[i] = 1;"),
+    "top of a kernel alone": ("", "if (i) { threadgroup float a[2]; a[0] = 1; y[i] = a[0]; }"),
+    "no initial value": ("", "threadgroup float a[2] = {}; y[i] = a[0];"),
+    "leaves threadgroup memory out": (
+        "",
+        "threadgroup float a[64]; a[i] = x[i]; threadgroup_barrier(mem_flags::mem_device); y[i] = a[63 - i];",
+    ),
+    "a variable outside of functions": ("float a = 1;", "y[i] = a;"),
+    ". calls itself": (
+        "int g(int a); int f(int a) { return g(a); } int g(int a) { return f(a); }",
+        "y[i] = f(1);",
+    ),
+    "no double": ("", "double a = 1; y[i] = a;"),
+    "no exceptions": ("", "try { y[i] = 1; } catch (...) {}"),
+    "no virtual": ("struct A { virtual int f(); };", "y[i] = 1;"),
+    "no std::": ("", "y[i] = std::max(x[i], 1.0f);"),
+    "no lambdas": ("", "auto f = [](float a) { return a; }; y[i] = f(x[i]);"),
+    "no pointers to functions": ("int f(int (*g)(int)) { return g(1); }", "y[i] = 1;"),
+    "Metal 3 is C..14": ("struct P { int a, b; };", "P p = {1, 2}; auto [a, b] = p; y[i] = a;"),
+}
+"""By what is said: a header, and what stands in the kernel."""
+
+ACCEPTED = """
+constant constexpr int FOUR = 4;
+struct State { float4 most; };
+template <int M> METAL_FUNC int down(int a) { return down<M - 1>(a) + 1; }
+template <> METAL_FUNC int down<0>(int a) { return a; }
+template <typename T>
+METAL_FUNC float first(const device T* a, thread float* own, threadgroup float* all, thread const float& by) {
+  own[0] = float(a[0]) * by;
+  all[0] = own[0];
+  return own[0];
+}
+"""
+
 
 def called(kernel: Kernel, x: mx.array, threads: int = 64, **how: Any) -> mx.array:
     how = {"grid": (threads, 1, 1), "threadgroup": (min(threads, 64), 1, 1)} | how
@@ -66,6 +118,77 @@ def floats(threads: int = 64) -> mx.array:
 def test_a_wrong_kernel_is_found(said: str):
     with pytest.raises(MetalError, match=said):
         called(Kernel("wrong", ["x"], ["y"], WRONG[said]), floats())
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_metal_refuses_is_refused(said: str):
+    if not limits.can_read():
+        pytest.skip("no libclang")
+    header, source, *threads = REFUSED[said]
+    kernel = Kernel("refused", ["x"], ["y"], I + source, header + "\n")
+    with pytest.raises(MetalError, match=said):
+        called(kernel, floats(*threads), *threads, threadgroup=(*(threads or [64]), 1, 1))
+
+
+def test_a_kernel_has_31_buffers_at_most():
+    for count in (31, 32):
+        names = [f"x{at}" for at in range(count - 1)]
+        source = I + f"y[i] = {' + '.join(f'{name}[i]' for name in names)};"
+        how: dict[str, Any] = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)]}
+        with nullcontext() if count == 31 else pytest.raises(MetalError, match="it has 32 buffers"):
+            (y,) = Kernel("many", names, ["y"], source)(
+                [floats(8)] * (count - 1), output_dtypes=[mx.float32], **how
+            )
+            assert y[1] == 30
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_what_kernels_are_made_of_has_metals_meaning(dtype: Any):
+    source = """
+    threadgroup float all[N * 32], more[2][3];
+    const uint i = thread_position_in_grid.x;
+    float own[FOUR] = {0};
+    State state;
+    state.most = float4(1.0f, 2, 3, 4.5);
+    const device T* p = x + i / 4 * 4;
+    const device vec<T, 4>* four = (const device vec<T, 4>*)p;
+    const float4 f = float4(four[0]);
+    own[1] = first(x + 1, own, all, 2.0f) + FOUR + down<3>(2);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (i == 0) more[1][2] = all[0];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint two = as_type<uint>(half2(half(1.0f), half(2.0f)));
+    if constexpr (N == 3) y[i] = T(f[i % 4] + own[1] + more[1][2] + state.most.w + (two >> 16 == 0x4000u));
+    const uint down = simd_shuffle_down(i, 1), before = simd_prefix_exclusive_sum(1u);
+    z[2 * i] = (i % 32 < 31 ? down : 0) + 100 * simd_max(int(i)) + 10000 * before;
+    const uint any = select(1, 2, simd_any(i == 40)), all_small = simd_all(i < 32);
+    z[2 * i + 1] = simd_broadcast(i, 3) + 100 * simd_shuffle_xor(i, 1) + 10000 * all_small + 100000 * any;
+    """
+    kernel = Kernel("made", ["x"], ["y", "z"], source, ACCEPTED)
+    x = mx.arange(64).astype(dtype)
+    how: dict[str, Any] = {
+        "grid": (64, 1, 1),
+        "threadgroup": (64, 1, 1),
+        "template": [("T", dtype), ("N", 3)],
+    }
+    y, z = kernel([x], output_shapes=[(64,), (64, 2)], output_dtypes=[dtype, mx.uint32], **how)
+    i = np.arange(64)
+    assert mx.array_equal(y, (mx.arange(64) + 18.5).astype(dtype))
+    down = (i + 1) * (i % 32 < 31) + 100 * (i // 32 * 32 + 31) + 10_000 * (i % 32)
+    assert (np.asarray(z)[:, 0] == down).all()
+    other = i // 32 * 32 + 3 + 100 * (i ^ 1) + 10_000 * (i < 32) + 100_000 * np.where(i < 32, 1, 2)
+    assert (np.asarray(z)[:, 1] == other).all()
+
+
+def test_sixteen_bits_round_at_each_operation():
+    source = I + "y[i] = x[i] * x[i] + x[i]; y[i + 32] = T(float(x[i]) * float(x[i]) + float(x[i]));"
+    for dtype in (mx.float16, mx.bfloat16):
+        x = (mx.arange(32) / 7 + 1).astype(dtype)
+        how: dict[str, Any] = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), "template": [("T", dtype)]}
+        (y,) = Kernel("round", ["x"], ["y"], source)([x], output_shapes=[(64,)], output_dtypes=[dtype], **how)
+        x32 = x.astype(mx.float32)
+        assert mx.array_equal(y[:32], x * x + x)
+        assert mx.array_equal(y[32:], (x32 * x32 + x32).astype(dtype)) and not mx.array_equal(y[:32], y[32:])
 
 
 def test_mutants_of_a_sum_are_found():
@@ -108,6 +231,21 @@ def test_threads_of_a_last_threadgroup_that_is_not_full():
     source = I + "y[i] = x[i] + threads_per_threadgroup.x * 1000 + threadgroup_position_in_grid.x;"
     got = called(Kernel("edge", ["x"], ["y"], source), floats(80), 80)
     assert got[79] == 79 + 16_000 + 1 and got[63] == 63 + 64_000
+
+
+def test_apples_compiler_is_asked_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = tmp_path / "xcrun"
+    program.write_text(
+        "#!/bin/sh\nfor it; do case $it in *.metal) grep -q FOUR $it && echo no >&2 && exit 1; esac; done"
+    )
+    program.chmod(0o755)
+    source = parsed("[[kernel]] void k(\n  device float* y [[buffer(0)]]) {\ny[0] = FOUR;\n}\n")
+    for path, said in ((str(tmp_path), "no\n"), ("", "")):
+        monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}" if path else os.defpath)
+        apple.is_here.cache_clear()
+        apple.refused.cache_clear()
+        assert apple.refused(source) == said or (not path and apple.is_here())
+    apple.is_here.cache_clear()
 
 
 def test_a_stand_in_takes_large_calls_of_a_pretended_mac(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,8 @@
 | msl_on_cpu.h               | the Metal Shading Language's types and functions                          |
 | runtime.cpp                | a kernel's threads as fibers, in several orders                           |
 | build.py, memory.py        | the compiler, and buffers between fences                                  |
-| limits.py                  | Apple's limits                                                            |
+| limits.py, msl_spaces.h    | Apple's limits and refusals, by counts and by clang                       |
+| apple.py                   | `xcrun metal`, where there is one                                         |
 | mutants.py                 | kernels with a fault, which a check must find                             |
 | stand_ins.py, pretended.py | what `--pretend-metal` takes                                              |
 

@@ -19,7 +19,7 @@ COMMON = ["-std=c++20", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOU
 RUNTIME = [*COMMON, "-O2"]
 KERNEL = [
     *COMMON,
-    *("-O1", "-g1", "-w", "-march=native", "-ffp-contract=off", "-fno-rtti"),
+    *("-O1", "-g1", "-w", "-march=native", "-ffp-contract=off", "-fsingle-precision-constant", "-fno-rtti"),
     *("-fvisibility=hidden", "-fno-gnu-unique", "-ftrivial-auto-var-init=pattern"),
     # Indices beyond arrays of a thread, addresses that are not aligned, division by 0.
     *("-fsanitize=bounds,alignment,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"),

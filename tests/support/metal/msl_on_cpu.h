@@ -35,9 +35,11 @@ template <typename To, typename From> To bits_as(const From& x) {
   return to;
 }
 // Numbers of 16 bits: each operation rounds, as on a GPU, and not at the end of an expression.
+struct Brain;
 struct Half {
   _Float16 x;
   Half() = default;
+  explicit Half(Brain v);
   template <typename T> requires(__is_class(T) == false) constexpr Half(T v) : x(_Float16(v)) {}
   constexpr operator float() const { return float(x); }
 };
@@ -48,9 +50,11 @@ struct Brain {
     const uint32_t b = bits_as<uint32_t>(v);
     return v != v ? 0x7fc0 : uint16_t((b + 0x7fff + ((b >> 16) & 1)) >> 16);
   }
-  template <typename T> requires(__is_class(T) == false) Brain(T v) : bits(rounded(float(v))) {}
+  // Metal converts nothing to bfloat unasked.
+  template <typename T> requires(__is_class(T) == false || metal::is_same_v<T, Half>) explicit Brain(T v) : bits(rounded(float(v))) {}
   operator float() const { return bits_as<float>(uint32_t(bits) << 16); }
 };
+inline Half::Half(Brain v) : x(_Float16(float(v))) {}
 template <typename T> constexpr bool is_small = metal::is_same_v<T, Half> || metal::is_same_v<T, Brain>;
 template <typename A, typename B> struct Both { using type = void; };
 template <typename A, typename B> requires(is_small<A> && (metal::is_same_v<A, B> || metal::is_integral_v<B>))
@@ -67,7 +71,7 @@ template <typename A, typename B> concept Mixed = is_small<A> && is_small<B> && 
                                           float(typename msl::Both<A, B>::type(b)));              \
   }                                                                                               \
   template <typename A, typename B> requires msl::Mixed<A, B> void operator OP(A, B) = delete;    \
-  template <typename A, typename B> requires msl::is_small<A>                                     \
+  template <typename A, typename B> requires(msl::Small<A, B> || metal::is_same_v<A, msl::Half>) \
   inline A& operator OP##=(A& a, B b) { return a = A(a OP b); }
 namespace msl {
 MSL_SMALL(+) MSL_SMALL(-) MSL_SMALL(*) MSL_SMALL(/)
@@ -206,7 +210,7 @@ template <> struct numeric_limits<half> {
 template <> struct numeric_limits<bfloat> {
   static bfloat max() { return msl::bits_as<bfloat>(uint16_t(0x7f7f)); }
   static bfloat lowest() { return msl::bits_as<bfloat>(uint16_t(0xff7f)); }
-  static bfloat infinity() { return INFINITY; }
+  static bfloat infinity() { return bfloat(INFINITY); }
 };
 template <typename T> requires is_integral_v<T> struct numeric_limits<T> {
   static constexpr bool is_signed = T(-1) < T(0);
@@ -338,13 +342,19 @@ template <typename T> inline T nobodys() {
 // In a tree of pairs, as hardware may: another order than a loop's, so that no test relies on one.
 template <typename T, typename F> inline T in_a_tree(const T& x, Operation what, int line, F join) {
   const auto lanes = all_lanes(x, what, line);
-  T part[32];
-  const uint32_t n = now->width;
-  for (uint32_t i = 0; i < n; i++) part[i] = lanes[i];
-  for (uint32_t step = 16; step; step /= 2)
-    for (uint32_t i = 0; i < step; i++)
-      if (i + step < n) part[i] = join(part[i], part[i + step]);
-  return part[0];
+  if (!joined->done) {
+    T part[32];
+    const uint32_t n = now->width;
+    for (uint32_t i = 0; i < n; i++) part[i] = lanes[i];
+    for (uint32_t step = 16; step; step /= 2)
+      for (uint32_t i = 0; i < step; i++)
+        if (i + step < n) part[i] = join(part[i], part[i + step]);
+    __builtin_memcpy((void*)&joined->value, (const void*)part, sizeof(T));
+    joined->done = true;
+  }
+  T all;
+  __builtin_memcpy((void*)&all, (const void*)&joined->value, sizeof(T));
+  return all;
 }
 }  // namespace msl
 #define MSL_LINE int line = __builtin_LINE()

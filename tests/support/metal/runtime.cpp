@@ -31,9 +31,11 @@ constexpr size_t STACK = 1 << 17, PAGE = 4096;
 constexpr size_t MOST_THREADGROUP_BYTES = 32768;
 enum State { RUNS, AT_SIMD, AT_BARRIER, ENDED };
 
+using Jump = void* [5];  // Of the compiler's own, a tenth of the library's time.
+
 struct Fiber {
   ucontext_t context;  // It starts by this, and goes on by `jump`, which asks the kernel for nothing.
-  jmp_buf jump;
+  Jump jump;
   bool begun = false;
   State state;
   int line, what;
@@ -41,6 +43,9 @@ struct Fiber {
   Now now;
   Slot put[2];  // Two: a lane may be at the next operation while others still read this one's.
   unsigned turn;
+  // Of the first lane: its simdgroup's.
+  Joined joined[2];
+  const Slot* slots[2][LANES];
 };
 struct Array {
   int number;
@@ -51,7 +56,7 @@ struct Array {
 const Now* now;
 static std::vector<Fiber*> fibers;
 static Fiber* self;
-static jmp_buf scheduler;
+static Jump scheduler;
 static sigjmp_buf outside;
 static Report* report;
 static void (*body)(void**);
@@ -86,19 +91,20 @@ void fail(const char* what, int line) {
   siglongjmp(outside, 1);
 }
 
+static __attribute__((noinline, noreturn)) void jump_to(void** where) { __builtin_longjmp(where, 1); }
 static __attribute__((noinline)) void leave() {
-  if (!_setjmp(self->jump)) _longjmp(scheduler, 1);
+  if (!__builtin_setjmp(self->jump)) jump_to(scheduler);
 }
+Joined* joined;
 const Slot* const* exchange(const void* mine, size_t size, Operation what, int line) {
-  static const Slot* slots[LANES];
   Fiber* me = self;
   const unsigned turn = me->turn++ & 1;
   memcpy(me->put[turn].bytes, mine, size);
   me->state = AT_SIMD, me->line = line, me->what = what;
   leave();
-  const uint32_t first = me->now.index / LANES * LANES;
-  for (uint32_t i = 0; i < LANES; i++) slots[i] = i < me->now.width ? &fibers[first + i]->put[turn] : nullptr;
-  return slots;
+  Fiber* first = fibers[me->now.index / LANES * LANES];
+  joined = &first->joined[turn];
+  return first->slots[turn];
 }
 void barrier(int line) {
   self->state = AT_BARRIER, self->line = line;
@@ -136,11 +142,11 @@ static void entry() {
     leave();
   }
 }
-static void resume(Fiber* fiber) {
+static __attribute__((noinline)) void resume(Fiber* fiber) {
   self = fiber;
   now = &fiber->now;
-  if (_setjmp(scheduler)) return;
-  if (fiber->begun) _longjmp(fiber->jump, 1);
+  if (__builtin_setjmp(scheduler)) return;
+  if (fiber->begun) jump_to(fiber->jump);
   fiber->begun = true;
   setcontext(&fiber->context);
 }
@@ -179,6 +185,7 @@ static bool run_lanes(uint32_t from, uint32_t end, const std::vector<uint32_t>& 
     siglongjmp(outside, 1);
   }
   for (uint32_t i = from; i < end; i++) fibers[i]->state = RUNS;
+  fibers[from]->joined[(fibers[from]->turn - 1) & 1].done = false;
   return true;
 }
 static void reach_barrier(uint32_t threads) {
@@ -257,6 +264,7 @@ static void run_grid(Place grid, Place full, unsigned seed) {
       fiber->now = {{start.x + own.x, start.y + own.y, start.z + own.z}, own, group, size, grid, groups, full,
                     i, i % LANES, i / LANES, (threads + LANES - 1) / LANES, std::min(LANES, threads - i / LANES * LANES)};
       fiber->state = RUNS, fiber->turn = 0;
+      for (int turn = 0; turn < 2; turn++) fibers[i / LANES * LANES]->slots[turn][i % LANES] = &fiber->put[turn];
     }
     run_group(threads, seed);
     for (auto& array : arrays)

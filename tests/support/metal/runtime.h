@@ -21,6 +21,9 @@ enum Operation : int {
 
 // Waits until all lanes of the simdgroup are at this operation; gives what they put, a slot each.
 struct alignas(16) Slot { unsigned char bytes[32]; };
+// What the first lane makes of all lanes' values, for the others.
+struct Joined { bool done; Slot value; };
+extern Joined* joined;
 const Slot* const* exchange(const void* mine, size_t size, Operation what, int line);
 void barrier(int line);
 [[noreturn]] void fail(const char* what, int line);

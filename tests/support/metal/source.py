@@ -146,7 +146,7 @@ def as_cpp(source: Printed) -> str:
             arguments.append(f"({at}{'' if parameter.plain.endswith('3') else '.x'})")
         else:
             arguments.append(NUMBERS[parameter.attribute])
-    text = re.sub(r"^[ \t]*#[ \t]*include[ \t]*<metal_\w+>", "", source.text, flags=re.M)
+    text = without_includes(source.text)
     return f"""#include "msl_on_cpu.h"
 #line 1 "kernel.metal"
 {with_shared_arrays(text)}
@@ -154,6 +154,11 @@ extern "C" __attribute__((visibility("default"))) void body(void** buffers) {{
   {source.name}{source.instance}({", ".join(arguments)});
 }}
 """
+
+
+def without_includes(text: str) -> str:
+    """Leave out Metal's own headers, whose names msl_on_cpu.h has."""
+    return re.sub(r"^[ \t]*#[ \t]*include[ \t]*<metal_\w+>", "", text, flags=re.M)
 
 
 def with_shared_arrays(text: str) -> str:
