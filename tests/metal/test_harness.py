@@ -96,9 +96,10 @@ constant constexpr int FOUR = 4;
 struct State { float4 most; };
 template <int M> METAL_FUNC int down(int a) { return down<M - 1>(a) + 1; }
 template <> METAL_FUNC int down<0>(int a) { return a; }
-template <typename T>
+template <int M, typename T>
 METAL_FUNC float first(const device T* a, thread float* own, threadgroup float* all, thread const float& by) {
-  own[0] = float(a[0]) * by;
+  float numbers[2 * M] = {by};
+  own[0] = float(a[0]) * numbers[0];
   all[0] = own[0];
   return own[0];
 }
@@ -153,7 +154,7 @@ def test_what_kernels_are_made_of_has_metals_meaning(dtype: Any):
     const device T* p = x + i / 4 * 4;
     const device vec<T, 4>* four = (const device vec<T, 4>*)p;
     const float4 f = float4(four[0]);
-    own[1] = first(x + 1, own, all, 2.0f) + FOUR + down<3>(2);
+    own[1] = first<N>(x + 1, own, all, 2.0f) + FOUR + down<3>(2);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (i == 0) more[1][2] = all[0];
     threadgroup_barrier(mem_flags::mem_threadgroup);

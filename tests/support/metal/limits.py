@@ -12,6 +12,9 @@ By clang, to which address spaces are types of their own (msl_spaces.h), at the 
 - what C++14 lacks, but for `if constexpr`
 - double, exceptions, virtual, new, goto, asm, std::, lambdas, pointers to functions, recursion
 
+An input of fewer than 8 elements comes as `constant`, not `device`: a kernel that takes it for the other is
+refused at just such sizes.
+
 A program can pass all of it and be refused on a Mac: clang sees no types of textures, nothing of a function
 that is not used, and calls of functions that Metal has and msl_spaces.h lacks are not looked into. Without
 the package libclang only the counts are looked at.
@@ -92,6 +95,13 @@ def refused(text: str, name: str, instance: str) -> str:
     return ""
 
 
+def _named(told: str) -> str:
+    """Return what clang says, with Metal's names of spaces."""
+    for number, space in (("1", "device"), ("2", "constant"), ("3", "threadgroup")):
+        told = re.sub(rf"(const )?__attribute__\(\(address_space\({number}\)\)\)", space, told)
+    return told[:300]
+
+
 class _Reading:
     """What clang's tree and tokens say of one kernel."""
 
@@ -109,7 +119,7 @@ class _Reading:
     def faults(self) -> Iterator[tuple[str, int]]:
         """Give each with its line of the Metal source."""
         for found in self._unit.diagnostics:
-            told = [found.spelling, *(child.spelling for child in found.children)]
+            told = [_named(text.spelling) for text in (found, *found.children)]
             line = found.location.line - SHIFT
             if found.severity >= 3 and any(map(SAID_OF_SPACES.search, told)):
                 yield "; ".join(told[:2]), line
@@ -151,7 +161,9 @@ class _Reading:
                 yield "Metal has no lambdas", cursor
             if cursor.kind.name not in ("VAR_DECL", "PARM_DECL", "FIELD_DECL"):
                 continue
-            kind = cursor.type.get_canonical().spelling  # The package has no names for types of 16 bits.
+            kind = re.sub(
+                r"\[[^]]*\]", "", cursor.type.get_canonical().spelling
+            )  # Without sizes, as [2 * N].
             if "(*" in kind and ")(" in kind:
                 yield "Metal has no pointers to functions", cursor
             elif re.search(r"[*&]", kind) and not SPACES.search(self._declared(cursor)):
