@@ -1,1 +1,4 @@
-"""Grammars, schemas and forced tool calls as token masks. Rule: no MLX; what can't be enforced is refused."""
+"""Grammars, schemas, forced tool calls and ends of thoughts as token masks; endless loops.
+
+Rule: no MLX; what can't be enforced is refused.
+"""

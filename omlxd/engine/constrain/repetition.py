@@ -30,11 +30,11 @@ DRIFT = 8192, 12
 100 tokens with one number that counts up gains 88 a repeat: it takes 94 of them."""
 ONE = 8192
 """Tokens of a run of one token, in an answer: what broken weights give ("!!!!"), and goes on for ever."""
+RICH = 8
 MOST = 20_480
-"""Tokens of a run of some words: of a period of at most `FEW` tokens, or with at least `RICH` different ones,
-as a sentence, a paragraph or an object has them. That is 64 repeats of the longest period, 660 of an object
-of 31 tokens, 6,800 zeros with commas. The longest run of the 200 answers has 17,353."""
-FEW, RICH = 4, 8
+"""Tokens of a run of words: of a period with at least `RICH` different tokens, or where half of them differ,
+as in a sentence, a paragraph or an object. That is 64 repeats of the longest period, 660 of an object of 31
+tokens, 6,800 zeros with commas. The longest run of the 200 answers has 17,353."""
 LONG = 32_768
 """Tokens of a run of any other kind: 100 rows of a matrix of 100 zeros have 30,000. Also where the prompt has
 the text, as somebody who asks for repeats names it, and where a grammar writes the answer."""
@@ -107,12 +107,16 @@ class Repetition:
         if run != MOST:  # Looked into once a run: the period stays the same.
             return False
         tokens = [self._ring[(self._position - back) % _RING] for back in range(self.period, 0, -1)]
-        is_text = self.period <= FEW or len({*tokens}) >= RICH
+        different = len({*tokens})
+        is_text = different >= RICH or 2 * different >= self.period
         return is_text and not self._is_in_prompt(tokens)
 
     def _is_in_prompt(self, period: list[int]) -> bool:
-        """Whether `GRAM` tokens of a period in a row stand in the prompt."""
-        text = np.array(self._prompt[: self._prompt_length], np.int64)
-        grams = {tuple(period[start : start + GRAM]) for start in range(len(period) - GRAM + 1)}
-        starts = np.flatnonzero(np.isin(text[: len(text) - GRAM + 1], [gram[0] for gram in grams]))
-        return any(tuple(text[start : start + GRAM].tolist()) in grams for start in starts.tolist())
+        """Whether the prompt has a part of the run: `GRAM` tokens in a row, or a shorter period itself."""
+        size = min(GRAM, len(period))
+        if size < 4:  # Any text has those.
+            return False
+        text, twice = np.array(self._prompt[: self._prompt_length], np.int64), period * 2
+        grams = {tuple(twice[start : start + size]) for start in range(len(period))}
+        starts = np.flatnonzero(np.isin(text[: max(0, len(text) - size + 1)], period))
+        return any(tuple(text[start : start + size].tolist()) in grams for start in starts.tolist())

@@ -146,13 +146,17 @@ def test_a_loop_of_any_period_is_found(period: int):
     )
 
 
-def test_what_the_prompt_has_and_what_a_grammar_writes_may_be_repeated_for_longer():
-    rng = random.Random(0)
-    loop = [rng.randrange(50_000) for _ in range(100)]
-    for prompt, written in (([1, 2, 3, *loop[20:60]], False), ([], True)):
-        found = Repetition(prompt, len(prompt))
-        at = feed(found, loop * 400, lambda each, written=written: each.ends_answer(written=written))
-        assert LONG <= at <= LONG + 110
+@pytest.mark.parametrize(
+    ("period", "asked", "written"),
+    [(100, slice(20, 60), False), (5, slice(0, 5), False), (100, slice(0), True)],
+)
+def test_what_the_prompt_has_and_what_a_grammar_writes_may_be_repeated_for_longer(period, asked, written):
+    loop = list(range(100, 100 + period))
+    found = Repetition([1, 2, 3, *loop[asked], 4], 4 + len(loop[asked]))
+    at = feed(found, loop * (2 * LONG // period), lambda each: each.ends_answer(written=written))
+    assert LONG <= at <= LONG + 2 * period + repetition.GRAM
+    unasked = feed(Repetition([1, 2], 2), loop * (2 * LONG // period), ends_answer)
+    assert MOST <= unasked <= MOST + 2 * period + repetition.GRAM
 
 
 def test_a_thought_whose_repeats_drift_is_ended_and_a_table_is_not():
