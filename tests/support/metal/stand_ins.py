@@ -153,3 +153,33 @@ def attention_merge(call: Call) -> list[mx.array]:
         total = np.exp(sinks - most) + (shares * partials[..., width + 1]).sum(0)
         out[row] = (shares[..., None] * partials[..., :width]).sum(0) / total[:, None]
     return [mx.array(out.reshape(call.output_shapes[0])).astype(call.template["T"])]
+
+
+@stand_in("few_row_product")
+def few_row_product(call: Call) -> list[mx.array]:
+    x, weights = call.arrays["x"], _quantised(call)
+    rows = x.reshape(-1, 1, x.shape[-1])
+    out = mx.concatenate([mx.quantized_matmul(row, **weights) for row in rows])  # A row's bits are its own.
+    return [_biased(call, out, call.arrays["added"]).reshape(call.output_shapes[0])]
+
+
+@stand_in("few_row_product_gathered", "few_row_product_few_gathered")
+def gathered_product(call: Call) -> list[mx.array]:
+    x, indices = call.arrays["x"], call.arrays["indices"]
+    x = mx.broadcast_to(x, (*indices.shape, *x.shape[-2:])).reshape(indices.size, 1, -1)
+    weights = _quantised(call)
+    out = [
+        mx.gather_qmm(row[None], **weights, rhs_indices=one)
+        for row, one in zip(x, indices.reshape(-1, 1), strict=True)
+    ]
+    added = call.arrays["added"][indices.reshape(-1)] if call.template["BIASED"] else call.arrays["added"]
+    return [_biased(call, mx.concatenate(out)[:, 0], added).reshape(call.output_shapes[0])]
+
+
+def _quantised(call: Call) -> dict[str, Any]:
+    parts = {"w": call.arrays["w"], "scales": call.arrays["scales"], "biases": call.arrays["biases"]}
+    return parts | {"transpose": True, "group_size": call.template["GROUP"], "bits": call.template["BITS"]}
+
+
+def _biased(call: Call, out: mx.array, added: mx.array) -> mx.array:
+    return out + added if call.template["BIASED"] else out

@@ -13,6 +13,7 @@ from ..attention.kv_spec import KVSpec
 from . import rule
 from .attention.choice import Choices
 from .attention.rows import SpanRowsKVCache, over_segments
+from .products import install as products
 
 
 class MetalBackend(MlxBackend):
@@ -20,6 +21,9 @@ class MetalBackend(MlxBackend):
 
     def __init__(self) -> None:
         self._attention = Choices()
+
+    def prepare(self, model: Any) -> None:
+        products.prepare(model)
 
     def use_kernel_folder(self, folder: Path) -> None:
         rule.use_folder(folder)
