@@ -30,6 +30,8 @@ from family_configs import CONFIGS, Family
 from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
+from omlxd.engine import mlx_adapter
+
 GRID = 128
 """Tokens a prefill chunk, and between two checkpoints: so that short prompts have several of both."""
 
@@ -240,6 +242,8 @@ def check(rig: Rig, asks: list[Ask], uncached: Reference, row: Row, *, tier: str
 
 
 def promises_bits(ask: Ask, row: Row) -> bool:
+    if row.family == "qwen3_4bit" and mlx_adapter.backend() == "metal":
+        return False  # Few rows have a kernel of their own there, and the end of a prompt is few.
     if ask.answered:
         # A pass of one token reads quantised KV packed, one of many unpacked: they round differently.
         return row.config.promise == "bits" and not row.kv_bits
