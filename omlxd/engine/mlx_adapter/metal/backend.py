@@ -22,14 +22,12 @@ class MetalBackend(MlxBackend):
     def __init__(self) -> None:
         self._attention = Choices()
 
-    def prepare(self, model: Any) -> None:
-        products.prepare(model)
-
     def use_kernel_folder(self, folder: Path) -> None:
         rule.use_folder(folder)
 
     def prepare(self, model: Any) -> None:
         self._attention.since_load = {}
+        products.prepare(model)
 
     def forward(self, call: AttentionCall) -> mx.array | None:
         """What is seen first, a load sees."""
