@@ -33,6 +33,7 @@ RUNS = {
     "tower_gap": ("--size 224x112", "| parts |"),
     "streams": ("--model {llama} --contexts 40 40,50 --output 8", "| omlxd | 2 | 40 to 50 |"),
     "turns": ("--model {llama} --grow 40+20 30+10 --trace {trace} --output 4", "| omlxd | 2 | 8 of 8 |"),
+    "step_bytes": ("", "| 8B dense | 4 | shared |"),
     "store": ("--streams 1 --output 8 --prompt 70 --rounds 1", "written:"),
 }
 
