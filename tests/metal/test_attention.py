@@ -188,6 +188,5 @@ def test_rows_get_what_numpy_gives(name: str, on_cpu: Any):
 
 @pytest.mark.parametrize("name", STORIES)
 def test_the_stand_in_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pretended, "MOST_THREADS", 0)
     monkeypatch.setattr(kernel_module, "run", pretended.run)
     test_rows_get_what_numpy_gives(name, None)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal import apple, limits, pretended, stand_ins
+from metal import apple, harness, limits, pretended, stand_ins
 from metal.harness import MetalError
 from metal.mutants import survivors
 from metal.source import parsed
@@ -249,7 +249,7 @@ def test_apples_compiler_is_asked_where_there_is_one(tmp_path: Path, monkeypatch
     apple.is_here.cache_clear()
 
 
-def test_a_stand_in_takes_large_calls_of_a_pretended_mac(monkeypatch: pytest.MonkeyPatch):
+def test_a_pretended_mac_takes_stand_ins_or_all_as_cpp(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stand_ins, "_stand_ins", {})
 
     @stand_ins.stand_in("doubled")
@@ -260,6 +260,17 @@ def test_a_stand_in_takes_large_calls_of_a_pretended_mac(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernel_module, "run", pretended.run)
     source = I + "y[i] = BY * x[i]; if (i == 5) ((device float*)x)[i] = 0;"
     kernel = Kernel("doubled", ["x"], ["y"], source, writes=["x"])
-    few, many = floats(64), floats(8192)
-    assert called(kernel, few, template=[("BY", 2)])[5] == 10 and few[5] == 0
-    assert called(kernel, many, 8192, template=[("BY", 2)])[5] == 200 and not many.any()
+    monkeypatch.delenv("OMLXD_PRETENDED_KERNELS", raising=False)
+    x = floats(64)
+    assert called(kernel, x, template=[("BY", 2)])[5] == 200 and not x.any()
+    monkeypatch.setenv("OMLXD_PRETENDED_KERNELS", "cpp")
+    x = floats(64)
+    assert called(kernel, x, template=[("BY", 2)])[5] == 10 and x[5] == 0 and x[6] == 6
+
+
+def test_what_does_not_end_and_what_is_written_beside_a_buffer_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(harness, "MOST_CPU_S", 0.1)
+    with pytest.raises(MetalError, match="it does not end"):
+        called(Kernel("endless", ["x"], ["y"], I + "for (uint a = i + 1; a; a += 2) y[i] = x[i];"), floats())
+    with pytest.raises(MetalError, match="it writes before or behind y"):
+        called(Kernel("behind", ["x"], ["y"], I + "y[i] = x[i]; if (!i) y[61] = 0;"), floats(61), 61)

@@ -13,7 +13,7 @@
 | module names                     |                                                                   |
 | what attention takes             | the same each time: no test depends on this machine's             |
 | what a kernel takes              | half of MLX's own time                                            |
-| a call of a kernel               | support/metal/pretended.py: its C++, or a stand-in                |
+| a call of a kernel               | support/metal/pretended.py: a stand-in's, or its C++              |
 
 MLX computes as ever, so nothing here is as fast, or has the bits, of a Mac. Programs that tests start pretend
 as well where their PYTHONPATH is `code_path()`.

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -77,14 +76,6 @@ def built(text: str, flags: Iterable[str]) -> Path:
                 raise CompileError(made.stderr.replace(own + "/", ""))
             out.replace(library)
     return library
-
-
-def build_all(texts: Iterable[str]) -> None:
-    """Build several kernels at once, a compiler a core."""
-    with ThreadPoolExecutor(
-        os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()
-    ) as pool:
-        list(pool.map(lambda text: built(text, KERNEL), texts))
 
 
 @functools.cache
