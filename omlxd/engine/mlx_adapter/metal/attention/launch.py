@@ -27,6 +27,14 @@ def nothing(dtype: mx.Dtype) -> mx.array:
     return mx.zeros((8,), dtype)
 
 
+def in_device_memory(array: mx.array) -> mx.array:
+    """`array`, with zeros behind it if it has fewer than 8 numbers, which MLX gives as `constant`."""
+    if array.size >= 8:
+        return array
+    more = -(-8 * array.shape[0] // array.size) - array.shape[0]
+    return mx.pad(array, [(0, more), *[(0, 0)] * (array.ndim - 1)])
+
+
 def attend(
     queries: mx.array,
     shape: Shape,
@@ -44,7 +52,8 @@ def attend(
     spans = spans_kernel(packing)
     numbers = shape.heads * plan.new * (width + 2)
     template = [("T", dtype), ("WIDTH", width), ("BITS", packing.bits), ("GROUP", packing.group)]
-    beside = [*fresh] or [nothing(array.dtype) for array in arrays[0][: 2 * packing.arrays]]
+    unused = [nothing(array.dtype) for array in arrays[0][: 2 * packing.arrays]]
+    beside = [in_device_memory(array) for array in fresh] or unused
     partials = [
         spans(
             [queries, launch.table, *beside, *held],
@@ -56,8 +65,8 @@ def attend(
         )[0]
         for launch, held in zip(plan.launches, arrays, strict=True)
     ]
-    if sinks is not None and (sinks.dtype != dtype or sinks.size < 8):
-        sinks = mx.pad(sinks.astype(dtype), (0, max(0, 8 - sinks.size)))
+    if sinks is not None:
+        sinks = in_device_memory(sinks.astype(dtype))
     if len(partials) > 1:
         partials += [partials[0]] * (MOST_LAUNCHES - len(partials))
     return merge_kernel(len(partials))(
