@@ -181,6 +181,68 @@ def test_what_kernels_are_made_of_has_metals_meaning(dtype: Any):
     assert (np.asarray(z)[:, 1] == other).all()
 
 
+MATH: dict[str, Callable[[np.ndarray], Any]] = {
+    "exp(a)": np.exp,
+    "fast::exp2(a)": np.exp2,
+    "precise::log(a)": np.log,
+    "metal::rsqrt(a)": lambda a: a**-0.5,
+    "metal::precise::rsqrt(a)": lambda a: a**-0.5,
+    "sqrt(a) + tanh(a) + sin(a) + floor(a)": lambda a: np.sqrt(a) + np.tanh(a) + np.sin(a) + np.floor(a),
+    "fma(a, a, -1.0f)": lambda a: a * a - 1,
+    "clamp(a, 1.0f, 2.0f)": lambda a: a.clip(1, 2),
+    "select(a, -a, a > 2)": lambda a: np.where(a > 2, -a, a),
+    "abs(-a) + abs(-3)": lambda a: a + 3,
+    "isnan(0 / (a - a)) ? 1.0f : isinf(1 / (a - a)) ? 2.0f : 3.0f": np.ones_like,
+    "max(min(a, 2.0f), 1.0f) + max(1, int(i) - 8)": lambda a: a.clip(1, 2) + np.maximum(1, np.arange(32) - 8),
+    "dot(float4(a, 1, 2, 3), float4(2.0f)) + (float2(a) * half2(2)[0]).y": lambda a: 4 * a + 12,
+    "all(float4(a) > float4(0.1f)) ? max(float4(a), float4(2)).w : 0.0f": lambda a: np.maximum(a, 2),
+    "float(half3(half(a)).z) + sizeof(float3) + sizeof(packed_float3)": lambda a: (
+        a.astype("f2").astype("f4") + 28
+    ),
+    "float(as_type<bfloat>(ushort(as_type<uint>(a) >> 16)))": lambda a: (a.view("u4") >> 16 << 16).view("f4"),
+    "as_type<uchar4>(0x04030201u + i).x + extract_bits(0xf0u, 4, 2)": lambda a: 4.0 + np.arange(32),
+    "simd_sum(a) + float(simd_max(half(i))) + simd_min(-int(i)) + simd_product(1u)": lambda a: (
+        a * 0 + a.sum() + 1
+    ),
+    "simd_prefix_inclusive_sum(a) + float(simd_sum(bfloat(1.0f)))": lambda a: a.cumsum() + 32,
+    "simd_shuffle_xor(float4(a), 5).z": lambda a: a[np.arange(32) ^ 5],
+    "simd_shuffle_up(a, 1) * 0 == 0 ? 1.0f : 2.0f": lambda a: np.where(np.arange(32), 1, 2),
+    "numeric_limits<float>::max() > FLT_MAX ? 0.0f : quad_sum(1.0f)": lambda a: 4.0 + 0 * a,
+}
+"""Expressions of a float, and the same in numpy."""
+
+
+def test_functions_have_metals_numbers():
+    lines = [f"y[{at * 32} + i] = {text};" for at, text in enumerate(MATH)]
+    source = I + "const float a = x[i];\n" + "\n".join(lines)
+    x = mx.arange(32) / 9 + 0.25
+    how: dict[str, Any] = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1)}
+    (y,) = Kernel("functions", ["x"], ["y"], source)(
+        [x], output_shapes=[(len(MATH), 32)], output_dtypes=[mx.float32], **how
+    )
+    for got, (text, numpy) in zip(np.asarray(y), MATH.items(), strict=True):
+        np.testing.assert_allclose(got, numpy(np.asarray(x)), rtol=2e-6, err_msg=text)
+
+
+def test_matrices_of_a_simdgroup_multiply():
+    source = """
+    threadgroup float held[64];
+    simdgroup_matrix<float, 8, 8> a, b, c = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);
+    simdgroup_load(a, x, 16);
+    simdgroup_load(b, x + 8, 16, 0, true);
+    simdgroup_multiply_accumulate(c, a, b, c);
+    simdgroup_store(c, held, 8);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint at = thread_index_in_simdgroup; at < 64; at += 32) y[at] = held[at];
+    """
+    x = mx.arange(128).reshape(8, 16).astype(mx.float32)
+    how: dict[str, Any] = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1)}
+    (y,) = Kernel("matrices", ["x"], ["y"], source)(
+        [x], output_shapes=[(8, 8)], output_dtypes=[mx.float32], **how
+    )
+    assert mx.array_equal(y, x[:, :8] @ x[:, 8:].T + 1)
+
+
 def test_sixteen_bits_round_at_each_operation():
     source = I + "y[i] = x[i] * x[i] + x[i]; y[i + 32] = T(float(x[i]) * float(x[i]) + float(x[i]));"
     for dtype in (mx.float16, mx.bfloat16):

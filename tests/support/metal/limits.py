@@ -113,8 +113,9 @@ class _Reading:
         self._cursors = [cursor for first in self._top for cursor in first.walk_preorder()]
         tokens = list(unit.get_tokens(extent=unit.cursor.extent))
         self._words = [token.spelling for token in tokens]
-        self._lines = [token.location.line for token in tokens]
-        self._starts = [token.extent.start.offset for token in tokens]
+        places = [token.location for token in tokens]
+        self._lines = [place.line for place in places]
+        self._starts = [place.offset for place in places]
 
     def faults(self) -> Iterator[tuple[str, int]]:
         """Give each with its line of the Metal source."""
