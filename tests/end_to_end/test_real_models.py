@@ -1,0 +1,254 @@
+"""Real weights behind a real daemon: Gemma 3 270M with its sliding windows, Qwen2.5 Coder 0.5B with tools.
+
+Skipped where the package index does not have them (tools/real_models.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from daemon import BLOCK, REPO, Daemon, own_usage, restored
+
+from omlxd.cli import bench
+from omlxd.errors import ModelError
+from tools import real_models
+
+FAST = {"OMLXD_CPU_BLAS": "auto"}
+pytestmark = pytest.mark.slow
+
+
+def model(name: str, tmp_path: Path) -> Path:
+    try:
+        return real_models.make(name, tmp_path / name)
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+MLX_LM = """
+import json, sys
+from omlxd.engine.process import blas
+blas.put_first()  # MLX's own takes minutes.
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm import load
+from mlx_lm.utils import dequantize_model
+
+model, tokenizer = load(sys.argv[1])
+exact = lambda array: array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+model.update(tree_map(exact, model.parameters()))
+model = dequantize_model(model)
+logits = model(mx.array([json.load(sys.stdin)]))[0, -1]
+logprobs = logits - mx.logsumexp(logits)
+best = mx.argsort(-logprobs)[:5].tolist()
+print(json.dumps([[tokenizer.decode([token]), logprobs[token].item()] for token in best]))
+"""
+
+
+def likeliest_by_mlx_lm(folder: Path, tokens: list[int]) -> list[tuple[str, float]]:
+    """The five likeliest tokens behind `tokens` by mlx-lm's own run of the folder, and their logprobs."""
+    done = subprocess.run(
+        [sys.executable, "-c", MLX_LM, str(folder)],
+        input=json.dumps(tokens),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(token, logprob) for token, logprob in json.loads(done.stdout)]
+
+
+def assert_same_logprobs(daemon: Daemon, prompt: str) -> None:
+    answer = complete(daemon, prompt, max_tokens=1, logprobs=5, return_token_ids=True)["choices"][0]
+    ours = answer["logprobs"]["top_logprobs"][0]
+    theirs = likeliest_by_mlx_lm(daemon.model_folder, answer["prompt_token_ids"])
+    assert list(ours) == [token for token, _ in theirs]
+    assert list(ours.values()) == pytest.approx([logprob for _, logprob in theirs], abs=2e-3)
+
+
+def complete(daemon: Daemon, prompt: str, max_tokens: int = 12, **more: Any) -> dict[str, Any]:
+    body = {"model": daemon.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
+    answer = daemon.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["text"]
+
+
+# --------------------------------------------------------------------------- Gemma 3
+
+
+def test_gemma_3_with_windows_that_slide(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = model("gemma3-270m", tmp_path)
+    assert json.loads((folder / "config.json").read_text())["sliding_window"] == 512
+    prompt = bench.TEXT.read_text()[:3000]
+    with Daemon(tmp_path / "home", model=folder, env=FAST) as daemon:
+        assert text_of(complete(daemon, "The opposite of hot is", 2)).startswith(" cold")
+        assert text_of(complete(daemon, "1, 2, 3, 4,", 6)).startswith(" 5, 6")
+        assert_same_logprobs(daemon, prompt)
+        cold = complete(daemon, prompt, cache_salt="cold")
+        assert cold["usage"]["prompt_tokens"] > 512 and not restored(own_usage(cold))
+        with ThreadPoolExecutor(3) as pool:
+            company = [prompt, prompt[:-400], "The opposite of hot is"]
+            together = [*pool.map(lambda text: complete(daemon, text), company)]
+        assert restored(own_usage(together[0])) >= 512
+        assert text_of(together[0]) == text_of(cold)
+        daemon.settled()
+    with Daemon(tmp_path / "home", "--speculation", "off", model=folder, env=FAST) as daemon:
+        again = complete(daemon, prompt)
+    assert restored(own_usage(again)) == restored(own_usage(together[0]))
+    assert text_of(again) == text_of(cold)
+    with capsys.disabled():
+        print(f"\nGemma 3: {cold['usage']['prompt_tokens']} tokens, {restored(own_usage(again))} from SSD")
+
+
+# --------------------------------------------------------------------------- Qwen2.5 Coder
+
+
+def tool(name: str, description: str, parameter: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
+    return {"name": name, "description": description, "parameters": schema}
+
+
+WEATHER = tool("get_weather", "Get the current weather in a city.", "city")
+QUESTION = "What is the weather in Oslo?"
+
+
+def functions(*tools: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": each} for each in tools]
+
+
+MESSAGES = [{"role": "user", "content": QUESTION}]
+SHORT = {"max_tokens": 64, "temperature": 0}
+DOORS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "tools": functions(WEATHER), **SHORT},
+    "/v1/messages": {
+        "messages": MESSAGES,
+        "tools": [{**WEATHER, "input_schema": WEATHER["parameters"]}],
+        **SHORT,
+    },
+    "/v1/responses": {
+        "input": QUESTION,
+        "tools": [{"type": "function", **WEATHER, "strict": False}],
+        "max_output_tokens": 64,
+        "temperature": 0,
+    },
+    "/api/chat": {
+        "messages": MESSAGES,
+        "tools": functions(WEATHER),
+        "options": {"temperature": 0, "num_predict": 64},
+    },
+}
+
+
+def calls_of(door: str, answer: httpx.Response, *, stream: bool) -> list[tuple[str, Any]]:
+    """Names and arguments of an answer's calls."""
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if "{" in line]
+    events = [json.loads(line) for line in lines] if stream else [answer.json()]
+    match door, stream:
+        case "/v1/chat/completions", _:
+            choices = [event["choices"][0] for event in events if event["choices"]]
+            parts = [
+                call
+                for each in choices
+                for call in each["delta" if stream else "message"].get("tool_calls", [])
+            ]
+            called = [part["function"] for part in parts]
+            name = "".join(call.get("name") or "" for call in called)
+            assert choices[-1]["finish_reason"] == "tool_calls"
+            return [(name, json.loads("".join(call.get("arguments", "") for call in called)))]
+        case "/v1/messages", True:
+            blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+            deltas = [
+                event["delta"].get("partial_json", "")
+                for event in events
+                if "partial_json" in event.get("delta", {})
+            ]
+            return [(blocks[0]["name"], json.loads("".join(deltas)))]
+        case "/v1/messages", False:
+            assert events[0]["stop_reason"] == "tool_use"
+            return [(block["name"], block["input"]) for block in events[0]["content"]]
+        case "/v1/responses", _:
+            response = events[-1]["response"] if stream else events[0]
+            return [(item["name"], json.loads(item["arguments"])) for item in response["output"]]
+        case _:
+            calls = [call["function"] for event in events for call in event["message"].get("tool_calls", [])]
+            return [(call["name"], call["arguments"]) for call in calls]
+
+
+def assert_it_calls(daemon: Daemon, door: str) -> None:
+    for stream in (False, True):
+        answer = daemon.post(door, {"model": daemon.model, "stream": stream, **DOORS[door]})
+        assert calls_of(door, answer, stream=stream) == [("get_weather", {"city": "Oslo"})]
+
+
+def assert_a_tool_loop(daemon: Daemon) -> None:
+    """Each turn has a call, and finds what was computed before it: the model's own tokens of calls."""
+    turns: list[dict[str, Any]] = []
+    computed = 0
+    for city in ("Oslo", "Bergen", "Rome"):
+        turns.append({"role": "user", "content": f"What is the weather in {city}?"})
+        answer = daemon.chat(*turns, max_tokens=64, tools=functions(WEATHER))
+        message = answer["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "get_weather", "arguments": json.dumps({"city": city})}
+        assert restored(own_usage(answer)) > computed - BLOCK
+        computed = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] - 1
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "It snows."}
+        turns += [message, result]
+
+
+def assert_structure(daemon: Daemon) -> None:
+    """A JSON answer that its schema asks for is text, though it looks like a call of a listed tool."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": "get_weather"}, "arguments": WEATHER["parameters"]},
+        "required": ["name", "arguments"],
+    }
+    format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    answer = daemon.chat(QUESTION, max_tokens=64, tools=functions(WEATHER), response_format=format)
+    message = answer["choices"][0]["message"]
+    assert not message.get("tool_calls")
+    assert json.loads(message["content"]) == {"name": "get_weather", "arguments": {"city": "Oslo"}}
+
+
+def test_qwen_coder_calls_tools_its_own_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = model("qwen2.5-coder-0.5b", tmp_path)
+    with Daemon(tmp_path / "home", model=folder, env=FAST) as daemon:
+        answer = daemon.chat("What is the capital of France? Answer with one word.", max_tokens=8)
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert_same_logprobs(daemon, "def fibonacci(n):\n    if n < 2:\n        return")
+        assert_a_tool_loop(daemon)
+        assert_structure(daemon)
+        for door in DOORS:
+            assert_it_calls(daemon, door)
+        none = daemon.chat(QUESTION, max_tokens=48, tools=functions(WEATHER), tool_choice="none")
+        daemon.settled()
+    with Daemon(tmp_path / "home", "--speculation", "off", model=folder, env=FAST) as daemon:
+        again = daemon.chat(QUESTION, max_tokens=48, tools=functions(WEATHER), tool_choice="none")
+    assert restored(own_usage(again)) >= 128
+    assert again["choices"][0]["message"] == none["choices"][0]["message"]
+    assert '"get_weather"' in again["choices"][0]["message"]["content"]
+    with capsys.disabled():
+        print(f"\nQwen2.5 Coder: {again['choices'][0]['message']['content']!r}")
+
+
+def test_bench_of_real_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = model("gemma3-270m", tmp_path)
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "omlxd", "bench", str(folder), "--lengths", "640", "--no-perplexity"]
+    done = subprocess.run([*command, "--json"], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["lengths"]
+    with capsys.disabled():
+        print(f"\nGemma 3: {row}")
+    assert row["equal_tokens"] and row["ssd_cached"] == row["ram_cached"] > 512
