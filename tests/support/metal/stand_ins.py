@@ -62,9 +62,8 @@ def of(kernel: Kernel) -> StandIn | None:
 
 @stand_in("attention_spans", "attention_packed_spans")
 def attention_spans(call: Call) -> list[mx.array]:
-    """All that a row sees of a part is in its first span; its other spans saw nothing. A row's bits depend on
-    that row alone."""
-    from omlxd.engine.mlx_adapter.metal.attention import kernels
+    """A row's bits depend on that row alone, and not on where its KV is cut."""
+    from omlxd.engine.mlx_adapter.metal.attention import kernels, plan
 
     table, width = _numbers_of(call.arrays["table"]), call.template["WIDTH"]
     header = dict(zip(kernels.HEADER_FIELDS, table, strict=False))
@@ -89,10 +88,12 @@ def attention_spans(call: Call) -> list[mx.array]:
         sees = (tokens <= last[:, None]) & (tokens > last[:, None] - (window or len(tokens) + new))
         for member, row in enumerate(rows):
             scores = np.where(np.tile(sees, (group, 1)), queries[row] @ keys.swapaxes(1, 2) * scale, -np.inf)
-            most = scores.max(2, keepdims=True)
-            weights, slot = np.exp(scores - most), out[part["SLOT"] + member]
-            slot[..., :width], slot[..., width] = weights @ values, most[..., 0]
-            slot[..., width + 1] = weights.sum(2)
+            for at, span in enumerate(plan.cuts(part["FIRST"], part["END"], part["FINE"])):
+                some = scores[:, :, span]
+                most = np.maximum(some.max(2, keepdims=True), -1e30)  # It may have seen nothing.
+                weights, slot = np.exp(some - most), out[part["SLOT"] + at * len(rows) + member]
+                slot[..., :width], slot[..., width] = weights @ values[:, span], most[..., 0]
+                slot[..., width + 1] = weights.sum(2)
     return [mx.array(out.reshape(-1))]
 
 

@@ -30,11 +30,12 @@ class Tail:
     """A layer's KV of one row, behind its segments: keys and values, (1, heads, capacity, dim) each, or lists
     of three such where they are packed. Token t lies in column t % capacity."""
 
-    __slots__ = ("__weakref__", "keys", "values")
+    __slots__ = ("__weakref__", "capacity", "keys", "values")
 
     def __init__(self, keys: Any, values: Any):
         self.keys, self.values = keys, values
         self.keys, self.values = self._mapped(mx.contiguous)
+        self.capacity: int = self.parts[0].shape[2]  # Each layer's steps ask for it.
 
     def _mapped(self, change: Callable[[mx.array], mx.array]) -> tuple[Any, Any]:
         """Keys and values of changed arrays."""
@@ -49,14 +50,10 @@ class Tail:
         """Arrays of keys, then of values."""
         return [*parts_of(self.keys), *parts_of(self.values)]
 
-    @property
-    def capacity(self) -> int:
-        """Tokens."""
-        return self.parts[0].shape[2]
-
     def grow(self, first: int, end: int, capacity: int) -> None:
         """Have room for `capacity` tokens; those from `first` to `end` stay. Copies this tail alone."""
         self.keys, self.values = self._mapped(lambda part: laid_out(part, first, end, capacity))
+        self.capacity = capacity
 
     def in_order(self, first: int, end: int) -> tuple[Any, Any]:
         """Copies of tokens `first` to `end`: keys and values."""
@@ -121,6 +118,7 @@ class TailRowsKVCache(RowBatch):
         self.tails = [self._tail_of(row) for row in rows if row.keys is not None]
         if len(self.tails) not in (0, len(rows)):
             raise RuntimeError("rows with KV and without it don't mix")
+        self._newest_offset: tuple[list[int], mx.array] | None = None
         self._fresh: tuple[Any, ...] = ()  # To be put into the tails.
         self._behind: mx.array | None = None  # Once it is computed, new tokens are there.
 
@@ -153,6 +151,10 @@ class TailRowsKVCache(RowBatch):
 
     def make_room(self, count: int) -> None:
         """For `count` tokens behind each of `tails`."""
+        if not self.window and all(
+            [end + count <= tail.capacity for tail, end in zip(self.tails, self.ends, strict=True)]
+        ):
+            return
         for tail, end in zip(self.tails, self.ends, strict=True):
             if (capacity := self._room(tail.capacity, end, count)) > tail.capacity:
                 self.settle()
@@ -162,7 +164,10 @@ class TailRowsKVCache(RowBatch):
     @property
     def offset(self) -> mx.array:
         """(rows,): tokens of each row."""
-        return offsets_of(tuple(base + end for base, end in zip(self.bases, self.ends, strict=True)))
+        if self._newest_offset is None or self._newest_offset[0] is not self.ends:
+            tokens = tuple([base + end for base, end in zip(self.bases, self.ends, strict=True)])
+            self._newest_offset = self.ends, offsets_of(tokens)
+        return self._newest_offset[1]
 
     @property
     def state(self) -> list[mx.array]:

@@ -74,6 +74,17 @@ def spans_of(first: int, end: int, fine: int) -> tuple[int, int]:
     return first_span, last - first_span + 1
 
 
+def cuts(first: int, end: int, fine: int) -> list[slice]:
+    """The spans of tokens `first` to `end`, as slices of these."""
+    number, spans = spans_of(first, end, fine)
+    starts = [
+        span * SMALL if span < fine else fine * SMALL + (span - fine) * LARGE
+        for span in range(number, number + spans)
+    ]
+    ends = [min(end, start) for start in (*starts[1:], end)]
+    return [slice(max(first, start) - first, stop - first) for start, stop in zip(starts, ends, strict=True)]
+
+
 def _span(token: int, fine: int) -> int:
     return token // SMALL if token < fine * SMALL else fine + (token - fine * SMALL) // LARGE
 
