@@ -49,7 +49,11 @@ WRONG = {
     "writes into its input x": I + "((device float*)x)[i] = 1; y[i] = 1;",
     "no thread writes 1 of 64 elements of y, first 3": I + "if (i != 3) y[i] = x[i];",
     "depends on the order of threads": I + "threadgroup float a[64]; a[i] = x[i]; y[i] = a[63 - i];",
-    "depends on the order": I + "y[i % 32] = x[i]; y[32 + i % 32] = 0;",
+    "two threads write the same": I + "y[i % 32] = x[i]; y[32 + i % 32] = 0;",
+    "y depends on the order of threads": I
+    + "threadgroup float a[2]; float all = 0; for (int turn = 0; turn < 3; turn++) {"
+    " if (i % 32 == 0) a[i / 32] = x[i] + turn; threadgroup_barrier(mem_flags::mem_threadgroup);"
+    " all += a[0] + a[1]; } y[i] = all;",  # The second barrier of a turn is missing.
     "an index beyond an array, .* line 6: `const uint i": I
     + "float a[4]; for (int j = 0; j < 5; j++) a[j] = x[i]; y[i] = a[i % 4];",
     "an address that is not aligned, ": I + "y[i] = (*(const device float4*)(x + i % 4)).x;",
@@ -282,6 +286,17 @@ def test_inputs_that_a_kernel_names_are_changed_in_place():
             output_dtypes=[mx.bfloat16],
         )
         assert mx.array_equal(state, 1 + turn * x) and mx.array_equal(y, state)
+
+
+def test_inputs_that_are_one_array_are_one_for_the_kernel():
+    source = "device float* a = (device float*)x; " + I + "a[i] += 1; y[i] = x2[i];"
+    kernel = Kernel("shared", ["x", "x2"], ["y"], source, writes=["x", "x2"])
+    x = floats()
+    how: dict[str, Any] = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(64,)]}
+    (y,) = kernel([x, x], output_dtypes=[mx.float32], **how)
+    assert mx.array_equal(y, x) and x[3] == 4
+    with pytest.raises(MetalError, match="x, which it writes, and x2 share some memory"):
+        kernel([x, x[8:]], output_dtypes=[mx.float32], **how)
 
 
 def test_an_output_may_have_elements_that_nobody_writes(on_cpu: Callable[..., None]):

@@ -120,6 +120,11 @@ class _Launch:
                 f"{kernel.name} does not compile: {_first_errors(str(error), source.text)}"
             ) from None
         self._inputs = {name: as_numpy(array) for name, array in zip(kernel.inputs, arrays, strict=True)}
+        spans = {name: _memory(array) for name, array in self._inputs.items()}
+        for name, (start, size) in ((name, spans[name]) for name in kernel.writes):
+            for other, (at, length) in spans.items():
+                if (at, length) != (start, size) and at < start + size and start < at + length:
+                    raise MetalError(f"{kernel.name}: {name}, which it writes, and {other} share some memory")
         self._numbers = dict[str, np.ndarray]()
         for name, array in self._inputs.items():
             self._numbers[f"{name}_shape"] = np.array(array.shape or (0,), np.int32)
@@ -130,49 +135,42 @@ class _Launch:
         self, order: int, output_shapes: Sequence[Sequence[int]], output_dtypes: Sequence[Any]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return outputs, then written inputs, each with where nobody wrote, in one order of threads."""
-        kernel = self._kernel
-        begun = {
-            name: np.full(tuple(shape), 0, _NUMPY[dtype])
-            for name, shape, dtype in zip(kernel.outputs, output_shapes, output_dtypes, strict=True)
-        }
-        for array in begun.values():
-            array.reshape(-1).view(np.uint8)[...] = 0x77 if order % 2 else 0xFF
-        given = self._inputs | self._numbers | begun
-        held = dict[int, Fenced]()
-        for parameter in self._source.parameters:
-            if parameter.buffer is not None:
-                name = parameter.name
-                writable = name in begun or name in kernel.writes
-                held[parameter.buffer] = Fenced(
-                    name, given[name], at_start=bool(order % 2), is_writable=writable
-                )
-        pointers = (ctypes.c_void_p * len(held))(*[held[at].address for at in sorted(held)])
+        kernel, begun = self._kernel, dict[str, np.ndarray]()
+        for name, shape, dtype in zip(kernel.outputs, output_shapes, output_dtypes, strict=True):
+            begun[name] = np.empty(tuple(shape), _NUMPY[dtype])
+            begun[name].reshape(-1).view(np.uint8)[...] = 0x77 if order % 2 else 0xFF
+        held = self._fenced(self._inputs | self._numbers | begun, bool(order % 2))
+        in_order = [parameter for parameter in self._source.parameters if parameter.buffer is not None]
+        in_order.sort(key=lambda parameter: parameter.buffer or 0)
+        pointers = (ctypes.c_void_p * len(in_order))(*[held[each.name].address for each in in_order])
         report, three = Report(), ctypes.c_uint32 * 3
-        grid, group = self._sizes
         call = build.runtime().msl_run
         call.restype = None
-        body = ctypes.cast(self._library.body, ctypes.c_void_p)
-        call(
-            body,
-            pointers,
-            three(*grid),
-            three(*group),
-            order,
-            ctypes.c_double(MOST_CPU_S),
-            ctypes.byref(report),
-        )
+        body, sizes = ctypes.cast(self._library.body, ctypes.c_void_p), [three(*size) for size in self._sizes]
+        call(body, pointers, *sizes, order, ctypes.c_double(MOST_CPU_S), ctypes.byref(report))
         if report.text:
             raise MetalError(f"{kernel.name}: {self._told(report, list(held.values()))}")
         for fenced in held.values():
             if not fenced.is_clean():
                 raise MetalError(f"{kernel.name}: it writes before or behind {fenced.name}")
-        by_name = {fenced.name: fenced.array for fenced in held.values()}
-        results = list[tuple[np.ndarray, np.ndarray]]()
-        for name in kernel.outputs:
-            results.append((by_name[name], _bits(by_name[name]) == _bits(begun[name])))
-        for name in kernel.writes:
-            results.append((by_name[name], np.zeros(by_name[name].size, bool)))
-        return results
+        outputs = [
+            (held[name].array, _bits(held[name].array) == _bits(begun[name])) for name in kernel.outputs
+        ]
+        return outputs + [(held[name].array, np.zeros(held[name].array.size, bool)) for name in kernel.writes]
+
+    def _fenced(self, given: dict[str, np.ndarray], at_start: bool) -> dict[str, Fenced]:
+        """Copies by name. Inputs that are one array are one copy."""
+        held, by_memory = dict[str, Fenced](), dict[tuple[int, int], Fenced]()
+        written = {_memory(given[name]) for name in self._kernel.writes}
+        for parameter in self._source.parameters:
+            if parameter.buffer is None:
+                continue
+            name, memory = parameter.name, _memory(given[parameter.name])
+            is_writable = name in self._kernel.outputs or memory in written
+            if memory not in by_memory:
+                by_memory[memory] = Fenced(name, given[name], at_start=at_start, is_writable=is_writable)
+            held[name] = by_memory[memory]
+        return held
 
     def _told(self, report: Report, buffers: list[Fenced]) -> str:
         text = report.text.decode()
@@ -231,6 +229,11 @@ def as_mlx(array: np.ndarray, dtype: Any) -> mx.array:
         out = out.view(mx.bfloat16)
     mx.eval(out)
     return out
+
+
+def _memory(array: np.ndarray) -> tuple[int, int]:
+    """Return where it lies, and its bytes."""
+    return array.__array_interface__["data"][0], array.nbytes
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
