@@ -100,6 +100,7 @@ constant constexpr int FOUR = 4;
 struct State { float4 most; };
 template <int M> METAL_FUNC int down(int a) { return down<M - 1>(a) + 1; }
 template <> METAL_FUNC int down<0>(int a) { return a; }
+METAL_FUNC float second(thread float4 (&a)[2], const device half4* b) { return float4(*b).x + a[1].x; }
 template <int M, typename T>
 METAL_FUNC float first(const device T* a, thread float* own, threadgroup float* all, thread const float& by) {
   float numbers[2 * M] = {by};

@@ -48,7 +48,7 @@ FUNCTIONS = ("FUNCTION_DECL", "FUNCTION_TEMPLATE", "CXX_METHOD")
 SAID_OF_SPACES = re.compile(r"address space|\b(device|constant|threadgroup)\b|read-only|const-qualified")
 SPACES = re.compile(r"\b(device|constant|thread|threadgroup|auto)\b")
 MADE = re.compile(
-    r"(?<![\w:])(?:metal::)?(?:(float|half|bfloat|u?int|u?short|u?char)([234])|vec<([^<>,]+),\s*([^<>,]+)>)\s*\("
+    r"(?<![\w:])(?:metal::)?(?:(float|half|bfloat|u?int|u?short|u?char)([234])|vec<([^<>,]+),\s*([^<>,]+)>)\s*\((?!\s*&)"
 )
 
 
