@@ -257,7 +257,7 @@ def test_without_a_temporary_folder_the_rest_goes_on(
     text = "\n".join(lines)
     assert text.count(command.NO_FOLDER) == len((*command.FIRST, *command.LAST, "agent"))
     assert "settings          not read: the file's line 3 (port): 'x' is no number." in text
-    assert "; 12 parts failed: settings, device," in lines[-1] and str(tmp_path) not in text
+    assert "; 13 parts failed: settings, device," in lines[-1] and str(tmp_path) not in text
     assert re.search(r"busy +load average [\d.]+ at the beginning, [\d.]+ at the end", text)
     assert capfd.readouterr() == ("", "")
 

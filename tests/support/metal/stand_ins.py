@@ -160,7 +160,9 @@ def attention_merge(call: Call) -> list[mx.array]:
 def few_row_product(call: Call) -> list[mx.array]:
     x, weights = call.arrays["x"], _quantised(call)
     rows = x.reshape(-1, 1, x.shape[-1])
-    out = mx.concatenate([mx.quantized_matmul(row, **weights) for row in rows])  # A row's bits are its own.
+    out = mx.concatenate(
+        [mx.quantized_matmul(row, call.arrays["w"], **weights) for row in rows]
+    )  # A row's bits are its own.
     return [_biased(call, out, call.arrays["added"]).reshape(call.output_shapes[0])]
 
 
@@ -170,7 +172,7 @@ def gathered_product(call: Call) -> list[mx.array]:
     x = mx.broadcast_to(x, (*indices.shape, *x.shape[-2:])).reshape(indices.size, 1, -1)
     weights = _quantised(call)
     out = [
-        mx.gather_qmm(row[None], **weights, rhs_indices=one)
+        mx.gather_qmm(row[None], call.arrays["w"], **weights, rhs_indices=one)
         for row, one in zip(x, indices.reshape(-1, 1), strict=True)
     ]
     added = call.arrays["added"][indices.reshape(-1)] if call.template["BIASED"] else call.arrays["added"]
@@ -178,7 +180,7 @@ def gathered_product(call: Call) -> list[mx.array]:
 
 
 def _quantised(call: Call) -> dict[str, Any]:
-    parts = {"w": call.arrays["w"], "scales": call.arrays["scales"], "biases": call.arrays["biases"]}
+    parts = {"scales": call.arrays["scales"], "biases": call.arrays["biases"]}
     return parts | {"transpose": True, "group_size": call.template["GROUP"], "bits": call.template["BITS"]}
 
 

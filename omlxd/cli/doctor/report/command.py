@@ -28,7 +28,7 @@ from .system import ABSENT, Lines
 TOTAL_S = 110.0
 FACTS_S, FOLDERS_S, DISK_S, AGENT_S = 10.0, 30.0, 20.0, 60.0
 FIRST = ("device", "eval", "bandwidth", "model", "pass", "hits")
-LAST = ("sdpa 512", "sdpa 4,096", "sdpa 16,384", "longest kernel")
+LAST = ("kernels", "sdpa 512", "sdpa 4,096", "sdpa 16,384", "longest kernel")
 MOST_MODEL_BYTES = 25 * 10**8
 TAKES = (
     "It opens Documents, Desktop, Downloads and iCloud Drive (macOS may ask you), and launchd runs its job.",

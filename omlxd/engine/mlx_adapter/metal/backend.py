@@ -29,6 +29,12 @@ class MetalBackend(MlxBackend):
         self._attention.since_load = {}
         products.prepare(model)
 
+    def judge_samples(self) -> list[str]:
+        known = set(rule.verdicts())
+        self._attention.judge_samples()
+        products.judge_samples()
+        return [verdict.told() for at, verdict in rule.verdicts().items() if at not in known]
+
     def forward(self, call: AttentionCall) -> mx.array | None:
         """What is seen first, a load sees."""
         return None if self._attention.note(call).rows else super().forward(call)

@@ -55,6 +55,12 @@ def decode(length: int) -> Measured:
     return Measured([(f"sdpa {length:,}", "; ".join([head, *said]))])
 
 
+def kernels() -> Measured:
+    """Kernels of omlxd's own, judged at shapes of common models."""
+    said = mlx_adapter.attention_backend().judge_samples()
+    return Measured([("kernels, large" if at == 0 else "", line) for at, line in enumerate(said)])
+
+
 def longest_kernel() -> Measured:
     """The last call of a long prompt: a display's watchdog ends a kernel of seconds."""
     heads, width, dtype = _heads()

@@ -43,6 +43,10 @@ class Heads(NamedTuple):
         return f"{self.heads} query heads, {self.kv_heads} KV heads, {self.width} wide, {kind}{packed}"
 
 
+SAMPLE = 32, 8, 128, mx.float16
+"""Heads that `judge_samples` takes."""
+
+
 class Choice(NamedTuple):
     """Whether the kernels are used for rows of a batch, and for a row alone."""
 
@@ -66,6 +70,13 @@ class Choices:
             self._of[heads] = _judged(heads)
         self.since_load[heads] = self._of[heads]
         return self._of[heads]
+
+    def judge_samples(self) -> None:
+        """Judge the heads of an 8B model, its KV in 16 and in 8 bits."""
+        for how in (None, Quantisation(8)):
+            heads = Heads(*SAMPLE, how)
+            if heads not in self._of:
+                self._of[heads] = _judged(heads)
 
     @property
     def rows(self) -> bool:

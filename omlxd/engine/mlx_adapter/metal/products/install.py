@@ -25,6 +25,10 @@ TIMED = (1, 2, 4, 8, MOST)
 PAIRS = 8
 
 
+SAMPLE, SAMPLE_EXPERTS = (4096, 4096), (2048, 768, 32)
+"""K and N, and how many experts, that `judge_samples` takes."""
+
+
 class Shape(NamedTuple):
     """What the verdict depends on."""
 
@@ -54,6 +58,15 @@ def prepare(model: nn.Module) -> None:
             _most[shape] = _judged(shape, layer)
     if any(most for _, most in _most.values()):
         _patch()
+
+
+def judge_samples() -> None:
+    """Judge the kernels at a layer of an 8B model, in 4 and 8 bits, and of experts of a 30B one."""
+    layers = [nn.QuantizedLinear(*SAMPLE, False, 64, bits) for bits in (4, 8)]
+    for layer in (*layers, QuantizedSwitchLinear(*SAMPLE_EXPERTS, False, 64, 4)):
+        layer.set_dtype(mx.float16)
+        if (shape := shape_of(layer)) is not None and shape not in _most:
+            _most[shape] = _judged(shape, layer)
 
 
 def uses(shape: Shape, rows: int) -> bool:
