@@ -10,12 +10,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal import pretended
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from metal import harness, pretended
+from metal.draws import draws
+from metal.mutants import survivors
 from mlx_lm.models.cache import RotatingKVCache
 
 from omlxd.engine.mlx_adapter.cache.packed import Quantisation
 from omlxd.engine.mlx_adapter.cache.segments import OWN_MASK, Segment, SequenceKVCache, part_names, unpacked
 from omlxd.engine.mlx_adapter.metal import kernel as kernel_module
+from omlxd.engine.mlx_adapter.metal.attention import kernels, launch
 from omlxd.engine.mlx_adapter.metal.attention.rows import SpanRowsKVCache
 
 FAR = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 1e-2}
@@ -163,7 +168,7 @@ STORIES = {
     "float32": SHARED,
     "float16, 128 wide, 3 new": replace(SHARED, dtype=mx.float16, width=128, new=3),
     "bfloat16, 256 wide, 1 KV head": replace(SHARED, dtype=mx.bfloat16, width=256, kv_heads=1),
-    "float32, 256 wide, 8 new": replace(SHARED, width=256, new=8, kv_heads=4),
+    "float32, 256 wide, 8 new": replace(SHARED, width=256, new=8, heads=2),
     "bfloat16, 80 wide": replace(SHARED, dtype=mx.bfloat16, width=80, heads=6),
     "float16, 96 wide": replace(SHARED, dtype=mx.float16, width=96, new=2),
     "float16, 192 wide": replace(SHARED, dtype=mx.float16, width=192, heads=2),
@@ -190,3 +195,65 @@ def test_rows_get_what_numpy_gives(name: str, on_cpu: Any):
 def test_the_stand_in_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel_module, "run", pretended.run)
     test_rows_get_what_numpy_gives(name, None)
+
+
+@given(data=st.data())
+@settings(max_examples=draws(8), deadline=None)
+def test_any_rows_get_what_numpy_gives(data: st.DataObject):
+    """Rows of any length, behind any segments, with any number of new tokens."""
+    segments = data.draw(st.lists(st.integers(1, 200), max_size=3))
+    row = st.builds(
+        lambda tail, held, room: Row(tail, tuple(range(held)), tail + room),
+        *(st.integers(0, 200), st.integers(0, len(segments)), st.integers(0, 40)),
+    )
+    rows = data.draw(st.lists(row, min_size=1, max_size=4))
+    window = 0 if segments else data.draw(st.sampled_from([0, 0, 5, 130]))
+    if window:
+        rows = [Row(max(1, each.tail)) for each in rows]
+    if len({bool(each.tail or each.segments) for each in rows}) > 1:
+        rows = [replace(each, tail=max(1, each.tail)) for each in rows]
+    kv_heads, group = data.draw(st.sampled_from([(1, 1), (1, 4), (2, 3)]))
+    story = Story(
+        *(rows, segments, mx.float32, 64, kv_heads * group, kv_heads, data.draw(st.integers(1, 8))),
+        **{"window": window, "sinks": data.draw(st.booleans()), "seed": data.draw(st.integers(0, 99))},
+    )
+    with harness.in_place_of_metal(orders=(0, 1)):
+        together = story.check(steps=2)
+        at = data.draw(st.integers(0, len(rows) - 1))
+        assert mx.array_equal(story.check([at], steps=2)[0], together[at])
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n      "
+SPANS = [
+    (BARRIER + "Own::spread(ahead, tile, keys", "Own::spread(ahead, tile, keys"),
+    ("place, thread_at, token, piece);\n      " + BARRIER, "place, thread_at, token, piece);\n"),
+    ("own <= last[s]", "own <= last[s] + 1"),
+    ("own > last[s] - window", "own >= last[s] - window"),
+    ("sum[s][e] *= kept", "sum[s][e] *= 1"),
+    ("part[END] - fresh", "part[END]"),
+    ("held.put(", "if (false) held.put("),
+    ("lane * (Own::STRIDE / 4)", "lane * (Own::CHUNK / 4)"),
+    ("place.has(own) && own", "own"),
+]
+MERGE = [
+    ("const float share = exp(own[WIDTH] - most);", "const float share = 1;"),
+    ("span * table[entry + APART];\n      const device", "span;\n      const device"),
+    ("exp(sink - most)", "0.0f"),
+]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", ["spans", "merge"])
+def test_mutants_of_the_kernels_are_found(name: str, monkeypatch: pytest.MonkeyPatch):
+    shared = Story([Row(40, (0,)), Row(150, (0,)), Row(9)], [170], new=3, sinks=True, heads=2, kv_heads=1)
+    window = Story([Row(50), Row(20)], window=24, new=2, heads=1, kv_heads=1)
+
+    def check(kernel: Any) -> None:
+        monkeypatch.setattr(launch, f"{name}_kernel", lambda _: kernel)
+        shared.check(steps=2)
+        window.check(steps=2)
+
+    kernel, edits = (
+        (kernels.spans_kernel(kernels.PLAIN), SPANS) if name == "spans" else (kernels.merge_kernel(1), MERGE)
+    )
+    assert survivors(kernel, edits, check) == []
