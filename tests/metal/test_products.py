@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from metal.draws import draws
 from metal.mutants import survivors
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.metal import rule
@@ -73,7 +73,7 @@ def test_a_product_is_that_of_float64_and_a_rows_bits_its_own(on_cpu: Any, data:
 @settings(max_examples=draws(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_pairs_have_their_experts_and_bits_of_their_own(on_cpu: Any, data: st.DataObject):
     bits, dtype = data.draw(st.sampled_from([4, 8])), data.draw(DTYPES)
-    tokens, experts, chosen = (data.draw(st.integers(1, most)) for most in (9, 5, 3))
+    tokens, experts, chosen = (data.draw(st.integers(1, most)) for most in (16, 5, 3))
     own_rows, biased = data.draw(st.booleans()), data.draw(st.booleans())
     weights = quantised(3, (experts, 9, 64), bits, 32, dtype, biased)
     indices = mx.array(
@@ -105,8 +105,9 @@ def call_of(kernel: Kernel, weights: Weights, x: mx.array, indices: mx.array | N
 
 MUTANTS = [
     ("at < k;", "at + 32 < k;"),
-    ("at / GROUP]);\n      bias", "at / GROUP + 1]);\n      bias"),
-    ("own[i + 3] * number[i + 3]", "own[i + 3] * number[i + 2]"),
+    ("row_groups + at / GROUP", "row_groups + (at + GROUP / 2) / GROUP"),
+    ("float(number[i + 3])", "float(number[i + 2])"),
+    ("min(out, last)", "out"),
     ("const float sum = simd_sum(sums[m * 4 + out]);", "const float sum = sums[m * 4 + out];"),
     ("sums[m * 4 + out] += scale[out]", "sums[m * 4 + out] = scale[out]"),
     ("lane == 0 && first + out < n", "lane == 0"),
@@ -128,8 +129,9 @@ def test_faults_of_a_product_are_found(on_cpu: Any):
 
 def test_faults_of_experts_are_found(on_cpu: Any):
     weights = quantised(3, (3, 9, 64), 8, 32, mx.float32, True)
-    indices = mx.array([[0, 1], [2, 1], [1, 0], [1, 2], [1, 1]])
-    x = normal(5, 5, 1, 1, 64)
+    # More than 32 pairs; two of an expert are 32 apart.
+    indices = mx.array([0 if at in (0, 32) else 1 + (at % 3 == 0) for at in range(40)]).reshape(20, 2)
+    x = normal(5, 20, 1, 1, 64)
     want = np.einsum("tk,tcnk->tcn", exactly(x)[:, 0, 0], numbers(weights)[np.array(indices)])
     want += exactly(weights.added)[np.array(indices)]
 
@@ -137,14 +139,59 @@ def test_faults_of_experts_are_found(on_cpu: Any):
         assert far(call_of(kernel, weights, x, indices)[:, :, 0], want) < 1e-6
 
     edits = [
-        ("if (before % ROWS != 0) return;", "if (before != 0) return;"),
-        ("rows[m] = i / each;", "rows[m] = i;"),
-        ("outs[m] = i;", "outs[m] = pair;"),
+        ("% ROWS != 0) return;", "!= 0) return;"),
+        ("i < pair; i += 32", "i < min(pair, 32); i += 32"),
+        ("from += 32", "from += 33"),
+        ("place == m", "place >= m"),
+        ("outs[m] / each;", "outs[m];"),
+        ("i - pair", "i"),
+        ("i < pairs && int", "int"),
         ("added_at = expert * n", "added_at = 0"),
         ("const size_t of_expert = size_t(expert) * n;", "const size_t of_expert = size_t(expert);"),
-        ("i < pairs && count < ROWS", "i + 1 < pairs && count < ROWS"),
     ]
     assert survivors(product.GATHERED, edits, check) == []
+
+
+QUANTIZED_H = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels/quantized.h"
+
+
+def by_mlx(x: mx.array, weights: Weights) -> mx.array:
+    """The product by MLX's own kernel for one row, of the header in its wheel."""
+    text = QUANTIZED_H.read_text()
+    parts = (
+        ("template <int bits, int wsize = 8>\ninline constexpr short get_pack", "inline U load_vector_safe("),
+        ("template <typename U, int values_per_thread, int bits>\ninline U qdot(", "inline U qdot_safe("),
+        ("template <typename T, int group_size, int bits, bool partial_rows", "METAL_FUNC void qmv_impl("),
+    )
+    header = "#define METAL_FUNC inline\nconstant constexpr int SIMD_SIZE = 32;\n"
+    for first, behind in parts:
+        header += text[text.index(first) : text.rindex("template", 0, text.index(behind))]
+    kernel = Kernel(
+        "qmv_fast",
+        ("w", "scales", "biases", "x", "in_size", "out_size"),
+        ("y",),
+        """qmv_fast_impl<T, GROUP, BITS>(w, scales, biases, x, y, in_size[0], out_size[0],
+             threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+        header,
+    )
+    n, k = weights.shape
+    (out,) = kernel(
+        [weights.words, weights.scales, weights.biases, x, mx.array([k]), mx.array([n])],
+        template=[("T", x.dtype), ("GROUP", weights.group), ("BITS", weights.bits)],
+        grid=(32 * x.shape[0], 2 * n // 8, 1),
+        threadgroup=(32, 2, 1),
+        output_shapes=[(x.shape[0], n)],
+        output_dtypes=[x.dtype],
+    )
+    return out
+
+
+@pytest.mark.parametrize(("bits", "group", "dtype"), [(4, 64, mx.float16), (8, 32, mx.bfloat16)])
+def test_a_rows_bits_are_those_of_mlx_kernel_for_one_row(on_cpu: Any, bits: int, group: int, dtype: Any):
+    on_cpu(orders=(0,))
+    weights = quantised(3, (16, 1024), bits, group, dtype, False)
+    x = normal(5, 3, 1024, dtype=dtype)
+    assert mx.array_equal(few_row_product(x, weights), by_mlx(x, weights))
 
 
 # --------------------------------------------------------------------------- in MLX's layers
@@ -167,7 +214,8 @@ class Layers(nn.Module):
         super().__init__()
         self.linear = nn.Linear(64, 24).to_quantized(32, 4)
         self.embed = nn.Embedding(24, 64).to_quantized(32, 8)
-        self.experts = QuantizedSwitchLinear(64, 16, 4, group_size=32, bits=4)
+        self.experts = SwitchGLU(64, 32, 4)
+        nn.quantize(self.experts, group_size=32, bits=4)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -186,18 +234,33 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_mlx_layers_call_what_is_not_slower(installed: dict[str, float], monkeypatch: pytest.MonkeyPatch):
     installed["16 rows"] = 1.5
     layers, indices = Layers(), mx.array([[[0, 1], [2, 1], [3, 0]]])
-    x, tokens = normal(1, 1, 3, 64), normal(2, 1, 3, 1, 1, 64)
-    want = layers.linear(x), layers.embed.as_linear(x), layers.experts(tokens, indices)
+    x = normal(1, 1, 3, 64)
+    want = layers.linear(x), layers.embed.as_linear(x), layers.experts(x, indices)
     install.prepare(layers)
     called = counted(monkeypatch)
-    got = layers.linear(x), layers.embed.as_linear(x), layers.experts(tokens, indices)
-    assert called == ["few_row_product", "few_row_product", "gathered_product"]
+    got = layers.linear(x), layers.embed.as_linear(x), layers.experts(x, indices)
+    assert called == ["few_row_product", "few_row_product", *["gathered_product"] * 3]
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     called.clear()
     layers.linear(normal(1, 9, 64))  # Up to 16 rows it is slower.
     layers.linear(normal(1, 3, 64).astype(mx.float16))  # Weights of another type.
     assert called == []
+
+
+def test_pairs_that_mlx_lm_sorts_have_the_bits_of_a_token_alone(
+    installed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+):
+    experts = Layers().experts
+    x = normal(1, 16, 64)
+    indices = mx.stack([mx.random.permutation(4, key=mx.random.key(at)) for at in range(16)])
+    want = experts(x, indices)
+    install.prepare(experts)
+    called = counted(monkeypatch)
+    got = experts(x, indices)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert mx.array_equal(experts(x[5:6], indices[5:6])[0], got[5])
+    assert called == ["gathered_product"] * 6
 
 
 def test_nothing_is_patched_where_a_kernel_does_not_run(

@@ -23,6 +23,8 @@ CLOSE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 TIMED = (1, 2, 4, 8, MOST)
 """Rows whose time is taken. Of experts, tokens: each has `PAIRS` experts."""
 PAIRS = 8
+SORTED = 64
+"""Pairs from which on mlx-lm sorts them by expert, and gives each its own row."""
 
 
 SAMPLE, SAMPLE_EXPERTS = (4096, 4096), (2048, 768, 32)
@@ -180,16 +182,31 @@ class _Experts(_Rows):
         return gathered_product(x, self.weights, self.indices[: len(x)])
 
     def mlx(self, x: mx.array) -> mx.array:
+        return self._by_mlx(x, self.indices[: len(x)], False)
+
+    def _by_mlx(self, x: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
         words, scales, biases, bits, group, _ = self.weights
-        indices = self.indices[: len(x)]
         how: dict[str, Any] = {"group_size": group, "bits": bits, "transpose": True}
-        return mx.gather_qmm(x, words, scales, biases, rhs_indices=indices, **how)
+        return mx.gather_qmm(x, words, scales, biases, rhs_indices=indices, sorted_indices=is_sorted, **how)
 
     def company(self) -> list[tuple[mx.array, mx.array]]:
         """A token's own experts stand in the first rows when it is alone."""
         first = self.x[:1]
         alone = self.ours(first)[0]
         return [(alone, self.ours(mx.concatenate([first, -self.x[1:rows]]))[0]) for rows in TIMED[1:]]
+
+    def timed(self) -> list[rule.Timed]:
+        cases = list[rule.Timed]()
+        for rows in TIMED:
+            x, indices = self.x[:rows], self.indices[:rows]
+            if is_sorted := indices.size >= SORTED:
+                order = mx.argsort(indices.flatten())
+                x, indices = x[:, 0][order // indices.shape[1]], indices.flatten()[order]
+            mx.eval(x, indices)
+            ours = partial(gathered_product, weights=self.weights, indices=indices)
+            mlx = partial(self._by_mlx, indices=indices, is_sorted=is_sorted)
+            cases.append(rule.Timed(_name(rows), partial(_link, ours), partial(_link, mlx), x))
+        return cases
 
 
 def _link(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
@@ -231,15 +248,11 @@ def _as_linear(self: Any, x: mx.array) -> mx.array:
 
 
 def _switch(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-    tokens = indices.size // indices.shape[-1]
-    if (
-        not sorted_indices
-        and indices.size <= MOST_PAIRS
-        and indices.shape[-1] > 1
-        and _takes(self, x, tokens)
-    ):
-        rows = x.size // x.shape[-1]
-        if x.shape[-2] == 1 and rows in (tokens, indices.size):
+    pairs, rows = indices.size, x.size // x.shape[-1]
+    if 1 < pairs <= MOST_PAIRS and x.shape[-2] == 1:
+        # Sorted pairs do not say how many tokens they are of.
+        tokens = pairs // indices.shape[-1] if indices.ndim > 1 else -(-pairs // PAIRS)
+        if rows in (pairs // indices.shape[-1], pairs) and _takes(self, x, tokens):
             return gathered_product(x, _weights(self), indices)
     return cast(mx.array, _own[QuantizedSwitchLinear](self, x, indices, sorted_indices))
 

@@ -2,13 +2,14 @@
 
 MLX's own kernel for one row reads the weights once a row, up to some ten rows, and then another one adds in
 another order. Here a simdgroup has four outputs: each lane unpacks 8 or 16 neighbours of four rows of weights
-into registers, once for `MOST_ROWS` rows of x, and adds in the order of MLX's kernel for one row (4 and 8
-bits; in others MLX splits a number in two products).
+into registers, once for up to 8 rows of x, and adds in the order of MLX's kernel for one row (`qmv_fast`: 4
+and 8 bits where 512 divides K; in other bits MLX splits a number in two products).
 
 By arithmetic, for 4 bits, 4,096 × 4,096 and 8 rows: 9.4 MB of weights take 47 µs at 200 GB/s (M2 Pro), and
 134 million fma 39 µs on its 19 cores of 128 lanes at 1.4 GHz; on an M4 Max (546 GB/s, 40 cores, 1.6 GHz) 17
 and 16 µs. So the weights are the limit up to some 8 rows; 16 rows read them twice, from a cache the second
-time. It has not run on a Mac.
+time. A lane holds 64 numbers of weights, as halves (exact up to 255, and read for nothing where a float is
+due), 32 sums and 16 of x: 80 of 128 registers, 112 if the numbers were floats. It has not run on a Mac.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ BITS = (3, 4, 5, 6, 8)
 HEADER = """
 // Unpacks a lane's neighbours: a stream of bits, from the lowest on.
 template <int BITS, int VALUES>
-inline void unpack(const device uchar* from, thread float* numbers) {
+inline void unpack(const device uchar* from, thread half* numbers) {
   constexpr uint MASK = (1u << BITS) - 1;
   if (BITS == 4 || BITS == 8) {
     const device uint* words = (const device uint*)from;
     constexpr int EACH = 32 / BITS;
-    for (int i = 0; i < VALUES; i++) numbers[i] = float((words[i / EACH] >> (i % EACH * BITS)) & MASK);
+    for (int i = 0; i < VALUES; i++) numbers[i] = half((words[i / EACH] >> (i % EACH * BITS)) & MASK);
   } else {
     const device ushort* words = (const device ushort*)from;
     for (int i = 0; i < VALUES; i++) {
       const int word = i * BITS / 16, shift = i * BITS % 16;
       uint bits = uint(words[word]) >> shift;
       if (shift + BITS > 16) bits |= uint(words[word + 1]) << (16 - shift);
-      numbers[i] = float(bits & MASK);
+      numbers[i] = half(bits & MASK);
     }
   }
 }
@@ -59,17 +60,22 @@ inline void add_products(const device uchar* words, const device T* scales, cons
                          const device T* x, const thread int* rows, int count, int first, int k, int n,
                          uint lane, thread float* sums) {
   constexpr int VALUES = BITS == 6 || BITS == 8 ? 8 : 16;
+  const int row_bytes = k / 8 * BITS, row_groups = k / GROUP, last = n - 1 - first;
+  words += size_t(first) * row_bytes;
+  scales += size_t(first) * row_groups;
+  biases += size_t(first) * row_groups;
   for (int at = int(lane) * VALUES; at < k; at += 32 * VALUES) {
-    float numbers[4 * VALUES], scale[4], bias[4];
+    half numbers[4 * VALUES];
+    float scale[4], bias[4];
     for (int out = 0; out < 4; out++) {
-      const size_t row = min(first + out, n - 1);
-      unpack<BITS, VALUES>(words + (row * k + at) * BITS / 8, numbers + out * VALUES);
-      scale[out] = float(scales[row * (k / GROUP) + at / GROUP]);
-      bias[out] = float(biases[row * (k / GROUP) + at / GROUP]);
+      const int row = min(out, last), group = row * row_groups + at / GROUP;
+      unpack<BITS, VALUES>(words + row * row_bytes + at / 8 * BITS, numbers + out * VALUES);
+      scale[out] = float(scales[group]);
+      bias[out] = float(biases[group]);
     }
     for (int m = 0; m < ROWS; m++) {
       if (m < count) {
-        const device T* from = x + size_t(rows[m]) * k + at;
+        const device T* from = x + rows[m] * k + at;
         float own[VALUES], total = 0;
         for (int i = 0; i < VALUES; i++) own[i] = float(from[i]);
         if (BITS == 4) {
@@ -78,14 +84,14 @@ inline void add_products(const device uchar* words, const device T* scales, cons
           for (int i = 0; i < VALUES; i++) total += own[i];
         }
         for (int out = 0; out < 4; out++) {
-          const thread float* number = numbers + out * VALUES;
+          const thread half* number = numbers + out * VALUES;
           float dot = 0;
           if (BITS == 4) {
             for (int i = 0; i < VALUES; i += 4)
-              dot += own[i] * number[i] + own[i + 1] * number[i + 1] + own[i + 2] * number[i + 2] +
-                     own[i + 3] * number[i + 3];
+              dot += own[i] * float(number[i]) + own[i + 1] * float(number[i + 1]) +
+                     own[i + 2] * float(number[i + 2]) + own[i + 3] * float(number[i + 3]);
           } else {
-            for (int i = 0; i < VALUES; i++) dot += own[i] * number[i];
+            for (int i = 0; i < VALUES; i++) dot += own[i] * float(number[i]);
           }
           sums[m * 4 + out] += scale[out] * dot + total * bias[out];
         }
@@ -131,20 +137,17 @@ _GATHERED = """
   const int pairs = sizes[2], each = sizes[3], pair = int(threadgroup_position_in_grid.z);
   const int expert = int(indices[pair]);
   int before = 0;
-  for (int i = 0; i < pair; i++) before += int(indices[i]) == expert ? 1 : 0;
-  if (before % ROWS != 0) return;
-  for (int i = 0; i < ROWS; i++) rows[i] = outs[i] = pair;
-  for (int i = pair; i < pairs && count < ROWS; i++) {
-    if (int(indices[i]) == expert) {
-      for (int m = 0; m < ROWS; m++) {
-        if (m == count) {
-          outs[m] = i;
-          rows[m] = i / each;
-        }
-      }
-      count++;
-    }
+  for (int i = int(lane); i < pair; i += 32) before += int(indices[i]) == expert ? 1 : 0;
+  if (simd_sum(before) % ROWS != 0) return;
+  for (int m = 0; m < ROWS; m++) outs[m] = pair;
+  for (int from = pair; from < pairs && count < ROWS; from += 32) {
+    const int i = from + int(lane);
+    const int is_same = i < pairs && int(indices[i]) == expert ? 1 : 0;
+    const int place = count + simd_prefix_exclusive_sum(is_same);
+    for (int m = 0; m < ROWS; m++) outs[m] += simd_sum(is_same != 0 && place == m ? i - pair : 0);
+    count += simd_sum(is_same);
   }
+  for (int m = 0; m < ROWS; m++) rows[m] = outs[m] / each;
   const int added_at = expert * n;
   const size_t of_expert = size_t(expert) * n;
   add_products<T, BITS, GROUP, ROWS>(words + of_expert * k * BITS / 8, scales + of_expert * (k / GROUP),
