@@ -166,8 +166,8 @@ _HELP = {
     "own: the same requests in the same order then get the same answers; random: anywhere",
     "speculation": "auto: several guessed tokens of a request are checked in a pass where that is measured "
     "to be faster, in a batch too, and answers stay the same; off: one token a pass",
-    "share_prefix": "auto: running requests that begin alike hold the KV of that once, on a CPU and on CUDA "
-    "where decode steps are fused or compiled; on: on any GPU, where steps may be slow; off: each holds its "
+    "share_prefix": "auto: running requests that begin alike hold the KV of that once, on a CPU and on a GPU "
+    "where kernels of omlxd's own read it; on: on any GPU, where steps may be slow; off: each holds its "
     "own",
     "metal_kernels": "auto: on Metal, kernels of omlxd's own compute what a load finds right and not slower "
     "than MLX's own there; off: MLX's alone",
