@@ -4,7 +4,7 @@
         got, = KERNEL([x], grid=…, …)        # a call of omlxd's own code, or of a kernel itself
         on_cpu(orders=(0,), all_written=False)   # changes how: harness.run says what there is
 
-    @settings(max_examples=draws(10))        # hypothesis; $OMLXD_METAL_DRAWS=5 looks at five times as many
+    @settings(max_examples=draws(10))        # hypothesis; $METAL_DRAWS=5 looks at five times as many
 
     assert survivors(KERNEL, [("threadgroup_barrier(mem_flags::mem_threadgroup);", ""), …], check) == []
 

@@ -338,10 +338,10 @@ def test_a_pretended_mac_takes_stand_ins_or_all_as_cpp(monkeypatch: pytest.Monke
     monkeypatch.setattr(kernel_module, "run", pretended.run)
     source = I + "y[i] = BY * x[i]; if (i == 5) ((device float*)x)[i] = 0;"
     kernel = Kernel("doubled", ["x"], ["y"], source, writes=["x"])
-    monkeypatch.delenv("OMLXD_PRETENDED_KERNELS", raising=False)
+    monkeypatch.delenv("PRETENDED_KERNELS", raising=False)
     x = floats(64)
     assert called(kernel, x, template=[("BY", 2)])[5] == 200 and not x.any()
-    monkeypatch.setenv("OMLXD_PRETENDED_KERNELS", "cpp")
+    monkeypatch.setenv("PRETENDED_KERNELS", "cpp")
     x = floats(64)
     assert called(kernel, x, template=[("BY", 2)])[5] == 10 and x[5] == 0 and x[6] == 6
 

@@ -6,5 +6,5 @@ import os
 
 
 def draws(examples: int) -> int:
-    """Return so many, times $OMLXD_METAL_DRAWS: below 1 for a quick look, above for a long one."""
-    return max(1, round(examples * float(os.environ.get("OMLXD_METAL_DRAWS", "1"))))
+    """Return so many, times $METAL_DRAWS: below 1 for a quick look, above for a long one."""
+    return max(1, round(examples * float(os.environ.get("METAL_DRAWS", "1"))))

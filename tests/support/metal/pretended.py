@@ -1,6 +1,6 @@
 """What calls kernels under `--pretend-metal`: stand-ins (stand_ins.py), which take no longer than MLX's own.
 
-`OMLXD_PRETENDED_KERNELS=cpp` has all kernels run as C++, but in daemons that tests start. One without a
+`PRETENDED_KERNELS=cpp` has all kernels run as C++, but in daemons that tests start. One without a
 stand-in always does. Never some calls of a kernel by the one and some by the other: a row has the same bits
 in any company, and theirs differ by rounding.
 """
@@ -28,7 +28,7 @@ def run(
     output_dtypes: Sequence[Any],
 ) -> list[mx.array]:
     function = stand_ins.of(kernel)
-    if function is None or os.environ.get("OMLXD_PRETENDED_KERNELS") == "cpp":
+    if function is None or os.environ.get("PRETENDED_KERNELS") == "cpp":
         how: dict[str, Any] = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
         how |= {"grid": grid, "threadgroup": threadgroup, "orders": (0,), "all_written": False}
         return harness.run(kernel, arrays, template, **how)
