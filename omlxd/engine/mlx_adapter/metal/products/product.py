@@ -15,7 +15,7 @@ due), 32 sums and 16 of x: 80 of 128 registers, 112 if the numbers were floats. 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -198,7 +198,7 @@ def few_row_product(x: mx.array, weights: Weights) -> mx.array:
     grid = 32 * SIMDGROUPS, -(-n // (OUTPUTS * SIMDGROUPS)), -(-count // rows)
     (out,) = DENSE(
         [*_arrays(x, weights), _sizes(k, n, count)],
-        template=_template(x, weights, rows),
+        template=_template(x.dtype, weights.bits, weights.group, rows, weights.added is not None),
         grid=grid,
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[(*x.shape[:-1], n)],
@@ -218,7 +218,7 @@ def gathered_product(x: mx.array, weights: Weights, indices: mx.array) -> mx.arr
     kernel = GATHERED if pairs >= 8 else FEW_GATHERED
     (out,) = kernel(
         [*_arrays(x, weights), _sizes(k, n, pairs, pairs // (x.size // k)), indices],
-        template=_template(x, weights, GATHERED_ROWS),
+        template=_template(x.dtype, weights.bits, weights.group, GATHERED_ROWS, weights.added is not None),
         grid=(32 * SIMDGROUPS, -(-n // (OUTPUTS * SIMDGROUPS)), pairs),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[(*indices.shape, 1, n)],
@@ -232,12 +232,6 @@ def _arrays(x: mx.array, weights: Weights) -> list[mx.array]:
     return [x, weights.words, weights.scales, weights.biases, added]
 
 
-def _template(x: mx.array, weights: Weights, rows: int) -> list[tuple[str, object]]:
-    biased = weights.added is not None
-    return [
-        ("T", x.dtype),
-        ("BITS", weights.bits),
-        ("GROUP", weights.group),
-        ("ROWS", rows),
-        ("BIASED", biased),
-    ]
+@lru_cache(maxsize=256)
+def _template(dtype: Any, bits: int, group: int, rows: int, biased: bool) -> list[tuple[str, Any]]:
+    return [("T", dtype), ("BITS", bits), ("GROUP", group), ("ROWS", rows), ("BIASED", biased)]
