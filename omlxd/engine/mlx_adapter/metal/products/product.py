@@ -1,15 +1,17 @@
 """`few_row_product`: up to 16 rows times quantised weights; a row's bits are its own in any company.
 
-MLX's own kernel for one row reads the weights once a row, up to some ten rows, and then another one adds in
-another order. Here a simdgroup has four outputs: each lane unpacks 8 or 16 neighbours of four rows of weights
-into registers, once for up to 8 rows of x, and adds in the order of MLX's kernel for one row (`qmv_fast`: 4
-and 8 bits where 512 divides K; in other bits MLX splits a number in two products).
+MLX reads the weights once a row (`qmv`) or once for some rows (`qmv_wide`, which adds in another order):
+how many rows share the pass decides, and so the bits of each. Here a simdgroup has four outputs: each lane
+unpacks 8 or 16 neighbours of four rows of weights into registers, once for up to 8 rows of x, and adds in
+the order of MLX's kernel for one row (`qmv_fast`: 4 and 8 bits where 512 divides K; in other bits MLX
+splits a number in two products).
 
 By arithmetic, for 4 bits, 4,096 × 4,096 and 8 rows: 9.4 MB of weights take 47 µs at 200 GB/s (M2 Pro), and
 134 million fma 39 µs on its 19 cores of 128 lanes at 1.4 GHz; on an M4 Max (546 GB/s, 40 cores, 1.6 GHz) 17
-and 16 µs. So the weights are the limit up to some 8 rows; 16 rows read them twice, from a cache the second
-time. A lane holds 64 numbers of weights, as halves (exact up to 255, and read for nothing where a float is
-due), 32 sums and 16 of x: 80 of 128 registers, 112 if the numbers were floats. It has not run on a Mac.
+and 16 µs. So the weights are the limit up to some 8 rows; 16 rows read them twice, by threadgroups that are
+neighbours in x and start together: from a cache the second time. A lane holds 64 numbers of weights, as
+halves (exact up to 255, and read for nothing where a float is due), 32 sums and 16 of x: 80 of 128
+registers, 112 if the numbers were floats. It has not run on a Mac.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ _BODY = """
 """
 
 _DENSE = """
-  const int start = int(threadgroup_position_in_grid.z) * ROWS, added_at = 0;
+  const int start = int(threadgroup_position_in_grid.x) * ROWS, added_at = 0;
   count = min(ROWS, sizes[2] - start);
   for (int m = 0; m < ROWS; m++) rows[m] = outs[m] = start + m;
   add_products<T, BITS, GROUP, ROWS>(words, scales, biases, x, rows, count, first, k, n, lane, sums);
@@ -134,7 +136,7 @@ _DENSE = """
 
 _GATHERED = """
   // Each pair has a threadgroup: that of the first of `ROWS` pairs of an expert computes them all.
-  const int pairs = sizes[2], each = sizes[3], pair = int(threadgroup_position_in_grid.z);
+  const int pairs = sizes[2], each = sizes[3], pair = int(threadgroup_position_in_grid.x);
   const int expert = int(indices[pair]);
   int before = 0;
   for (int i = int(lane); i < pair; i += 32) before += int(indices[i]) == expert ? 1 : 0;
@@ -195,11 +197,10 @@ def few_row_product(x: mx.array, weights: Weights) -> mx.array:
     n, k = weights.shape
     count = x.size // k
     rows = next((rows for rows in ROWS if rows >= count), ROWS[-1])
-    grid = 32 * SIMDGROUPS, -(-n // (OUTPUTS * SIMDGROUPS)), -(-count // rows)
     (out,) = DENSE(
         [*_arrays(x, weights), _sizes(k, n, count)],
         template=_template(x.dtype, weights.bits, weights.group, rows, weights.added is not None),
-        grid=grid,
+        grid=(32 * SIMDGROUPS * -(-count // rows), -(-n // (OUTPUTS * SIMDGROUPS)), 1),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[(*x.shape[:-1], n)],
         output_dtypes=[x.dtype],
@@ -219,7 +220,7 @@ def gathered_product(x: mx.array, weights: Weights, indices: mx.array) -> mx.arr
     (out,) = kernel(
         [*_arrays(x, weights), _sizes(k, n, pairs, pairs // (x.size // k)), indices],
         template=_template(x.dtype, weights.bits, weights.group, GATHERED_ROWS, weights.added is not None),
-        grid=(32 * SIMDGROUPS, -(-n // (OUTPUTS * SIMDGROUPS)), pairs),
+        grid=(32 * SIMDGROUPS * pairs, -(-n // (OUTPUTS * SIMDGROUPS)), 1),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[(*indices.shape, 1, n)],
         output_dtypes=[x.dtype],
