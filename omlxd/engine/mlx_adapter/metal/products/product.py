@@ -8,10 +8,11 @@ splits a number in two products).
 
 By arithmetic, for 4 bits, 4,096 × 4,096 and 8 rows: 9.4 MB of weights take 47 µs at 200 GB/s (M2 Pro), and
 134 million fma 39 µs on its 19 cores of 128 lanes at 1.4 GHz; on an M4 Max (546 GB/s, 40 cores, 1.6 GHz) 17
-and 16 µs. So the weights are the limit up to some 8 rows; 16 rows read them twice, by threadgroups that are
-neighbours in x and start together: from a cache the second time. A lane holds 64 numbers of weights, as
-halves (exact up to 255, and read for nothing where a float is due), 32 sums and 16 of x: 80 of 128
-registers, 112 if the numbers were floats. It has not run on a Mac.
+and 16 µs. Sums of x and unpacking make that some 1.7 times as much, so the weights are the limit up to some
+5 rows; 16 rows read them twice, by threadgroups that are neighbours in x and start together: from a cache
+the second time. A lane holds 64 numbers of weights, as halves (exact up to 255, and read for nothing where
+a float is due), 32 sums and 16 of x: 80 of 128 registers, 112 if the numbers were floats. It has not run on
+a Mac.
 """
 
 from __future__ import annotations
