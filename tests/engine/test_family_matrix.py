@@ -242,8 +242,8 @@ def check(rig: Rig, asks: list[Ask], uncached: Reference, row: Row, *, tier: str
 
 
 def promises_bits(ask: Ask, row: Row) -> bool:
-    if row.family == "qwen3_4bit" and mlx_adapter.backend() == "metal":
-        return False  # Few rows have a kernel of their own there, and the end of a prompt is few.
+    if row.family in ("qwen3_4bit", "qwen3_5", "qwen3_next") and mlx_adapter.backend() == "metal":
+        return False  # Few rows or tokens have a kernel of their own there, and the end of a prompt is few.
     if ask.answered:
         # A pass of one token reads quantised KV packed, one of many unpacked: they round differently.
         return row.config.promise == "bits" and not row.kv_bits

@@ -186,3 +186,80 @@ def _quantised(call: Call) -> dict[str, Any]:
 
 def _biased(call: Call, out: mx.array, added: mx.array) -> mx.array:
     return out + added if call.template["BIASED"] else out
+
+
+# --------------------------------------------------------------------------- a step of gated delta net
+
+
+@stand_in("gated_delta_net_step")
+def gated_delta_net_step(call: Call) -> list[mx.array]:
+    from omlxd.engine.mlx_adapter.metal.delta import step
+
+    at = dict(zip(step.FIELDS, _numbers_of(call.arrays["table"]), strict=True))
+    rows, new, _ = call.output_shapes[0]
+    heads, sharing, width = call.output_shapes[2][1], at["SHARING"], call.template["DK"]
+    keys, own = np.arange(heads) // sharing, np.arange(heads) % sharing
+    arrays = {name: _exact(array) for name, array in call.arrays.items() if name != "table"}
+
+    def part(name: str, first: np.ndarray, columns: int) -> np.ndarray:
+        token = arrays[name].reshape(rows, new, -1)
+        return token[..., first[:, None] + np.arange(columns)]
+
+    q_at = np.arange(heads // sharing) * at["K_HEAD"]
+    v_at = keys * at["V_GROUP"] + own * call.template["DV"]
+    gate_at = keys * at["G_GROUP"] + own
+    out, conv, state = gated_delta_net(
+        *(part("qkv", q_at + first, width) for first in (0, at["K_AT"])),
+        part("qkv", v_at + at["V_AT"], call.template["DV"]),
+        part("z", v_at + at["Z_AT"], call.template["DV"]),
+        *(part(name, gate_at + first, 1)[..., 0] for name, first in (("b", 0), ("a", at["A_AT"]))),
+        *(arrays[name] for name in ("conv", "state")),
+        arrays["weight"][..., 0],
+        arrays["norm"],
+        arrays["rates"][: 2 * heads].reshape(2, heads),
+        float(np.int32(at["EPS"]).view(np.float32)),
+    )
+    numbers = zip((out.reshape(rows, new, -1), conv, state), call.output_dtypes, strict=True)
+    return [mx.array(array.astype(np.float32)).astype(dtype) for array, dtype in numbers]
+
+
+def gated_delta_net(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    z: np.ndarray,
+    b: np.ndarray,
+    a: np.ndarray,
+    conv: np.ndarray,
+    state: np.ndarray,
+    weight: np.ndarray,
+    norm: np.ndarray,
+    rates: np.ndarray,
+    eps: float,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By its definition, in float64: what `out_proj` takes, (rows, tokens, heads, width), and the states.
+
+    q, k, v, z     (rows, tokens, heads, width) each; q and k of key heads, as projections give them
+    conv, state    (rows, taps - 1, channels), (rows, heads, width, key width)
+    weight, rates  (channels, taps), and logarithms of A and biases of a, (2, heads)
+    """
+    (rows, new, key_heads, key_width), (heads, width) = q.shape, v.shape[2:]
+    seen = np.concatenate([conv, *[np.concatenate([x.reshape(rows, new, -1) for x in (q, k, v)], 2)]], 1)
+    taps = weight.shape[1]
+    mixed = sum(seen[:, at : at + new] * weight[:, at] for at in range(taps))
+    mixed = mixed / (1 + np.exp(-mixed))
+    q, k, v = np.split(mixed, [key_heads * key_width, 2 * key_heads * key_width], axis=2)
+    q, k = (x.reshape(rows, new, key_heads, key_width) for x in (q, k))
+    q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (np.repeat(x, heads // key_heads, 2) for x in (q / key_width**0.5, k))
+    v = v.reshape(rows, new, heads, width)
+    decay, rate = np.exp(-np.exp(rates[0]) * np.logaddexp(0, a + rates[1])), 1 / (1 + np.exp(-b))
+    out = np.empty(v.shape)
+    for token in range(new):
+        key, query = k[:, token, :, None], q[:, token, :, None]
+        state = state * decay[:, token, :, None, None]
+        change = (v[:, token] - (state * key).sum(-1)) * rate[:, token, :, None]
+        state = state + key * change[..., None]
+        out[:, token] = (state * query).sum(-1)
+    out = out / np.sqrt((out**2).mean(-1, keepdims=True) + eps) * norm * (z / (1 + np.exp(-z)))
+    return out, seen[:, new:], state

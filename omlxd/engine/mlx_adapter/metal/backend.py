@@ -13,6 +13,7 @@ from ..attention.kv_spec import KVSpec
 from . import rule
 from .attention.choice import Choices
 from .attention.rows import SpanRowsKVCache, over_segments
+from .delta import layers as delta
 from .products import install as products
 
 
@@ -28,6 +29,7 @@ class MetalBackend(MlxBackend):
     def prepare(self, model: Any) -> None:
         self._attention.since_load = {}
         products.prepare(model)
+        delta.prepare(model)
 
     def judge_samples(self) -> list[str]:
         known = set(rule.verdicts())
