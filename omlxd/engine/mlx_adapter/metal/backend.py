@@ -35,6 +35,7 @@ class MetalBackend(MlxBackend):
         known = set(rule.verdicts())
         self._attention.judge_samples()
         products.judge_samples()
+        delta.judge_samples()
         return [verdict.told() for at, verdict in rule.verdicts().items() if at not in known]
 
     def forward(self, call: AttentionCall) -> mx.array | None:

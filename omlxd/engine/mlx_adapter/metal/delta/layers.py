@@ -10,10 +10,12 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from ...cache.kinds import leaves
 from .. import rule
@@ -25,6 +27,17 @@ CLOSE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 NEEDED = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads", "num_v_heads", "head_k_dim")
 APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+SAMPLE = {
+    "hidden_size": 64,  # Of products, which are not judged.
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+}
+"""What `judge_samples` takes of a config."""
+
 MIXED = ("in_proj_qkvz", "in_proj_qkvz", "in_proj_ba", "in_proj_ba")
 
 
@@ -39,6 +52,16 @@ def prepare(model: Any) -> None:
         verdict = _judged(module, shape, *kinds)
         if verdict.is_used and all(map(verdict.pays, verdict.ratios)):  # Else bits would tell of company.
             _change(module, shape)
+
+
+def judge_samples() -> None:
+    """Judge the kernels at a layer with the heads of Qwen3-Next."""
+    module = Qwen3NextGatedDeltaNet(cast(Any, SimpleNamespace(**SAMPLE)))
+    module.set_dtype(mx.float16)
+    mx.eval(module.parameters())
+    if (shape := shape_of(module)) is not None:
+        prompts.prepare(module, shape)
+        _judged(module, shape, ArraysCache)
 
 
 def shape_of(module: Any) -> Shape | None:
