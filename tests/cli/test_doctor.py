@@ -302,6 +302,9 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     ratios = {"attention_rows_alone_ratio": 1.4, "attention_long_rows_alone_ratio": 0.7}
     by_length = told("metal", attention_reads_own_rows=1.0, **ratios)
     assert "where that is faster (in 1.40 of the time of MLX's own at 512 tokens a row, 0.70 at" in by_length
+    kernels = {"metal_kernels_used": 3.0, "metal_kernels_refused": 1.0, "metal_attention_kernel": 1.0}
+    by_kernel = told("metal", attention_reads_own_rows=1.0, **ratios, **kernels)
+    assert "by omlxd's attention kernel, with 3 of 4 Metal kernels (the engine's log says why)" in by_kernel
 
 
 def test_settings_of_a_model_that_is_not_there(tmp_path: Path, monkeypatch):

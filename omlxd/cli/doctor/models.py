@@ -65,15 +65,19 @@ def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
 def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[str]:
     """Report a model's decoding, as chosen when it was loaded, and its draft tokens."""
     own = values.get("attention_reads_own_rows")
-    ours = "by omlxd's attention kernel" if backend.startswith("cuda") else "with attention row by row"
-    ratio = values.get("attention_rows_alone_ratio")
+    by_kernel = backend.startswith("cuda") or values.get("metal_attention_kernel")
+    ours = "by omlxd's attention kernel" if by_kernel else "with attention row by row"
+    ratio = None if by_kernel else values.get("attention_rows_alone_ratio")
     measured = "in {:.2f} of the time of MLX's own" if own else "row by row takes {:.2f} of its time"
     why = "; rows join without copies" if own and (ratio or 0) > 1 else ""
     choice = ours if own else "by MLX's own attention"
-    if (long := values.get("attention_long_rows_alone_ratio")) is not None:
+    if not by_kernel and (long := values.get("attention_long_rows_alone_ratio")) is not None:
         choice, why = f"{choice} where that is faster" if own else choice, ""
         measured += f" at 512 tokens a row, {long:.2f} at 8,192"
     yield choice if ratio is None else f"{choice} ({measured.format(ratio)}, as measured at load{why})"
+    if (used := values.get("metal_kernels_used")) is not None:
+        all_of_them = used + values.get("metal_kernels_refused", 0)
+        yield f"with {used:.0f} of {all_of_them:.0f} Metal kernels (the engine's log says why)"
     tokens = int(values.get("kv_shared_segment_tokens", 0))
     yield f"with prefixes shared in segments of {tokens:,} tokens" if tokens else "with prefixes not shared"
     if "spec_decode_draft_model" not in values:  # Counters of an earlier process stay.

@@ -49,6 +49,7 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         "mlx_cache_bytes": mx.get_cache_memory(),
         **mlx_adapter.limits,
         **mlx_adapter.rows_alone_ratios(),
+        **mlx_adapter.attention_backend().kernel_metrics(),
         "attention_reads_own_rows": float(
             mlx_adapter.attention_backend().reads_own_rows() or mlx_adapter.rows_attend_alone()
         ),

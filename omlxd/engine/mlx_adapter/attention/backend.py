@@ -135,6 +135,10 @@ class AttentionBackend(Protocol):
     def warm_up(self, model: Any) -> None:
         """Compile and check, in no request, what a batch needs. Called last, for models that batch."""
 
+    def kernel_metrics(self) -> dict[str, float]:
+        """Return what loads chose among the kernels, by names of engine/server/metrics.py."""
+        return {}
+
     def judge_samples(self) -> list[str]:
         """Judge the kernels at shapes of common models, and return a line for each."""
         return []

@@ -31,6 +31,11 @@ class MetalBackend(MlxBackend):
         products.prepare(model)
         delta.prepare(model)
 
+    def kernel_metrics(self) -> dict[str, float]:
+        used = [verdict.is_used for verdict in rule.verdicts().values()]
+        counts = {"metal_kernels_used": used.count(True), "metal_kernels_refused": used.count(False)}
+        return {**counts, "metal_attention_kernel": float(self._attention.rows)}
+
     def judge_samples(self) -> list[str]:
         known = set(rule.verdicts())
         self._attention.judge_samples()
