@@ -28,16 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 
 import pretend_metal
 
-pretend_metal.install()
+if __name__ == "__main__":
+    pretend_metal.install()
 
-import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
-from mlx_lm.utils import _get_classes  # noqa: E402
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import _get_classes
 
-from omlxd.engine import mlx_adapter  # noqa: E402
-from omlxd.engine.mlx_adapter.attention import backend, hooks  # noqa: E402
-from omlxd.engine.mlx_adapter.metal import kernel as metal_kernel  # noqa: E402
-from omlxd.engine.mlx_adapter.model import checks, load  # noqa: E402
+from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter.attention import backend, hooks
+from omlxd.engine.mlx_adapter.metal import kernel as metal_kernel
+from omlxd.engine.mlx_adapter.model import checks, load
 
 COMMON: dict[str, Any] = {
     **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8},
