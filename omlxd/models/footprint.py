@@ -44,6 +44,10 @@ VLM_VERSION = "0.7.10"
 """Version of mlx-vlm."""
 INSTALL_VISION = f"`pip install 'omlxd[vision]'`, then `pip install --no-deps mlx-vlm=={VLM_VERSION}`"
 
+RESERVE_FRACTION = 0.05
+RESERVE_BYTES = 2 << 30
+"""Bytes that the rest of the machine keeps at most; below them a fraction."""
+
 _GEMMA3 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -91,6 +95,8 @@ class Footprint(msgspec.Struct, frozen=True):
     blind         why a vision model takes no images; "": it takes them; None: it is a text model
     tower         what that takes to see an image
     layers, hidden_size, vocab_size  of its language model
+    experts       parameters of all experts among which a router chooses; a token reads `chosen` of them
+    table         parameters of an embedding table that is no head as well: a token reads one row
     """
 
     weights: int
@@ -104,6 +110,9 @@ class Footprint(msgspec.Struct, frozen=True):
     layers: int = 0
     hidden_size: int = 0
     vocab_size: int = 0
+    experts: int = 0
+    chosen: float = 1.0
+    table: int = 0
 
     def loading(self, backend: str = "") -> int:
         """Return the bytes to load the model and answer briefly. `backend`: `cpu` has shorter passes; "":
@@ -125,6 +134,16 @@ class Footprint(msgspec.Struct, frozen=True):
         """Return the bytes of one sequence of so many tokens, without shared ones."""
         return self.kv_fixed + tokens * self.kv_per_token
 
+    def context_in(self, room: int, backend: str = "") -> int:
+        """Return the tokens that one sequence may have if all of the model takes `room` bytes; 0: it does not
+        load there.
+        """
+        left = room - self.loading(backend)
+        if left < 0 or not self.kv_per_token:
+            return 0 if left < 0 else self.context_length or 0
+        tokens = PREFILL_CHUNK + left // self.kv_per_token
+        return min(tokens, self.context_length or tokens)
+
 
 def footprint(folder: Path, float32: bool = False) -> Footprint:
     """Estimate the model in `folder`; values missing in its config count as nothing.
@@ -132,20 +151,31 @@ def footprint(folder: Path, float32: bool = False) -> Footprint:
     float32  its weights are made float32 when it is loaded (engine/mlx_adapter/model/load.py)
     """
     config = read_config(folder)
-    text = _text(config)
+    weights = _float32_bytes(folder, config) if float32 else weight_bytes(folder)
     element = 4 if float32 else _element(folder, config)
+    return footprint_of(config, weights, element, vision_obstacle(folder, config))
+
+
+def footprint_of(config: dict[str, Any], weights: int, element: int, blind: str | None = None) -> Footprint:
+    """Estimate a model of `weights` bytes by its config, which computes with numbers of `element` bytes."""
+    text = _text(config)
+    experts, chosen = _experts(text)
+    tied = {**text, **config}.get("tie_word_embeddings", True)
     return Footprint(
-        weights=_float32_bytes(folder, config) if float32 else weight_bytes(folder),
+        weights=weights,
         kv_per_token=_kinds(text).count("full") * _layer_kv(text) * element,
         kv_fixed=_kv_fixed(text, element),
         working=_working(text, element),
         context_length=_context(config),
         pair=_int(text, "num_attention_heads", "n_head") * element if "full" in _kinds(text) else 0,
-        blind=vision_obstacle(folder, config),
+        blind=blind,
         tower=_tower(config, element),
         layers=_layers(text),
         hidden_size=_hidden(text),
         vocab_size=_int(text, "vocab_size"),
+        experts=experts,
+        chosen=chosen,
+        table=0 if tied else _int(text, "vocab_size") * _hidden(text),
     )
 
 
@@ -270,7 +300,13 @@ def _element(folder: Path, config: dict[str, Any]) -> int:
         for name, tensor in _header(file).items():
             if "norm" in name and tensor.dtype in _HEADER_BYTES:
                 return _HEADER_BYTES[tensor.dtype]
-    name = config.get("torch_dtype") or config.get("dtype")
+    return element_of(config)
+
+
+def element_of(config: dict[str, Any]) -> int:
+    """Return the bytes of a number that the model computes with, by what its config says."""
+    text = _text(config)
+    name = config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype") or text.get("dtype")
     return _DTYPE_BYTES.get(str(name).removeprefix("torch."), 2)
 
 
@@ -367,6 +403,22 @@ def _layers(text: dict[str, Any]) -> int:
 
 def _hidden(text: dict[str, Any]) -> int:
     return _int(text, "hidden_size", "n_embd")
+
+
+_EXPERT_STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period")
+"""Config's names of how many layers have one with experts among them."""
+
+
+def _experts(text: dict[str, Any]) -> tuple[int, float]:
+    """Return the parameters of all routed experts, three matrices each, and the part that a token reads."""
+    count = _int(text, "num_experts", "num_local_experts", "n_routed_experts")
+    inner = _int(text, "moe_intermediate_size", "intermediate_size")
+    chosen = _int(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+    if not count or not chosen:
+        return 0, 1.0
+    layers = min(_layers(text), MOST_LAYERS) - _int(text, "first_k_dense_replace")
+    layers //= _int(text, *_EXPERT_STEPS, default=1)
+    return max(0, layers) * count * 3 * _hidden(text) * inner, min(1.0, chosen / count)
 
 
 def _full_layers(text: dict[str, Any]) -> set[int] | None:

@@ -49,12 +49,17 @@ def model_id(spec: str) -> str:
 
 def is_local(spec: str) -> bool:
     """Return whether `spec` means a folder. An existing path, or text like one, is never a hub id."""
-    return os.path.exists(local_path(spec)) or not _HUB_ID.fullmatch(spec)
+    return os.path.exists(local_path(spec)) or not is_hub_id(spec)
 
 
 def local_path(spec: str) -> Path:
     """Return the absolute path that `spec` means. `~name` of an unknown user is an ordinary name."""
     return Path(os.path.expanduser(spec)).absolute()
+
+
+def is_hub_id(spec: str) -> bool:
+    """Return whether `spec` reads as ORG/NAME."""
+    return bool(_HUB_ID.fullmatch(spec))
 
 
 def is_gguf(spec: str) -> bool:
@@ -105,9 +110,25 @@ async def fetch_from_hub(repo: str, note: Callable[[int, int], None] | None = No
 
     note  is told how far it is, in bytes of bytes; without it the terminal is
     """
-    if not _HUB_ID.fullmatch(repo):
+    if not is_hub_id(repo):
         raise ModelError(f"{repo!r} is no hub id; write ORG/NAME.")
     return await _run_builder("omlxd.models.fetch.hub", repo, *(["--progress"] if note else []), note=note)
+
+
+class OnHub(msgspec.Struct):
+    """What the hub says of a model. `sizes`: bytes of the files that a download takes; None: it does not say.
+    `copies`: ids of quantised copies that it lists.
+    """
+
+    revision: str
+    sizes: dict[str, int | None]
+    copies: list[str] = []
+
+
+async def look_up_on_hub(repo: str, folder: Path) -> OnHub:
+    """Fetch config.json and the index of weights of hub model `repo` into `folder`. Raises ModelError."""
+    said = await _run_program("omlxd.models.fetch.hub", repo, "--look-up", str(folder))
+    return msgspec.json.decode(said, type=OnHub)
 
 
 def imported_folder(file: str, base_path: Path) -> Path:
@@ -133,7 +154,14 @@ class Progress(msgspec.Struct):
 
 
 async def _run_builder(module: str, *arguments: str, note: Callable[[int, int], None] | None = None) -> Path:
-    """Run `python -m module arguments`, which prints a folder, or ends in one line of error.
+    """Return the folder that `python -m module arguments` prints."""
+    folder = Path(await _run_program(module, *arguments, note=note))
+    await asyncio.to_thread(check_folder, folder)
+    return folder
+
+
+async def _run_program(module: str, *arguments: str, note: Callable[[int, int], None] | None = None) -> str:
+    """Return the last line of `python -m module arguments`, which may be one of error: a ModelError.
 
     Its standard error is ours, for progress bars. Its standard input closes when we die, which ends it.
     `note` is told of each line that is a `Progress`.
@@ -165,9 +193,7 @@ async def _run_builder(module: str, *arguments: str, note: Callable[[int, int], 
             last or f"{module} failed with status {process.returncode}; its reason is in the log.",
             code="unavailable" if is_passing else None,
         )
-    folder = Path(last)
-    await asyncio.to_thread(check_folder, folder)
-    return folder
+    return last
 
 
 # --------------------------------------------------------------------------- is a folder whole?

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -17,7 +18,8 @@ from omlxd.cli.models import command as models
 from omlxd.common.files import SMALL
 from omlxd.config import load_settings
 from omlxd.models.catalog import describe
-from omlxd.models.footprint import PROCESS_BYTES, PROCESSOR_FILES, footprint
+from omlxd.models.footprint import PROCESS_BYTES, PROCESSOR_FILES, footprint, weight_files
+from omlxd.models.resolve import read_tensors
 from tests.models.test_resolve import make
 
 
@@ -32,9 +34,17 @@ def test_the_estimate_is_what_the_loaded_model_says(name: str):
     assert guess.kv_fixed == pytest.approx(loaded.states.nbytes(10**6), rel=0.1)
     assert guess.weights == pytest.approx(loaded.weight_bytes, rel=0.05)
     assert guess.context_length == loaded.context_length
+    assert guess.experts == pytest.approx(stacked_experts(folder), rel=0.1)
     assert guess.loading() > PROCESS_BYTES + guess.weights
     # A pass of a CPU computes 64 tokens, one of a GPU 2,048.
     assert guess.loading() - guess.loading("cpu") == guess.working - guess.working * 64 // 2048
+
+
+def stacked_experts(folder: Path) -> int:
+    """Count the parameters of routed experts, which stand in arrays of three dimensions."""
+    tensors = {name: one for file in weight_files(folder) for name, one in read_tensors(file).items()}
+    routed = [name for name in tensors if "expert" in name or "switch_mlp" in name]
+    return sum(math.prod(tensors[name].shape) for name in routed if len(tensors[name].shape) == 3)
 
 
 def test_the_estimate_of_the_command_is_what_a_cpu_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

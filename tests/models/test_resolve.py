@@ -204,6 +204,10 @@ class Hub(BaseHTTPRequestHandler):
     sha = "0" * 40
     lost = ""
     """The file that can't be fetched."""
+    sizes: dict[str, int] = {}  # noqa: RUF012
+    """Of files that it has in name alone."""
+    copies: list[str] = []  # noqa: RUF012
+    gated = False
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
@@ -222,7 +226,8 @@ class Hub(BaseHTTPRequestHandler):
             ]
             return self.send(200, json.dumps(rows).encode(), body)
         if path.startswith("/api/models/org/tiny"):
-            siblings = [{"rfilename": name} for name in self.files]
+            held = {name: len(data) for name, data in self.files.items()}
+            siblings = [{"rfilename": name, "size": size} for name, size in (held | self.sizes).items()]
             info = {
                 "id": "org/tiny",
                 "sha": self.sha,
@@ -232,6 +237,10 @@ class Hub(BaseHTTPRequestHandler):
                 "downloads": 0,
             }
             return self.send(200, json.dumps(info).encode(), body)
+        if path == "/api/models":
+            return self.send(200, json.dumps([{"id": name} for name in self.copies]).encode(), body)
+        if self.gated and path.startswith(prefix):
+            return self.send(403, b"", body, {"X-Error-Code": "GatedRepo"})
         if path.startswith(prefix) and path.removeprefix(prefix) in self.files.keys() - {self.lost}:
             return self.send(200, self.files[path.removeprefix(prefix)], body)
         self.send(404, b"", body, {"X-Error-Code": "RepoNotFound"})
@@ -255,7 +264,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     folder = make(tmp_path / "on-the-hub")
     Hub.files = {path.name: path.read_bytes() for path in folder.iterdir()} | {"code.py": b"raise SystemExit"}
-    Hub.asked = []
+    Hub.asked, Hub.sizes, Hub.copies, Hub.gated = [], {}, [], False
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")

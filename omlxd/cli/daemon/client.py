@@ -42,6 +42,10 @@ class DaemonError(OmlxdError):
     """The daemon gave no usable answer; the message says what to do."""
 
 
+class NotThere(DaemonError):
+    """The daemon has nothing of this name."""
+
+
 class NoDaemon(DaemonError):
     """No daemon answers at the address."""
 
@@ -165,7 +169,8 @@ class Daemon:
                 said = f"The daemon at {self.url} doesn't take the key in {KEY_VARIABLE}: it is wrong."
             elif error.code == 401:
                 said = f"The daemon at {self.url} wants its key: set {KEY_VARIABLE}."
-            raise DaemonError(said or f"{error.url} answers with status {error.code}; is it omlxd?") from None
+            kind = NotThere if error.code == 404 and said else DaemonError
+            raise kind(said or f"{error.url} answers with status {error.code}; is it omlxd?") from None
         except msgspec.MsgspecError:
             problem = f"{self.url} answers, but not as omlxd does; give the daemon's own --url."
             raise DaemonError(problem) from None

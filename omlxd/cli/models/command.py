@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -21,8 +21,15 @@ from ...models.catalog import Catalog, InstalledModel, default_model, describe
 from ...models.footprint import Footprint, expected, footprint, likely_backend, weight_bytes
 from ...models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
 from ...models.remove import removable, remove_folder
-from ...models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub, local_path
-from ..daemon.client import Daemon, DaemonError, NoDaemon, add_url, find_daemon
+from ...models.resolve import (
+    DEFAULT_ID,
+    check_folder,
+    fetch_default_model,
+    fetch_from_hub,
+    is_local,
+    local_path,
+)
+from ..daemon.client import Daemon, DaemonError, NoDaemon, NotThere, add_url, find_daemon
 from ..daemon.owner_api import (
     InstalledStatus,
     InstalledStatuses,
@@ -35,6 +42,7 @@ from ..daemon.owner_api import (
     UnloadModel,
 )
 from ..watch.status import as_json, table
+from .fit import as_size_table, hub_page, look_up, what_fits
 
 
 def why_broken(model: InstalledStatus) -> str:
@@ -186,8 +194,12 @@ def as_page(model: InstalledStatus) -> str:
         "process": f"that of {model.shares}" if model.shares else str(model.pid or "-"),
         "trouble": model.trouble or "none",
     }
+    return _facts(model.id, facts)
+
+
+def _facts(title: str, facts: Mapping[str, str], more: Sequence[str] = ()) -> str:
     width = max(map(len, facts))
-    return "\n".join([model.id, *(f"  {name.ljust(width)}  {value}" for name, value in facts.items())])
+    return "\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in facts.items()), *more])
 
 
 LOAD_S = 3600.0
@@ -227,12 +239,17 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list the models of Ollama, LM Studio and llama.cpp on this machine instead",
     )
-    shown = verb("show", _show, "all details of one model")
-    shown.add_argument("model")
+    shown = verb("show", _show, "all details of one model; of one on the hub, whether it fits this machine")
+    shown.add_argument("model", help="an installed model, or a hub id as ORG/NAME")
     for made in (listed, shown):
         add_flags(made, *_FOLDER_OPTIONS)
     pulled = verb("pull", _pull, "download a model from the hub; goes on where it stopped", asks=False)
-    pulled.add_argument("model", metavar="ORG/NAME", help=f"a hub id, or {DEFAULT_ID}")
+    pulled.add_argument(
+        "model",
+        metavar="ORG/NAME",
+        nargs="?",
+        help=f"a hub id, or {DEFAULT_ID}; without one: what sizes of models fit this machine",
+    )
     add_flags(pulled, "base_path")
     made = verb("import", _import, "make a model folder of a GGUF file", asks=False)
     made.add_argument("file", metavar="FILE.gguf", help="or a name of `omlxd models list --found`")
@@ -285,10 +302,16 @@ def _show(args: argparse.Namespace) -> int:
     settings = settings_of(args, *_FOLDER_OPTIONS)
     try:
         result = find_daemon(args.url, settings).fetch("/omlxd/models/" + quote(args.model), InstalledStatus)
+    except NotThere:
+        if is_local(args.model):
+            raise
+        return _show_hub(args, settings)
     except NoDaemon as error:
         models = installed(settings)
         names = [model.id for model in models]
         matching = [m for m in models if args.model in (m.id, m.id.rpartition("/")[2])]
+        if not matching and not is_local(args.model):
+            return _show_hub(args, settings)
         if not matching:
             there_are, near = ", ".join(names) or "none", _near(args.model, names)
             raise DaemonError(
@@ -299,6 +322,12 @@ def _show(args: argparse.Namespace) -> int:
         result.trouble = why_broken(result)
         _say_absence(args, error)
     _say(args, result, lambda: as_page(result))
+    return 0
+
+
+def _show_hub(args: argparse.Namespace, settings: Settings) -> int:
+    model = look_up(args.model, settings)
+    _say(args, model, lambda: _facts(*hub_page(model)))
     return 0
 
 
@@ -313,6 +342,10 @@ def _say_absence(args: argparse.Namespace, error: NoDaemon) -> None:
 
 
 def _pull(args: argparse.Namespace) -> int:
+    if args.model is None:
+        what = what_fits(settings_of(args, *_FOLDER_OPTIONS))
+        _say(args, what, lambda: as_size_table(what))
+        return 0
     if args.model == DEFAULT_ID:
         folder = asyncio.run(fetch_default_model(settings_of(args, *_FOLDER_OPTIONS).base_path))
     elif "/" not in args.model:

@@ -25,7 +25,15 @@ from msgspec.structs import replace
 
 from ...common.units import CRITICAL, available_ram, human, memory_pressure, total_ram
 from ...errors import InvalidRequest, NotNow
-from ...models.footprint import FLOAT32_FRACTION, PROCESS_BYTES, Footprint, expected, likely_backend
+from ...models.footprint import (
+    FLOAT32_FRACTION,
+    PROCESS_BYTES,
+    RESERVE_BYTES,
+    RESERVE_FRACTION,
+    Footprint,
+    expected,
+    likely_backend,
+)
 from ...wire import Budget, Device, Wants
 from .model import ModelEngine
 from .names.model_book import ModelBook
@@ -84,9 +92,6 @@ def shares(
 
 log = logging.getLogger(__name__)
 
-RESERVE_FRACTION = 0.05
-RESERVE_BYTES = 2 << 30
-"""Bytes that the rest of the machine keeps at most; below them a fraction."""
 MACOS_FRACTION = 0.125
 MACOS_BYTES = 2 << 30
 """Of a Mac's memory, and at least: what macOS and other programs keep if the owner lets Metal wire more."""

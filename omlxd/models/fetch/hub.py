@@ -1,8 +1,9 @@
-"""`python -m omlxd.models.fetch.hub ORG/NAME [--progress]`: fetches a model into the hub's cache.
+"""`python -m omlxd.models.fetch.hub ORG/NAME [--progress | --look-up FOLDER]`: fetches a model into the hub's
+cache, or its config.json and index of weights alone into FOLDER.
 
 Prints the folder, or with status 1 why not. Progress goes to standard error, or with `--progress` before it
 as lines of JSON. A download goes on where it stopped. It is a program of its own so that the front never
-imports the hub's client.
+imports the hub's client. A look-up prints a `resolve.OnHub` as JSON instead of a folder.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.constants import is_offline_mode
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 from tqdm import tqdm
 
 from ...common.files import write_atomic
@@ -61,6 +64,36 @@ def _download(repo: str, bar: Any) -> str:
     return str(folder)
 
 
+LOOKED_UP = ("config.json", "model.safetensors.index.json")
+MOST_LOOKED_UP = 16 << 20
+"""Bytes of a file that is looked up."""
+QUANTISER = "mlx-community"
+"""Who publishes quantised copies of most models."""
+
+
+def _look_up(repo: str, folder: str) -> str:
+    """Fetch `LOOKED_UP` of `repo` into `folder`; returns a `resolve.OnHub` as JSON."""
+    disable_progress_bars()
+    info = HfApi().model_info(repo, files_metadata=True)
+    sizes = {each.rfilename: each.size for each in info.siblings or ()}
+    for name in LOOKED_UP:
+        if name in sizes and (sizes[name] or 0) <= MOST_LOOKED_UP:
+            hf_hub_download(repo, name, revision=info.sha, local_dir=folder)
+    taken = filter_repo_objects(sizes, allow_patterns=PATTERNS, ignore_patterns=TWICE)
+    found = {"revision": info.sha, "sizes": {name: sizes[name] for name in taken}, "copies": _copies(repo)}
+    return json.dumps(found)
+
+
+def _copies(repo: str) -> list[str]:
+    """Return ids of quantised copies of `repo` that the hub lists."""
+    name = re.sub(r"-(\d+bit|bf16|fp16|mxfp4|mlx).*", "", repo.partition("/")[2], flags=re.IGNORECASE)
+    copy = re.compile(re.escape(f"{QUANTISER}/{name}-") + r"(\d+bit|mxfp\d|nvfp\d)", re.IGNORECASE)
+    with contextlib.suppress(Exception):  # It is no part of the question.
+        listed = HfApi().list_models(author=QUANTISER, search=name, limit=50)
+        return sorted(each.id for each in listed if copy.fullmatch(each.id) and each.id != repo)
+    return []
+
+
 def _is_unreachable(error: Exception) -> bool:
     """Return whether the hub was not reached. Its client raises the TransportError of httpx or of httpx2:
     which one is there depends on the client's version, so omlxd imports neither.
@@ -78,10 +111,11 @@ def _remedy() -> str:
 
 
 def main(argv: list[str]) -> int:
-    repo = argv[0]
+    repo, *rest = argv
+    verb = "looked up" if "--look-up" in rest else "downloaded"
     try:
-        bar: Any = _Lines if "--progress" in argv else None
-        print(_download(repo, bar))
+        bar: Any = _Lines if "--progress" in rest else None
+        print(_look_up(repo, rest[1]) if verb == "looked up" else _download(repo, bar))
         return 0
     except GatedRepoError:
         problem = f"{repo} asks for its terms to be accepted: do so on its hub page, then set HF_TOKEN."
@@ -91,7 +125,7 @@ def main(argv: list[str]) -> int:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if _is_unreachable(error):
             reason = f"the hub can't be reached{_remedy()}."
-        problem = f"{repo} can't be downloaded: {reason}"
+        problem = f"{repo} can't be {verb}: {reason}"
         if _is_unreachable(error):
             print(problem)
             return os.EX_TEMPFAIL
@@ -101,6 +135,6 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("usage: python -m omlxd.models.fetch.hub ORG/NAME [--progress]")
+        sys.exit("usage: python -m omlxd.models.fetch.hub ORG/NAME [--progress | --look-up FOLDER]")
     end_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -7,12 +7,14 @@ from importlib.metadata import PackageNotFoundError, version
 import mlx.core as mx
 
 from ... import mlx_adapter
+from ...kvio.hot_budget import memory
 from ...process import blas
 from .timing import Measured, chained, empty_eval, short, times
 
 PACKAGES = ("mlx", "mlx-metal", "mlx-lm", "mlx-vlm", "transformers", "tokenizers", "safetensors", "numpy")
 SUM_BYTES = 1 << 30
 CPU_SUM_BYTES = 1 << 28
+WIDTH = 4096
 
 
 def facts() -> Measured:
@@ -56,3 +58,18 @@ def bandwidth() -> Measured:
     rate = nbytes / seconds
     text = f"the sum of {nbytes >> 20} MiB reads {rate / 1e9:.1f} GB/s"
     return Measured([("bandwidth", text)], {"sum": seconds})
+
+
+def room() -> Measured:
+    """Say how much memory the device has where arrays live."""
+    return Measured([("backend", mlx_adapter.backend())], {"total": float(memory()[0])})
+
+
+def decode_bandwidth() -> Measured:
+    """Measure the bytes a second that a product of one row, the most of a decode step, reads of a matrix."""
+    row, matrix = mx.ones((1, WIDTH)), mx.zeros((CPU_SUM_BYTES // 4 // WIDTH, WIDTH))
+    mx.eval(row, matrix)
+    seconds = max(1e-9, min(times(lambda: row @ matrix.T, turns=20)) - empty_eval())
+    rate = CPU_SUM_BYTES / seconds
+    text = f"a product of one row reads {rate / 1e9:.1f} GB/s of a matrix of {CPU_SUM_BYTES >> 20} MiB"
+    return Measured([("decode bandwidth", text)], {"read": rate})

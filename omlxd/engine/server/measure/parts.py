@@ -21,6 +21,8 @@ PARTS: dict[str, Callable[[Job], Measured]] = {
     "device": lambda job: device.facts(),
     "eval": lambda job: device.evals(),
     "bandwidth": lambda job: device.bandwidth(),
+    "room": lambda job: device.room(),
+    "decode bandwidth": lambda job: device.decode_bandwidth(),
     "model": lambda job: model.load(_engine(job), job),
     "pass": lambda job: _engine(job).call(lambda: model.passes(_engine(job))),
     "hits": lambda job: reuse.hits(_engine(job)),

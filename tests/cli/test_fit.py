@@ -1,0 +1,169 @@
+"""`omlxd models pull` without a name, and `omlxd models show` of a model that is on the hub alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from omlxd.cli.models import fit
+from omlxd.cli.models.machine import Machine, apples_figure, this_machine
+from omlxd.config import load_settings
+from omlxd.models.quantised import bits_of, load_of, parameters_of, weights_in
+from tests.cli.test_verbs import omlxd  # noqa: F401
+from tests.models.test_resolve import Hub, hub  # noqa: F401
+
+GB = 10**9
+MAC = Machine(16 * GB, "--memory-limit auto", 12 * GB, 120e9, "Apple's figure for M4", "metal")
+QWEN_32B = next(size for size in fit.SIZES if size.name == "32B")
+A3B = next(size for size in fit.SIZES if size.name == "30B-A3B")
+
+
+@pytest.fixture(autouse=True)
+def mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "this_machine", lambda settings: MAC)
+
+
+def row(said: str, name: str, bits: int) -> list[str]:
+    return next(line.split() for line in said.splitlines() if line.startswith(name) and f" {bits} " in line)
+
+
+def test_pull_without_a_name_says_what_fits(omlxd):  # noqa: F811
+    status, said = omlxd("pull")
+    assert status == 0 and said.startswith("this machine: models may take 16 GB (--memory-limit auto); 12 GB")
+    assert "reads 120 GB/s (Apple's figure for M4)" in said
+    # 8.19 billion in 4.5 bits are 4.6 GB, 4.26 without the table: 28 a second.
+    assert row(said, "8B", 4)[3:] == ["4.6", "GB", "147.5", "kB", "yes", "40,960", "28"]
+    assert row(said, "70B", 4)[-3:] == ["no", "-", "-"]
+    assert "to choose: 14B in 4 bits, which leaves" in said and "models show ORG/NAME" in said
+    what = json.loads(omlxd("models", "pull", "--json")[1])
+    assert what["choice"]["size"] == "14B" and what["machine"]["room"] == 16 * GB
+    assert len(what["sizes"]) == 14 and what["sizes"][-1]["fit"]["context"] == 0
+
+
+@pytest.mark.parametrize(
+    ("room", "rate", "choice"),
+    [
+        (5, 120, ("1B", 8)),
+        (48, 800, ("32B", 8)),
+        (24, 120, ("30B-A3B", 4)),
+        (24, None, ("30B-A3B", 4)),
+        (1, 9, None),
+    ],
+)
+def test_the_choice_is_the_largest_that_an_agent_can_use(omlxd, monkeypatch, room, rate, choice):  # noqa: F811
+    machine = replace(MAC, room=room * GB, bandwidth=rate and rate * 1e9, source="no figure")
+    monkeypatch.setattr(fit, "this_machine", lambda settings: machine)
+    what = json.loads(omlxd("pull", "--json")[1])
+    assert choice == (what["choice"] and (what["choice"]["size"], what["choice"]["fit"]["bits"]))
+    status, said = omlxd("pull")
+    assert status == 0 and ("none of these fits" in said) is (choice is None)
+
+
+def put(hub: type[Hub], config: dict[str, Any], weights: int, **metadata: int) -> None:  # noqa: F811
+    """Have the hub hold a model in name: its config, its index, its files' sizes."""
+    names = {"model.norm.weight": "model-00001-of-00002.safetensors"}
+    hub.files = {"config.json": json.dumps({"model_type": "qwen3", **config}).encode()}
+    hub.files["model.safetensors.index.json"] = json.dumps(
+        {"metadata": metadata, "weight_map": names}
+    ).encode()
+    hub.sizes = {f"model-0000{n}-of-00002.safetensors": weights // 2 for n in (1, 2)} | {"README.md": 9}
+
+
+def test_a_model_of_the_hub_is_judged_by_its_config_and_index(omlxd, hub):  # noqa: F811
+    put(hub, {**QWEN_32B.config, "torch_dtype": "bfloat16"}, 2 * QWEN_32B.parameters)
+    hub.copies = ["mlx-community/tiny-3bit", "mlx-community/tiny-4bit-DWQ", "mlx-community/tinyer-3bit"]
+    status, said = omlxd("show", "org/tiny")
+    assert status == 0 and said.startswith("org/tiny\n  state ")
+    assert "65.5 GB: 32.8 billion parameters in 16 bits" in said and "262.1 kB a token" in said
+    assert "no: models may take 16 GB here (--memory-limit auto)" in said
+    # 32.76 billion in 3.5 bits are 14.3 GB; 4.5 bits are 18.4, too many.
+    assert row(said, "  3", 3)[1:3] == ["14.3", "GB"] and row(said, "  4", 4)[-3] == "no"
+    assert "3 bits, about 14.3 GB with " in said and "`omlxd models pull mlx-community/tiny-3bit`" in said
+    assert "the hub lists: mlx-community/tiny-3bit\n" in said
+    model = json.loads(omlxd("models", "show", "org/tiny", "--json")[1])
+    assert model["choice"] == 3 and model["fit"]["context"] == 0 and model["revision"] == hub.sha
+    assert model["parameters"] == QWEN_32B.parameters
+    fetched = {path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path}
+    assert fetched == {"config.json", "model.safetensors.index.json"}
+
+
+def test_a_quantised_model_that_fits_is_what_to_pull(omlxd, hub):  # noqa: F811
+    quantised = {"bits": 4, "group_size": 64}
+    weights = weights_in(A3B.parameters, 4)
+    put(hub, {**A3B.config, "quantization": quantised}, weights, total_parameters=A3B.parameters)
+    model = json.loads(omlxd("show", "org/tiny", "--json")[1])
+    # 3.3 billion of the 30.5 are active, and the table is none that a token reads: 1.7 GB.
+    assert model["fit"]["read"] == pytest.approx(1.71 * GB, rel=0.01) and model["fit"]["context"] == 0
+    hub.files["config.json"] = json.dumps(
+        {"model_type": "qwen3", **fit.SIZES[0].config, "quantization": quantised}
+    ).encode()
+    hub.files["model.safetensors.index.json"] = b"{}"
+    hub.sizes = {"model.safetensors": weights_in(fit.SIZES[0].parameters, 4)}
+    status, said = omlxd("show", "org/tiny")
+    assert status == 0 and "this one: `omlxd models pull org/tiny`" in said
+    assert "yes, with 131,072 tokens of context" in said and "1.24 billion parameters in 4 bits" in said
+    assert "at most about 172 tokens a second, 69 behind 32,000 tokens (an estimate: 120 GB/s" in said
+
+
+def test_what_the_hub_does_not_give_is_said_in_a_sentence(omlxd, hub, monkeypatch):  # noqa: F811
+    def said(name: str = "org/tiny") -> str:
+        status, text = omlxd("show", name)
+        assert status == 1 and text.count("\n") == 1
+        return text
+
+    assert "the hub has no model org/none, or it is private: check the name, or set HF_TOKEN." in said(
+        "org/none"
+    )
+    hub.gated = True
+    assert "org/tiny asks for its terms to be accepted" in said()
+    hub.gated, hub.files = False, {"config.json": hub.files["config.json"]}
+    assert "org/tiny can't be served: it has no weights as *.safetensors" in said()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "org/tiny can't be looked up: the hub can't be reached; check the network." in said()
+
+
+def test_bits_and_parameters_by_a_config():
+    for own, bits, a_weight in (
+        ({}, 16, 16),
+        ({"torch_dtype": "float32"}, 32, 32),
+        ({"quantization": {"bits": 4, "group_size": 32}}, 4, 5),
+        ({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}}, 4, 4.25),
+        ({"quantization_config": {"quant_method": "fp8"}}, 8, 8.5),
+        ({"quantization": "nonsense"}, 16, 16),
+    ):
+        assert bits_of(own) == bits
+        assert parameters_of(own, 10**9) == pytest.approx(8 * 10**9 / a_weight)
+
+
+def test_a_cpu_loads_float32_where_there_is_room(monkeypatch):
+    size = fit.SIZES[0]
+    monkeypatch.setattr("omlxd.models.footprint.available_ram", lambda: 64 * GB)
+    arguments = (size.config, weights_in(size.parameters, 4), size.parameters)
+    assert load_of(*arguments, "cpu", False).read == 4 * size.parameters
+    assert load_of(*arguments, "cpu", True) == load_of(*arguments, "metal", False)
+
+
+@pytest.mark.parametrize(
+    ("brand", "fast", "gb_s"),
+    [
+        ("Apple M2 Pro", "8", 200),
+        ("Apple M4 Max", "12", 546),
+        ("Apple M4 Max", "10", 410),
+        ("Apple M9", "8", None),
+        ("Intel(R) Core(TM) i7", "", None),
+        ("", "", None),
+    ],
+)
+def test_apples_figures(brand: str, fast: str, gb_s: int | None):
+    figure, source = apples_figure(brand, fast)
+    assert figure == (gb_s and gb_s * 1e9) and ("Apple's figure" in source) is bool(gb_s)
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured():
+    settings = load_settings({}, {"OMLXD_MEMORY_LIMIT": "1GB"})
+    machine = this_machine(settings)
+    assert machine.room == GB and machine.limit == "--memory-limit 1GB" and machine.bandwidth
