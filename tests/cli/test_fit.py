@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from omlxd.cli.models import fit
 from omlxd.cli.models.machine import Machine, apples_figure, this_machine
+from omlxd.common.units import total_ram
 from omlxd.config import load_settings
 from omlxd.models.quantised import bits_of, load_of, parameters_of, weights_in
 from tests.cli.test_verbs import omlxd  # noqa: F401
@@ -111,7 +112,7 @@ def test_a_quantised_model_that_fits_is_what_to_pull(omlxd, hub):  # noqa: F811
 def test_what_the_hub_does_not_give_is_said_in_a_sentence(omlxd, hub, monkeypatch):  # noqa: F811
     def said(name: str = "org/tiny") -> str:
         status, text = omlxd("show", name)
-        assert status == 1 and text.count("\n") == 1
+        assert status == 1 and text.count("\n") == 1 and f"There is no model {name!r} on this mach" in text
         return text
 
     assert "the hub has no model org/none, or it is private: check the name, or set HF_TOKEN." in said(
@@ -160,6 +161,18 @@ def test_a_cpu_loads_float32_where_there_is_room(monkeypatch):
 def test_apples_figures(brand: str, fast: str, gb_s: int | None):
     figure, source = apples_figure(brand, fast)
     assert figure == (gb_s and gb_s * 1e9) and ("Apple's figure" in source) is bool(gb_s)
+
+
+def test_without_a_figure_no_speed_is_said(monkeypatch):
+    monkeypatch.setattr("omlxd.cli.models.machine.sysctl", lambda *_: {})
+    monkeypatch.setattr("omlxd.cli.models.machine._ask_mlx", lambda parts: {})
+    settings = load_settings({}, {"OMLXD_MEMORY_LIMIT": "off"})
+    machine = this_machine(settings)
+    assert machine.bandwidth is None and machine.room == total_ram()
+    assert machine.headline().endswith("; its memory bandwidth is not known, so no speed is estimated")
+    monkeypatch.setattr(fit, "this_machine", lambda settings: machine)
+    what = fit.what_fits(settings)
+    assert all(row.fit.tokens_per_s is None for row in what.sizes) and " -\n" in fit.as_size_table(what)
 
 
 @pytest.mark.slow

@@ -68,6 +68,11 @@ def test_every_verb_against_a_daemon(start, tmp_path: Path):  # noqa: F811
     assert said("rm", "big", "org/big") == "org/big is deleted\n"
     assert not (tmp_path / "models" / "org" / "big").exists()
     assert "org/big" not in said("list")
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    status, _, problem = run("show", "org/smal", *url, env=nowhere)
+    assert (
+        status == 1 and "'org/smal' on this machine (did you mean small?), and org/smal can't be" in problem
+    )
     status, _, problem = run("load", "nobody", *url)
     assert status == 1 and "There is no model 'nobody' here" in problem
 

@@ -117,7 +117,7 @@ _HEAD = ("MODEL", "STATE", "ON DISK", "IN RAM", "CONTEXT", "STAYS", "ALIASES")
 def as_table(models: Sequence[InstalledStatus]) -> str:
     """Format a line a model, `*` before the default one."""
     if not models:
-        return "no model is installed; `omlxd models pull ORG/NAME` downloads one"
+        return "no model is installed; `omlxd models pull` says what fits, and with ORG/NAME downloads it"
     return "\n".join(table([("  " + _HEAD[0], *_HEAD[1:]), *map(_row, models)]))
 
 
@@ -300,18 +300,19 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     settings = settings_of(args, *_FOLDER_OPTIONS)
+    daemon = find_daemon(args.url, settings)
     try:
-        result = find_daemon(args.url, settings).fetch("/omlxd/models/" + quote(args.model), InstalledStatus)
+        result = daemon.fetch("/omlxd/models/" + quote(args.model), InstalledStatus)
     except NotThere:
         if is_local(args.model):
             raise
-        return _show_hub(args, settings)
+        return _show_hub(args, settings, daemon.fetch("/omlxd/models", InstalledStatuses).models)
     except NoDaemon as error:
         models = installed(settings)
         names = [model.id for model in models]
         matching = [m for m in models if args.model in (m.id, m.id.rpartition("/")[2])]
         if not matching and not is_local(args.model):
-            return _show_hub(args, settings)
+            return _show_hub(args, settings, models)
         if not matching:
             there_are, near = ", ".join(names) or "none", _near(args.model, names)
             raise DaemonError(
@@ -325,8 +326,14 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_hub(args: argparse.Namespace, settings: Settings) -> int:
-    model = look_up(args.model, settings)
+def _show_hub(args: argparse.Namespace, settings: Settings, installed: Sequence[InstalledStatus]) -> int:
+    try:
+        model = look_up(args.model, settings)
+    except ModelError as error:
+        near = _near(args.model, [each.id for each in installed])
+        raise ModelError(
+            f"There is no model {args.model!r} on this machine{near}, and {error.message}"
+        ) from error
     _say(args, model, lambda: _facts(*hub_page(model)))
     return 0
 

@@ -61,7 +61,7 @@ def this_machine(settings: Settings) -> Machine:
     said = _ask_mlx(("room",) if bandwidth else ("room", "decode bandwidth"))
     rate = said.get("decode bandwidth", Measured("", error="MLX did not measure it"))
     if not bandwidth and not rate.error:
-        bandwidth, source = rate.values["read"], "measured: MLX, a product of one row with 256 MiB"
+        bandwidth, source = rate.values["read"], "measured just now with MLX"
     room = said.get("room", Measured("", error="MLX did not start"))
     backend, total = likely_backend(), total_ram()
     if not room.error:
