@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .footprint import Footprint, element_of, expected, footprint_of
+from .footprint import FLOAT32_FRACTION, Footprint, element_of, expected, footprint_of
 
 GROUP = 64
 """Weights that share a scale and a bias of 16 bits each, as mlx-lm quantises."""
@@ -50,15 +50,18 @@ class Load(msgspec.Struct, frozen=True):
     read: int
 
 
-def load_of(config: dict[str, Any], weights: int, parameters: int, backend: str, as_stored: bool) -> Load:
-    """Return how `weights` bytes are loaded: as float32 where a CPU has room, but for quantised experts."""
+def load_of(config: dict[str, Any], weights: int, parameters: int, backend: str, float32_in: int) -> Load:
+    """Return how `weights` bytes are loaded: on a CPU as float32, but for quantised experts, where that takes
+    at most its part of the free memory and of `float32_in` bytes.
+    """
     prints = footprint_of(config, weights, element_of(config))
     byte = weights / max(1, parameters)
     experts = min(prints.experts, parameters)
-    if not as_stored and backend == "cpu":
+    if backend == "cpu":
         kept = experts * byte if byte < 2 else 4 * experts
         large = footprint_of(config, int(4 * (parameters - experts) + kept), 4)
-        if expected(prints, large, backend) is large:
+        fits = large.loading(backend) <= float32_in * FLOAT32_FRACTION
+        if fits and expected(prints, large, backend) is large:
             idle = (1 - prints.chosen) * kept + 4 * prints.table
             return Load(large, max(0, large.weights - int(idle)))
     idle = byte * ((1 - prints.chosen) * experts + prints.table)

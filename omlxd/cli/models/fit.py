@@ -84,7 +84,7 @@ def fit(
     config: dict[str, Any], weights: int, parameters: int, bits: int, on: Machine, as_stored: bool
 ) -> Fit:
     """Estimate how a model of that config fits machine `on`. `as_stored`: what --cpu-weights says."""
-    load = load_of(config, weights, parameters, on.backend, as_stored)
+    load = load_of(config, weights, parameters, on.backend, 0 if as_stored else on.room)
     prints, read = load.prints, max(1, load.read)
     context = prints.context_in(on.room, on.backend)
     rate = on.bandwidth
