@@ -216,12 +216,18 @@ class RawPrompt(Struct, frozen=True, tag="raw"):
     echo: bool = False
 
 
+PriorityWord = Literal["interactive", "background"]
+PRIORITIES: dict[PriorityWord, int] = {"interactive": 0, "background": 1}
+"""Words for priorities, which headers and keys have. Any number above 0 waits for what has none."""
+
+
 class GenerateRequest(Struct, frozen=True):
     """What the front asks of an engine.
 
     parent_agent  the agent that started this one; "" is the session's own. Its `session` is `name/agent`
     client      whose it is, for fairness: the name of its key, else its address; "": nobody's
     session     the client's conversation, for affinity and diagnostics; never part of a key
+    priority    a request of a lower number goes first (vLLM's meaning); `PRIORITIES` has words
     cache_salt  keeps this request's KV apart from everybody else's: part of the chain hash
     timeout_s   seconds from receipt, below the engine's own; 0: the engine's own
     context_limit  tokens of prompt and answer at most; 0: the model's own
@@ -248,6 +254,7 @@ class GenerateRequest(Struct, frozen=True):
     sampling: Sampling = Sampling()
     client: str = ""
     session: str = ""
+    priority: int = 0
     parent_agent: str = ""
     cache_salt: str = ""
     context_limit: int = 0

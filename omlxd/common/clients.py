@@ -59,6 +59,21 @@ _NOTES = re.compile(
 )
 
 
+_TITLE = re.compile(
+    r"(?=.*\b(?:conversation|chat|session|thread|task|topic)).*"
+    r"(?:\btitle generator|\b(?:generat|creat|craft|provid|writ|extract|suggest)\w*\b[^.\n]{0,80}?"
+    r"\b(?:titles?|broad tags|follow-up questions)\b)",
+    re.DOTALL | re.IGNORECASE,
+)
+TITLE_CHARS = 400
+
+
+def asks_for_title(text: str) -> bool:
+    """Return whether `text`, a system's or a user's, begins as clients do that want a conversation's title,
+    tags or next questions: Claude Code, Codex, opencode, Copilot, Crush, Zed, Open WebUI."""
+    return _TITLE.match(text[:TITLE_CHARS]) is not None
+
+
 def client_of_prompt(text: str) -> str:
     """Return the program whose system prompt begins `text`; "" if unknown."""
     return next((name for name, pattern in _PROMPTS if pattern.search(text)), "")

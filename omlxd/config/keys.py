@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..chat import PriorityWord
 from ..common.files import read_with_facts, write_atomic
 from ..errors import ConfigError
 
@@ -32,12 +33,16 @@ KEY_PATTERN = re.compile(r"omlxd-[A-Za-z0-9_-]{43}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
-class Key(msgspec.Struct, frozen=True):
-    """A key. name: unique; digest: SHA-256 of the key, in hex; created: ISO 8601, UTC."""
+class Key(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A key. name: unique; digest: SHA-256 of the key, in hex; created: ISO 8601, UTC.
+
+    priority  of requests that do not say their own
+    """
 
     name: str
     digest: str
     created: str
+    priority: PriorityWord = "interactive"
 
 
 class _File(msgspec.Struct):
@@ -84,8 +89,11 @@ def _read(path: Path) -> _File:
         ) from error
 
 
-def add_key(path: Path, name: str) -> str:
-    """Make a key called `name`, store its digest, return the key. Raises ConfigError."""
+def add_key(path: Path, name: str, priority: PriorityWord = "interactive") -> str:
+    """Make a key called `name`, store its digest, return the key. Raises ConfigError.
+
+    priority  of requests that do not say their own
+    """
     if not _NAME.fullmatch(name):
         raise ConfigError("A key's name is up to 64 letters, digits and . _ @ -.")
     secret = "omlxd-" + secrets.token_urlsafe(32)
@@ -94,7 +102,7 @@ def add_key(path: Path, name: str) -> str:
         if any(key.name == name for key in keys):
             raise ConfigError(f"there is a key {name} already; revoke it first, or choose another name.")
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        _write(path, [*keys, Key(name, digest_of(secret.encode()), created)])
+        _write(path, [*keys, Key(name, digest_of(secret.encode()), created, priority)])
     return secret
 
 

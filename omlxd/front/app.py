@@ -25,6 +25,7 @@ from starlette.routing import Route
 from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
 from ..api.fields.body import ParsedRequest, keep_alive_of, mended, with_timeout
+from ..api.fields.priority import with_priority
 from ..api.gemini.answer import TokenCount as GeminiTokenCount
 from ..api.gemini.body import CountTokensBody
 from ..api.gemini.request import parse_count
@@ -304,11 +305,13 @@ class _Prompted:
         """Return the body's bytes, and its parsed form. A thread parses large bodies, one at a time."""
         pieces = [piece async for piece in request.stream()]
         size = sum(map(len, pieces))
+        keys = self._settings.keys
+        usual = keys.priority_of(trace_of(request.scope).key) if keys else "interactive"
 
         def read() -> ParsedRequest:
             body = mended(b"".join(pieces))
             pieces.clear()
-            parsed = parse(body, request.headers)
+            parsed = with_priority(parse(body, request.headers), body, request.headers, usual)
             named = request.path_params.get("model", parsed.model)
             whose = msgspec.structs.replace(parsed.generate, client=client_of(request.scope))
             return msgspec.structs.replace(

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ...chat import PRIORITIES
 from ...common.units import counted
 from ...config import add_flags, settings_of
 from ...config.keys import add_key, keys_path, open_to_all, read_keys, revoke_key
@@ -19,6 +20,12 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     add = verbs.add_parser("add", help="make a key and print it, once")
     add.add_argument("name", metavar="NAME", help="who or what will use it")
+    add.add_argument(
+        "--priority",
+        choices=[*PRIORITIES],
+        default="interactive",
+        help="of its requests that do not say their own: background ones wait for all others (interactive)",
+    )
     verbs.add_parser("list", help="names of the keys, and when they were made")
     revoke = verbs.add_parser("revoke", help="refuse a key from now on")
     revoke.add_argument("name", metavar="NAME")
@@ -29,7 +36,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     # An address that needs a key is refused without one, and this command makes the first.
     path = keys_path(settings_of(args, "base_path", host="127.0.0.1").base_path)
     if args.verb == "add":
-        key = add_key(path, args.name)
+        key = add_key(path, args.name, args.priority)
         print(key)
         print("This key is not shown again; only its digest is kept.", file=sys.stderr)
     elif args.verb == "revoke":
@@ -48,7 +55,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         print("A daemon that other machines reach, or that has --api-key, goes on asking.", file=sys.stderr)
     else:
         for key in (keys := read_keys(path)):
-            print(f"{key.created}  {key.name}")
+            print(f"{key.created}  {key.name}{'  background' if key.priority == 'background' else ''}")
         if not keys:
             print("There is no key; `omlxd key add NAME` makes one.", file=sys.stderr)
     return 0

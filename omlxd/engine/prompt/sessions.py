@@ -16,8 +16,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...chat import Conversation, GenerateRequest
+from ...chat import Conversation, GenerateRequest, TextPart
 from ...common.bounded_map import BoundedMap
+from ...common.clients import asks_for_title
 from ...kv.hashing import BlockHash
 from .canonical import Digest
 from .pipeline import RenderedPrompt
@@ -30,6 +31,9 @@ OWN_WEIGHT = 8
 
 MOST_BRANCHES = 16
 """Branches of one session at most. A hundred sub-agents that are over are of no use to anybody."""
+
+OPENING_MESSAGES = 3
+"""Messages, and the last one, that may say that a title is wanted: a system's, an order, what it is about."""
 
 TOLERANCE = 1
 """Blocks at the end of a prompt that the next one may change, with its prompt to answer."""
@@ -159,6 +163,22 @@ def lineage_of(
         head=rendered.chain[heads],
         hashes=hashes,
     )
+
+
+def is_side_request(request: GenerateRequest, standing: Standing) -> bool:
+    """Whether a request works for others of its session: a sub-agent's, by its names or by its branch, or one
+    for a title."""
+    session, _, agent = request.session.partition("/")
+    return bool(request.parent_agent or (session and agent) or standing.pins) or _wants_title(request)
+
+
+def _wants_title(request: GenerateRequest) -> bool:
+    prompt = request.prompt
+    if not isinstance(prompt, Conversation) or prompt.tools:
+        return False
+    messages = (*prompt.messages[:OPENING_MESSAGES], *prompt.messages[OPENING_MESSAGES:][-1:])
+    asking = (part for message in messages if message.role in ("system", "user") for part in message.parts)
+    return any(isinstance(part, TextPart) and asks_for_title(part.text) for part in asking)
 
 
 def _extended(session: _Session, request: Lineage) -> Branch | None:

@@ -38,6 +38,7 @@ from .decode_batch import DecodeBatch
 from .end_steps import LONGEST, EndSteps
 from .memory_admission import MemoryAdmission
 from .prefill import PrefillBudget
+from .priority import pass_levels
 from .scoring import score, tokens_to_score
 
 log = logging.getLogger(__name__)
@@ -149,12 +150,17 @@ class PromptPasses:
         return True
 
     def _of_one_pass(self, first: Sequence, sequences: list[Sequence]) -> list[Sequence]:
-        """Those whose ends are computed with that of `first`; or one that goes before, so that more are."""
+        """Those whose ends are computed with that of `first`; or one that goes before, so that more are.
+
+        All are of the same level: nobody waits for one that it goes before.
+        """
+        levels, every = pass_levels(sequences), sequences
+        sequences = [sequence for sequence in every if levels[sequence] == levels[first]]
         if self._step_tokens:
             fit = [sequence for sequence in sequences if self._takes_steps(sequence)]
             return self._budget.ends_together(first, fit) if first in fit else [first]
-        keys = [self._key(sequence) for sequence in sequences]
-        once = [sequence for sequence, key in zip(sequences, keys, strict=True) if keys.count(key) == 1]
+        keys = [self._key(sequence) for sequence in every]
+        once = [sequence for sequence in sequences if keys.count(self._key(sequence)) == 1]
         other = self._budget.before_its_end(first, once)
         return self._budget.ends_together(first, sequences) if other is None else [other]
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence as Seq
 from ...common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK
 from .. import mlx_adapter
 from ..sequence.sequence import Sequence
+from .priority import Levels, pass_levels
 
 SLICE_S = 0.5
 """Seconds that a pass may take on Metal, as far as the measured rate foretells. Other GPUs are never so
@@ -87,6 +88,7 @@ class PrefillBudget:
         self.set_limit(limit)
         self.follows_rate = self._backend == "metal"
         self.rate = 0.0
+        self._levels = Levels[tuple[int, bool]]()
 
     def set_limit(self, limit: int) -> None:
         """Bound passes from now on; 0: as suits the device."""
@@ -97,7 +99,12 @@ class PrefillBudget:
             self.largest, self.together = min(self.largest, limit), min(TOGETHER, limit)
 
     def pick_sequence(self, sequences: Seq[Sequence]) -> Sequence:
-        """The one that has begun, else the first that got its slot; a much shorter one goes before either."""
+        """The one whose next pass is the next. Of those whose turn it is by priority: the one that has begun,
+        else the first that got its slot; a much shorter one goes before either."""
+        levels = pass_levels(sequences)
+        level = self._levels.next_level(levels.values())
+        self._levels.take_turn(level)
+        sequences = [sequence for sequence in sequences if levels[sequence] == level]
         sequence = min(sequences, key=lambda sequence: (not sequence.begun, sequence.stats.admitted))
         shortest = min(sequences, key=self._to_compute)
         left, less = self._to_compute(sequence), self._to_compute(shortest)

@@ -1,12 +1,13 @@
 """What waits for the engine thread: calls of other threads, and sequences without a slot; and the watchdog,
 which ends requests whose time is up.
 
-The queue is in order of arrival, but no client takes all slots from the others, however many sessions it
-names. The next sequence is of the client that holds the fewest slots, and of its session that does; among
-equals, the first to arrive. A client is a key, or an address where keys say nothing; a session has all its
-sub-agents, and requests that name none are one session together. Of a client or a session that saw
-`PATIENCE` turns go to others it is the next, whoever holds what. The shortest prompt may go before one that
-waits for memory, until that was overtaken as often.
+Lower numbers of priority go first (priority.py). Of one number the queue is in order of arrival, but no
+client takes all slots from the others, however many sessions it names. The next sequence is of the client
+that holds the fewest slots, and of its session that does; among equals, the first to arrive. A client is a
+key, or an address where keys say nothing; a session has all its sub-agents, and requests that name none are
+one session together. Of a client or a session that saw `PATIENCE` turns go to others it is the next, whoever
+holds what. The shortest prompt of the same number, or of a lower one, may go before one that waits for
+memory, until that was overtaken as often.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..sequence.sequence import Sequence
+from .priority import PATIENCE, Levels, session_of
 
 log = logging.getLogger(__name__)
-
-PATIENCE = 16
 
 
 class Inbox:
@@ -75,13 +75,42 @@ class Turns:
         self._passed = {group: count + 1 for group, count in self._passed.items() if group != taken}
 
 
+class FairTurns:
+    """Says whose turn it is among requests of one priority: of clients first, then of its sessions."""
+
+    def __init__(self) -> None:
+        self._clients = Turns()
+        self._sessions: dict[str, Turns] = {}
+
+    def next_ones(self, waiting: list[Sequence], running: list[Sequence]) -> list[Sequence]:
+        """Return those of `waiting` that are of the client and session whose turn it is."""
+        client = self._clients.next_group(
+            (sequence.prompt.client for sequence in waiting),
+            Counter(sequence.prompt.client for sequence in running),
+        )
+        self._sessions = {
+            one.prompt.client: self._sessions.get(one.prompt.client) or Turns() for one in waiting
+        }
+        own = [sequence for sequence in waiting if sequence.prompt.client == client]
+        session = self._sessions[client].next_group(
+            (session_of(sequence) for sequence in own),
+            Counter(session_of(sequence) for sequence in running if sequence.prompt.client == client),
+        )
+        return [sequence for sequence in own if session_of(sequence) == session]
+
+    def take_turn(self, sequence: Sequence) -> None:
+        self._clients.take_turn(sequence.prompt.client)
+        if sessions := self._sessions.get(sequence.prompt.client):
+            sessions.take_turn(session_of(sequence))
+
+
 class RequestQueue:
     """Iterates in order of arrival. Hundreds at most wait (the front's bound): scans are cheap."""
 
     def __init__(self) -> None:
         self._overtaken: dict[Sequence, int] = {}
-        self._clients = Turns()
-        self._sessions: dict[str, Turns] = {}
+        self._levels = Levels[int]()
+        self._turns: dict[int, FairTurns] = {}
 
     def __len__(self) -> int:
         return len(self._overtaken)
@@ -105,22 +134,25 @@ class RequestQueue:
         if stuck is not None:
             if self._overtaken[stuck] >= PATIENCE:
                 return None
-            shorter = (sequence for sequence in self if sequence is not stuck)
-            return min(shorter, key=lambda sequence: sequence.prompt.length, default=None)
+            shorter = (
+                sequence
+                for sequence in self
+                if sequence is not stuck and sequence.prompt.priority <= stuck.prompt.priority
+            )
+            return min(shorter, key=lambda each: (each.prompt.priority, each.prompt.length), default=None)
         if not self._overtaken:
             return None
-        running = [*running]
-        client = self._clients.next_group(
-            (sequence.prompt.client for sequence in self),
-            Counter(sequence.prompt.client for sequence in running),
-        )
-        waiting = [sequence for sequence in self if sequence.prompt.client == client]
-        self._sessions = {one.prompt.client: self._sessions.get(one.prompt.client) or Turns() for one in self}
-        session = self._sessions[client].next_group(
-            (session_of(sequence) for sequence in waiting),
-            Counter(session_of(sequence) for sequence in running if sequence.prompt.client == client),
-        )
-        return next(sequence for sequence in waiting if session_of(sequence) == session)
+        level = self._levels.next_level(sequence.prompt.priority for sequence in self)
+        waiting = [sequence for sequence in self if sequence.prompt.priority == level]
+        self._turns = {
+            one.prompt.priority: self._turns.get(one.prompt.priority) or FairTurns() for one in self
+        }
+        those = self._turns[level].next_ones(waiting, [*running])
+        return next((one for one in those if not self._stands_back(one)), those[0])
+
+    def _stands_back(self, sequence: Sequence) -> bool:
+        """Whether it goes behind others of its session."""
+        return sequence.prompt.side and self._overtaken[sequence] < PATIENCE
 
     def take_request(self, sequence: Sequence) -> None:
         """Remove `sequence`; it has overtaken all that came before it."""
@@ -128,15 +160,10 @@ class RequestQueue:
             if waiting is sequence:
                 break
             self._overtaken[waiting] += 1
-        self._clients.take_turn(sequence.prompt.client)
-        if sessions := self._sessions.get(sequence.prompt.client):
-            sessions.take_turn(session_of(sequence))
+        self._levels.take_turn(sequence.prompt.priority)
+        if turns := self._turns.get(sequence.prompt.priority):
+            turns.take_turn(sequence)
         self.remove_request(sequence)
-
-
-def session_of(sequence: Sequence) -> str:
-    """Sub-agents' sessions are `session/agent`: one with their parent."""
-    return sequence.prompt.session.partition("/")[0]
 
 
 class Watchdog:

@@ -111,6 +111,8 @@ class Prompt:
     import_file    the file of its KV, until that is its own; None: it has none
     pins           names of blocks to pin while it runs
     client, session  whose it is, and which conversation of theirs: for fairness alone
+    priority       as the request has it (chat.py)
+    side           it goes behind others of its session (engine/schedule/priority.py)
     """
 
     length: int
@@ -127,6 +129,8 @@ class Prompt:
     pins: Seq[BlockHash] = ()
     client: str = ""
     session: str = ""
+    priority: int = 0
+    side: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -32,7 +32,7 @@ from ..output.parser import prepare
 from ..output.sink import OutputThread, RequestSink, usage_of
 from ..output.unopened import UnopenedThoughts
 from ..prompt.pipeline import PromptPipeline, RenderedPrompt
-from ..prompt.sessions import Lineage, Sessions, Standing, lineage_of
+from ..prompt.sessions import Lineage, Sessions, Standing, is_side_request, lineage_of
 from ..prompt.template.template import TOOLS_AS_TEXT
 from ..prompt.turn_memory import Answer, Scope
 from ..schedule.memory_admission import MemoryAdmission
@@ -215,6 +215,7 @@ class EngineHost:
         lineage = lineage_of(request, rendered, sequence.kv.hashes)
         standing = self._sessions.begin(lineage) if lineage else Standing()
         sequence.prompt.pins = standing.pins
+        sequence.prompt.side = is_side_request(request, standing)
         sink.name = sequence.name
         sink.over = lambda: self._over(sequence, rendered, lineage, standing)
         sink.stop = lambda: self.scheduler.cancel(sequence)

@@ -57,6 +57,7 @@ class SequenceMaker:
                 import_file=checked.file,
                 client=request.client,
                 session=request.session,
+                priority=request.priority,
             ),
             sampling=self._sampler(request, checked),
             kv=SequenceKV(hash_blocks(root, tokens, block, extra_keys) if has_store else []),

@@ -28,6 +28,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +71,25 @@ LAST_WORDS_S = 1.0
 
 
 class Lane:
-    """`threads` threads. Clients take turns, and so do a client's sessions: work of one is done in order."""
+    """`threads` threads. Clients take turns, and so do a client's sessions: work of one is done in order.
+
+    What a client asks with another priority is another client's.
+    """
 
     def __init__(self, name: str, threads: int):
-        self._waiting: OrderedDict[str, OrderedDict[Hashable, deque[Callable[[], None]]]] = OrderedDict()
+        self._waiting: OrderedDict[tuple[str, int], OrderedDict[Hashable, deque[Callable[[], None]]]] = (
+            OrderedDict()
+        )
         self._changed = threading.Condition()
         self._open = True
         for number in range(threads):
             threading.Thread(target=self._work, name=f"{name}_{number}", daemon=True).start()
 
-    def put_work(self, client: str, session: Hashable, work: Callable[[], None]) -> None:
+    def put_work(self, client: str, session: Hashable, work: Callable[[], None], priority: int = 0) -> None:
         with self._changed:
-            self._waiting.setdefault(client, OrderedDict()).setdefault(session, deque()).append(work)
+            self._waiting.setdefault((client, priority), OrderedDict()).setdefault(session, deque()).append(
+                work
+            )
             self._changed.notify()
 
     def close(self) -> None:
@@ -103,13 +111,13 @@ class Lane:
             self._changed.wait_for(lambda: self._waiting or not self._open)
             if not self._open:
                 return None
-            client, sessions = self._waiting.popitem(last=False)
+            whose, sessions = self._waiting.popitem(last=False)
             session, works = sessions.popitem(last=False)
             work = works.popleft()
             if works:
                 sessions[session] = works  # Behind all others.
             if sessions:
-                self._waiting[client] = sessions
+                self._waiting[whose] = sessions
             return work
 
 
@@ -248,7 +256,8 @@ class EngineService:
                     self._sequences[message.id] = None
                 request = message.request
                 lane = self._lane(request.prompt)
-                lane.put_work(request.client, request.session, lambda: self._try(message, self._generate))
+                work = partial(self._try, message, self._generate)
+                lane.put_work(request.client, request.session, work, request.priority)
             case wire.Cancel():
                 self._cancel(message.id)
             case wire.Count():

@@ -89,7 +89,7 @@ class EngineProcess:
 
     def generate(self, request: GenerateRequest) -> EngineStream:
         """Send `request`; raises Overloaded, Unavailable or InvalidRequest before any event."""
-        self._admit(request.client)
+        self._admit(request.client, request.priority)
         stream = EngineStream(self._requests.new_id(), self.cancel_request)
         self._submit(stream.id, wire.Generate(id=stream.id, request=request), stream, request.client)
         return stream
@@ -206,11 +206,11 @@ class EngineProcess:
 
     # ----------------------------------------------------------------- its requests
 
-    def _admit(self, client: str = "") -> None:
+    def _admit(self, client: str = "", priority: int = 0) -> None:
         if self._closing:
             raise _shutting_down()
         self.supervisor.check_hold()
-        self._requests.check_room(client)
+        self._requests.check_room(client, priority)
 
     def _submit(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any], client: str) -> None:
         request = self._requests.add_request(id, message, answer, client)

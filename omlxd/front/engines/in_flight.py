@@ -75,7 +75,7 @@ class Request:
     life       the engine process that it was sent to; 0: it waits
     sends      how often it was sent
     collected  no client reads before the answer's end
-    client     as GenerateRequest's
+    client, priority  as GenerateRequest's
     begun      this life has begun to answer
     """
 
@@ -84,6 +84,7 @@ class Request:
     answer: EngineStream | asyncio.Future[Any]
     collected: bool
     client: str = ""
+    priority: int = 0
     begun: bool = False
     life: int = 0
     sends: int = 0
@@ -112,10 +113,15 @@ class InFlight:
         """Return an id for a request or a question."""
         return next(self._ids)
 
-    def check_room(self, client: str = "") -> None:
-        """Raise Overloaded if no more requests may wait, or no more of `client`."""
+    def check_room(self, client: str = "", priority: int = 0) -> None:
+        """Raise Overloaded if no more requests may wait, or no more of `client`, or of that priority.
+
+        Those that go after it take no more room from it than other clients do.
+        """
         held = sum(request.client == client for request in self.requests.values())
-        most = self._limit * 2 if client and held < OWN_FLOOR else self._limit
+        ahead = sum(request.priority <= priority for request in self.requests.values())
+        floor = (client and held < OWN_FLOOR) or ahead < self._limit
+        most = self._limit * 2 if floor else self._limit
         if len(self.requests) >= most:
             raise Overloaded(
                 f"{len(self.requests)} requests are running or waiting already; retry in a moment.",
@@ -127,8 +133,10 @@ class InFlight:
     ) -> Request:
         """Add a request. Raises InvalidRequest for a message that no frame can hold."""
         try:
-            collected = isinstance(message, wire.Generate) and message.request.collected
-            request = Request(id, wire.encode(message), answer, collected, client)
+            collected, priority = False, 0
+            if isinstance(message, wire.Generate):
+                collected, priority = message.request.collected, message.request.priority
+            request = Request(id, wire.encode(message), answer, collected, client, priority)
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             # JSON can say what a frame can't: integers of any size, lone surrogates, deep nesting.
             raise InvalidRequest(f"The request holds a value that can't be processed: {error}.") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...chat import PriorityWord
 from ...config.keys import Key, digest_of, is_open, read_keys
 from ...errors import ConfigError
 
@@ -74,6 +75,13 @@ class KeyRing:
                 if compare_digest(digest, right) and right_name is None:
                     right_name = name
         return right_name
+
+    def priority_of(self, name: str) -> PriorityWord:
+        """Return the priority of requests with the key called `name`, if they do not say their own."""
+        for key in self._keys:
+            if key.name == name:
+                return key.priority
+        return "interactive"
 
     def _use_keys(self, keys: tuple[Key, ...]) -> None:
         self._keys = keys

@@ -10,12 +10,13 @@ import pytest
 from families import build_family
 from fast_or_slow import rest_slow
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from msgspec.structs import replace
 from rig import BLOCK, Rig
 
 from omlxd.api.anthropic import request as anthropic
-from omlxd.chat import Conversation, GenerateRequest, Message, RawPrompt, TextPart
+from omlxd.chat import Conversation, GenerateRequest, Message, RawPrompt, TextPart, Tool
 from omlxd.engine.prompt.pipeline import PromptPipeline
-from omlxd.engine.prompt.sessions import Sessions, Standing, lineage_of
+from omlxd.engine.prompt.sessions import Sessions, Standing, is_side_request, lineage_of
 from omlxd.engine.prompt.turn_memory import Scope
 from omlxd.kv.hashing import chain_root, hash_blocks
 from omlxd.models import demo
@@ -121,6 +122,7 @@ def test_clean_traffic_counts_nothing(desk):
             taken += 1
             extended += standing.extends
             pinned += bool(standing.pins)
+            assert is_side_request(request, standing) == ("x-claude-code-agent-id" in headers)
     counted = {**desk.sessions.figures(), **desk.prompts.figures()}
     zero = {name for name in counted if "rejected" in name or "healed" in name}
     assert len(zero) == 8 and not any(counted[name] for name in zero)
@@ -250,3 +252,49 @@ def test_a_missing_checkpoint_is_noted(tmp_path_factory):
         rig.checkpointer.checkpoints.deepest = lambda hashes, reach: min(reach, 1)  # type: ignore[method-assign]
         output = rig.run(tokens, n=2)
         assert output.sequence.kv.unreached > 5
+
+
+# --------------------------------------------------------------------------- side requests
+
+TITLES = [
+    ("You are a title generator. You output ONLY a thread title. Nothing else.", "Mend the bug"),
+    ("", "Generate a title for this conversation:\n", "Mend the bug"),
+    ("Generate a concise, sentence-case title (3-7 words) that captures the topic of this session.", "Mend"),
+    (
+        "Analyze if this message indicates a new conversation topic. If it does, extract a 2-3 word title.",
+        "A",
+    ),
+    ("", "Your job is to provide a short title for a task that will be created from that prompt.\n\nMend"),
+    ("You are an expert in crafting pithy titles for chatbot conversations.", "Mend the bug"),
+    ("", "### Task:\nGenerate a concise, 3-5 word title with an emoji summarizing the chat history."),
+    ("", "### Task:\nSuggest 3-5 relevant follow-up questions that the user might ask in this chat."),
+    ("", "Mend", "Done.", "So?", "Yes.", "Generate a concise 3-7 word title for this conversation."),
+]
+OTHERS = [
+    ("You are a coding agent. Use the task tool for long tasks.", "Write a title for my post on bread."),
+    ("", "Fix the title of this page, in this session"),
+    ("", "Hello", "Generate a title for this conversation.", "What does that do?"),
+]
+
+
+@pytest.mark.parametrize("said", [*TITLES, *OTHERS])
+def test_titles_are_known_by_their_prompts(said):
+    system, *texts = said
+    request = ask(*texts, system=system or "You help.")
+    assert is_side_request(request, Standing()) == (said in TITLES)
+    assert isinstance(request.prompt, Conversation)
+    tools = replace(request.prompt, tools=(Tool("read"),))
+    assert not is_side_request(replace(request, prompt=tools), Standing()), "an agent's own turn has tools"
+
+
+def test_sub_agents_are_side_requests(desk):
+    main = ask("Hello", demo.PROSE, "Go")
+    assert not is_side_request(main, desk.take(main))
+    unnamed = ask("Find it", system="You search.")
+    assert is_side_request(unnamed, desk.take(unnamed)), (
+        "of the same session, with a system prompt of its own"
+    )
+    for named in (ask("Look", session="s/two"), ask("Look", session="t", parent="one")):
+        assert is_side_request(named, Standing())
+    for alone in ("s", "/home", "s/"):
+        assert not is_side_request(ask("Look", session=alone), Standing())

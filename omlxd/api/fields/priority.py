@@ -1,0 +1,39 @@
+"""Reads who goes first: a body's `priority`, else the header's word, else that of the request's key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from ...chat import PRIORITIES, PriorityWord
+from ...errors import bad_field
+from .body import ParsedRequest, decode
+from .types import MAX_INT64
+
+PRIORITY_HEADER = "x-omlxd-priority"
+
+
+class _Body(msgspec.Struct):
+    priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def with_priority(
+    parsed: ParsedRequest, body: bytes, headers: Mapping[str, str], usual: PriorityWord
+) -> ParsedRequest:
+    """Set the priority in `parsed`, whose `body` has been read. Raises InvalidRequest.
+
+    usual  what the key says
+    """
+    word = headers.get(PRIORITY_HEADER, usual).strip().lower()
+    if word not in PRIORITIES:
+        raise bad_field(PRIORITY_HEADER, f"write {' or '.join(PRIORITIES)}")
+    said = decode(_decoder, body).priority if b'"priority"' in body else None
+    priority = PRIORITIES[word] if said is None else said
+    return msgspec.structs.replace(
+        parsed, generate=msgspec.structs.replace(parsed.generate, priority=priority)
+    )

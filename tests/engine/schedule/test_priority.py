@@ -1,0 +1,153 @@
+"""Who goes first by priority, and that nobody starves."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omlxd.chat import Sampling
+from omlxd.engine.schedule.prefill import PrefillBudget
+from omlxd.engine.schedule.priority import PATIENCE, Levels
+from omlxd.engine.schedule.queue import RequestQueue
+from omlxd.engine.sequence.sampling import UNNAMED, RowSampling, SamplerRow
+from omlxd.engine.sequence.sequence import Prompt, Sequence
+
+GREEDY = RowSampling.of(Sampling(temperature=0.0), UNNAMED)
+numbers = st.integers(-3, 3)
+
+
+def sequence(
+    priority: int = 0, session: str = "", client: str = "", side: bool = False, length: int = 1
+) -> Sequence:
+    prompt = Prompt(length, bytes(32), client=client, session=session, priority=priority, side=side)
+    return Sequence(0, [1] * length, prompt, SamplerRow(GREEDY, max_new=1))
+
+
+def line_of(*sequences: Sequence) -> RequestQueue:
+    line = RequestQueue()
+    for one in sequences:
+        line.add_request(one)
+    return line
+
+
+def take(line: RequestQueue, running: list[Sequence] | None = None) -> Sequence:
+    following = line.next_request(running or [])
+    assert following is not None
+    line.take_request(following)
+    return following
+
+
+# --------------------------------------------------------------------------- slots
+
+
+def test_lower_numbers_go_first_and_the_same_number_in_order_of_arrival():
+    waiting = [sequence(number) for number in (1, 0, -2, 0, 1, 5)]
+    line = line_of(*waiting)
+    taken = [take(line) for _ in waiting]
+    assert [waiting.index(one) for one in taken] == [2, 1, 3, 0, 4, 5]
+
+
+@given(number=numbers, asked=st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("xyz")), max_size=60))
+def test_a_number_that_all_have_changes_nothing(number, asked):
+    def order(priority: int) -> list[int]:
+        waiting = [sequence(priority, session, client) for client, session in asked]
+        line, running = line_of(*waiting), list[Sequence]()
+        for _ in waiting:
+            running = [*running, take(line, running)]
+        return [waiting.index(one) for one in running]
+
+    assert order(number) == order(0)
+
+
+@given(st.data())
+def test_nobody_waits_for_ever(data):
+    """A request that comes, alone with its number, has a slot within the bound, whatever comes later."""
+    line = line_of(*map(sequence, data.draw(st.lists(numbers, max_size=12))))
+    for _ in range(data.draw(st.integers(0, 2 * PATIENCE))):
+        line.add_request(sequence(data.draw(numbers)))
+        take(line)
+    mine = sequence(100, client="mine")
+    others = len({one.prompt.priority for one in line})
+    line.add_request(mine)
+    for _turn in range((others + 1) * (PATIENCE + 1)):
+        for number in data.draw(st.lists(st.integers(-3, 200).filter(lambda n: n != 100), max_size=2)):
+            line.add_request(sequence(number, client="crowd"))
+        if take(line) is mine:
+            return
+    raise AssertionError(f"it waits on, beside {others} numbers")
+
+
+def test_many_that_wait_take_one_turn_in_patience_from_the_lowest():
+    """However many there are, and whichever numbers they have."""
+    line = line_of(*(sequence(1 + n % 40) for n in range(400)))
+    taken = []
+    for _ in range(200):
+        line.add_request(sequence(0))
+        taken.append(take(line).prompt.priority)
+    assert taken.count(0) >= 200 - 200 // (PATIENCE + 1)
+
+
+@given(turns=st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=60))
+def test_the_lowest_has_the_turn_but_one_in_patience(turns):
+    levels, others = Levels[int](), []
+    for waiting in turns:
+        level = levels.next_level(waiting)
+        levels.take_turn(level)
+        others.append(level != min(waiting))
+        assert sum(others[-PATIENCE - 1 :]) <= 1
+
+
+def test_who_waits_for_memory_is_not_overtaken_by_a_higher_number():
+    stuck, background, same = sequence(0, length=9), sequence(1), sequence(0, length=5)
+    line = line_of(stuck, background)
+    assert line.next_request([]) is stuck and line.next_request([], stuck) is None
+    line.add_request(same)
+    assert line.next_request([], stuck) is same
+    line.add_request(urgent := sequence(-1, length=8))
+    assert line.next_request([], stuck) is urgent
+
+
+# --------------------------------------------------------------------------- side requests
+
+
+def test_a_side_request_goes_behind_its_own_session_alone():
+    title, main = sequence(session="s", side=True), sequence(session="s")
+    child, other = sequence(session="s/agent", side=True), sequence(session="t", side=True)
+    line = line_of(title, child, other, main)
+    running: list[Sequence] = []
+    for expected in (main, other, title, child):
+        running.append(take(line, running))
+        assert running[-1] is expected
+
+
+def test_a_side_request_is_overtaken_patience_times_at_most():
+    title = sequence(session="s", side=True)
+    line = line_of(title)
+    for _ in range(PATIENCE):
+        line.add_request(sequence(session="s"))
+        assert take(line) is not title
+    line.add_request(sequence(session="s"))
+    assert take(line) is title
+
+
+# --------------------------------------------------------------------------- passes
+
+
+def test_a_pass_is_of_the_lowest_number_even_before_one_that_has_begun():
+    budget = PrefillBudget(64)
+    begun, late = sequence(1, length=9000), sequence(0, length=9000)
+    begun.begun, begun.kv.length = True, 4096
+    assert budget.pick_sequence([begun, late]) is late
+    picked = [budget.pick_sequence([begun, late]) for _ in range(10 * (PATIENCE + 1))]
+    assert picked.count(begun) == 10, "one pass in PATIENCE + 1 is its own"
+
+
+def test_a_title_has_its_pass_behind_its_sessions_prompt():
+    budget = PrefillBudget(64)
+    title, main = sequence(session="s", side=True, length=100), sequence(session="s", length=9000)
+    other = sequence(session="t", side=True, length=100)
+    assert budget.pick_sequence([title, main]) is main, "though it is much shorter"
+    assert budget.pick_sequence([title, main, other]) is other
+    assert budget.pick_sequence([title]) is title
+    picked = [budget.pick_sequence([title, main]) for _ in range(2 * (PATIENCE + 1))]
+    assert picked.count(title) == 2
