@@ -21,6 +21,11 @@ from . import darwin
 LEFT_FREE = 5 * 10**9
 """Bytes that the SSD cache leaves free on its disk; a twentieth of one below 100 GB."""
 
+MOST_CACHE, LEAST_CACHE = 100 * 10**9, 10**9
+"""Bytes that the SSD cache may take at most where nobody set a size, and that it may take on any disk."""
+LEFT_TO_OTHERS = 20 * 10**9
+"""Bytes of a disk's room that such a cache leaves, beside `LEFT_FREE`; a half of less than 40 GB."""
+
 PREFILL_CHUNK = 2048
 """Tokens of a prompt that a pass computes at most: mlx-lm's own prefill step."""
 
@@ -123,6 +128,22 @@ def most_text(capacity: int, limit: int) -> str:
     if capacity >= limit:
         return human(capacity)
     return f"{human(capacity)} (what its disk has room for; the limit is {human(limit)})"
+
+
+def default_cap(room: int, held: int) -> int:
+    """Return the SSD cache's limit where nobody set one: it leaves others `LEFT_TO_OTHERS`, or half.
+
+    What the cache holds counts as room, so that its growth changes nothing.
+
+    room  bytes that its disk has for it (`disk_room`); held: bytes that it has
+    """
+    most = room + held
+    return max(LEAST_CACHE, min(MOST_CACHE, max(most // 2, most - LEFT_TO_OTHERS)))
+
+
+def written_text(today: int, ever: int) -> str:
+    """Format the bytes written to the SSD cache, which wear its disk."""
+    return f"{human(today)} today, {human(ever)} in all"
 
 
 def counted(number: int, noun: str) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, field
 
+from ..common.units import default_cap, disk_room
 from .values import Bytes, FileBytes, Limit, Seconds, Stay, expected
 
 BlockSize = Literal[16, 32, 64, 128, 256, 512, 1024]
@@ -136,7 +137,7 @@ _HELP = {
     "base_path": "folder of everything that omlxd keeps",
     "paged_ssd_cache_dir": "folder of the SSD cache; default: cache under --base-path",
     "paged_ssd_cache_max_size": "most that the SSD cache may take, as 100GB or 20%% of its disk; 0: no SSD "
-    "cache",
+    "cache; auto: 100GB, and less on a disk with little room",
     "ssd_cache_admission": "which blocks are written to the SSD cache: always; second-use, when they are "
     "asked for again; min-length:N, of prompts of at least N tokens",
     "ssd_cache_daily_write_budget": "most that is written to the SSD cache in a day, as 200GB; 0: no limit",
@@ -198,6 +199,7 @@ _HELP = {
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `omlxd serve`. Sizes in bytes, times in seconds; an empty `model` is a small one of ours.
 
+    cold_cache_bytes    None: by the room on its disk (`ssd_cap`); 0: no SSD cache
     hot_cache_bytes     None: grows up to what memory safely allows; 0: no hot tier
     memory_limit_bytes  None: what the machine has; 0: nothing is guarded
     models    of single models, by the id or alias in the file; each has `defaults` too
@@ -231,7 +233,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ]
     base_path: Annotated[Path, _option("DIR=~/.omlxd")]
     paged_ssd_cache_dir: Annotated[Path, _option("DIR")]
-    cold_cache_bytes: Annotated[Bytes, _option("SIZE=100GB")] = field(name="paged_ssd_cache_max_size")
+    cold_cache_bytes: Annotated[Bytes | None, _option("SIZE=auto", none="auto")] = field(
+        name="paged_ssd_cache_max_size"
+    )
     ssd_cache_admission: Annotated[
         str,
         Meta(pattern=r"^(always|second-use|min-length:\d{1,9})\Z"),
@@ -299,6 +303,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     defaults: ModelSettings = ModelSettings()
     overridden: tuple[str, ...] = ()
     sources: dict[str, str] = {}
+
+    @property
+    def has_ssd_cache(self) -> bool:
+        return self.cold_cache_bytes != 0 and not self.no_cache
+
+    def ssd_cap(self, held: int) -> int:
+        """Return the most bytes that the SSD cache may take, where it holds `held` now."""
+        if self.cold_cache_bytes is not None:
+            return self.cold_cache_bytes
+        return default_cap(disk_room(self.paged_ssd_cache_dir), held)
 
     def __repr__(self) -> str:
         """Format every value but the key: settings end up in logs and bug reports."""

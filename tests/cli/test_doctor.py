@@ -23,6 +23,7 @@ from omlxd.cli.doctor.finding import Finding
 from omlxd.common.units import LEFT_FREE
 from omlxd.config import Settings, load_settings
 from omlxd.kv.files.paths import LOCK_NAME
+from omlxd.kv.ledger.write_budget import WriteBudget
 from tests.models.test_resolve import make
 
 
@@ -130,6 +131,17 @@ def test_space(tmp_path: Path, monkeypatch):
         found = told(free, left, used)
         assert (found.verdict, found.mend) == (verdict, mend) and found.text.endswith(end)
     assert disk.check_space(settings(tmp_path, no_cache="true")).verdict == "ok"
+
+
+def test_what_was_written(tmp_path: Path):
+    told = settings(tmp_path)
+    assert disk.check_written(told).text == "to the SSD cache: 0 bytes today, 0 bytes in all"
+    account = WriteBudget(told.paged_ssd_cache_dir)
+    told.paged_ssd_cache_dir.mkdir(parents=True)
+    account.open()
+    account.wrote(3 * 10**9)
+    account.close()
+    assert disk.check_written(told).text == "to the SSD cache: 3 GB today, 3 GB in all"
 
 
 def test_the_disk_is_timed_and_nothing_stays(tmp_path: Path, monkeypatch):

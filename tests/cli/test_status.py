@@ -54,6 +54,8 @@ def status(*models: ModelStatus, pid: int = 7, cold: bool = True) -> DaemonStatu
             evicted_files=3,
             evicted_bytes=5,
             capacity=10**11,
+            written_today=5 * 10**8,
+            written_ever=3 * 10**12,
         )
         if cold
         else None,
@@ -105,7 +107,10 @@ def test_status_as_text():
     ]
     assert "b: b can't be loaded: why" in lines
     assert "org/tiny: passes of 64" in as_text(status(model(slowed="passes of 64")), URL).splitlines()
-    assert lines[-1] == "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start"
+    assert lines[-2:] == [
+        "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start",
+        "written to SSD: 500 MB today, 3 TB in all",
+    ]
     assert as_text(status(model(), cold=False), URL).endswith("SSD cache: none")
     for awake, words in (
         (AwakeStatus(on=True, held=True, trouble="once"), "yes (now: held)"),
@@ -126,7 +131,7 @@ def test_status_as_text():
     assert "OFF, the folder is away" in as_text(gone, URL)
     assert "OFF, its disk fails" in as_text(status(model(values={"kv_cold_tier_on": 0.0})), URL)
     full = as_text(status(model(values={"kv_cold_tier_on": 0.0, "kv_cold_disk_full": 1.0})), URL)
-    assert full.endswith("its disk is FULL: writes wait for room, reads go on")
+    assert "its disk is FULL: writes wait for room, reads go on\n" in full
 
 
 def test_top_on_a_fake_console():
@@ -265,11 +270,11 @@ def test_config_show_says_where_each_value_stands(tmp_path: Path, monkeypatch, c
     assert rows["log_level"] == ("error", "OMLXD_LOG_LEVEL")
     assert rows["host"] == ("127.0.0.1", "default")
     assert rows["api_key"] == ("(set, not shown)", "OMLXD_API_KEY")
-    assert rows["paged_ssd_cache_max_size"] == (100 * 10**9, "default")
+    assert rows["paged_ssd_cache_max_size"] == (None, "default")
     assert main.main(argv) == 0
     text = capsys.readouterr().out
     assert "very-secret" not in out + text
-    assert "--block-size" in text and "100 GB" in text and "auto" in text
+    assert "--block-size" in text and "1 h" in text and "auto" in text
     told = dict(line.split()[:2] for line in text.splitlines())
     assert told["--memory-limit"] == "auto" and told["--log-file-size"] == "10"
     assert told["--max-concurrent-requests"] == "auto" and told["--seed"] == "random"

@@ -6,8 +6,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from omlxd.common.units import counted, disk_room, disk_total, human, parse_size, total_ram
+from omlxd.common.units import (
+    LEAST_CACHE,
+    MOST_CACHE,
+    counted,
+    default_cap,
+    disk_room,
+    disk_total,
+    human,
+    parse_size,
+    total_ram,
+)
 from omlxd.config import load_settings
 from omlxd.errors import ConfigError
 
@@ -109,3 +121,12 @@ def test_human():
 
 def test_counted():
     assert [counted(n, "file") for n in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
+
+
+@given(room=st.integers(-(10**10), 4 * 10**11), held=st.integers(0, 10**11), more=st.integers(0, 10**9))
+def test_a_cap_that_nobody_set_follows_the_disk_and_not_the_cache(room: int, held: int, more: int):
+    cap = default_cap(room, held)
+    assert LEAST_CACHE <= cap <= MOST_CACHE
+    assert cap == default_cap(room + held, 0), "what the cache holds changes nothing"
+    assert cap <= max(LEAST_CACHE, room + held), "the disk's last bytes are others'"
+    assert 0 <= default_cap(room + more, held) - cap <= more, "a little more room is no leap"

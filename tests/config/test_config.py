@@ -54,7 +54,7 @@ def test_defaults(tmp_path: Path):
     got = settings(home=tmp_path)
     assert (got.model, got.host, got.port, got.api_key) == ("", "127.0.0.1", 8000, "")
     assert got.paged_ssd_cache_dir == tmp_path / "cache"
-    assert got.cold_cache_bytes == 100 * 10**9
+    assert got.cold_cache_bytes is None
     assert got.hot_cache_bytes is None
     assert (got.initial_cache_blocks, got.block_size, got.max_concurrent_requests) == (256, 64, None)
     assert got.no_cache is False and got.seed is None and got.log_level == "info"
@@ -141,6 +141,17 @@ def test_sizes_and_percentages(tmp_path: Path):
     assert settings({"hot_cache_max_size": "0"}, home=tmp_path).hot_cache_bytes == 0
 
 
+def test_a_cap_that_was_set_is_kept_and_another_follows_the_disk(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("omlxd.config.settings.disk_room", lambda folder: 30 * 10**9)
+    told = settings({"paged_ssd_cache_max_size": "90GB"}, home=tmp_path)
+    assert told.ssd_cap(0) == told.ssd_cap(10**10) == 90 * 10**9 and told.has_ssd_cache
+    for none in ({"paged_ssd_cache_max_size": "0"}, {"no_cache": "true"}):
+        assert not settings(none, home=tmp_path).has_ssd_cache
+    auto = settings(home=tmp_path)
+    assert auto.cold_cache_bytes is None and auto.has_ssd_cache
+    assert (auto.ssd_cap(0), auto.ssd_cap(10**10)) == (15 * 10**9, 20 * 10**9)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -150,7 +161,7 @@ def test_sizes_and_percentages(tmp_path: Path):
         ("hot_cache_max_size", "8"),
         ("hot_cache_max_size", "0.2"),
         ("paged_ssd_cache_max_size", "-1GB"),
-        ("paged_ssd_cache_max_size", "auto"),
+        ("paged_ssd_cache_max_size", "much"),
         ("port", "70000"),
         ("port", "http"),
         ("port", "-1"),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import KEY, Tab, browser, needs_chromium, tab
-from fake_engine import EVERYTHING, INFO, USAGE, FakeEngine, app_of, served
+from fake_engine import EVERYTHING, INFO, USAGE, FakeCold, FakeEngine, FakeEngines, app_of, served
 from media_files import png
 from msgspec.structs import replace
 
 from omlxd.chat import Conversation, Finished, ImagePart, TextDelta, media_of
+from omlxd.front.app import create_app
+from omlxd.front.http.settings import HttpSettings
 from omlxd.front.owner import live
+from omlxd.kv.ledger.ledger import LedgerStats
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -221,7 +226,12 @@ async def test_the_charts_move(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(live, "PERIOD_S", 0.2)
     engine = FakeEngine()
     engine.values = {"mlx_active_bytes": 5e6, "kv_hot_bytes": 2e6, "kv_hot_budget_bytes": 4e6}
-    async with served(app_of(engine)) as url, browser() as chromium, tab(chromium, url) as one:
+    engines: Any = FakeEngines(engine)
+    none = dict.fromkeys((field.name for field in fields(LedgerStats)), 0)
+    written = {"written_today_bytes": 3 * 10**9, "written_ever_bytes": 10**12}
+    engines.cold = FakeCold(Path("/cache"), LedgerStats(**none | written))
+    app = create_app(engines, HttpSettings(), [])
+    async with served(app) as url, browser() as chromium, tab(chromium, url) as one:
         page = await one.open()
         await one.ready()
         await page.click("nav >> text=Status")
@@ -237,7 +247,8 @@ async def test_the_charts_move(monkeypatch: pytest.MonkeyPatch):
         engine.values = {**engine.values, "num_requests_running": 3.0, "generation_tokens_total": 500.0}
         await until(page, f"{seen} > {before}")
         await page.wait_for_selector("text=3 running, 0 waiting")
-        assert "2.0 MB of 4.0 MB" in await page.inner_text("#status")
+        told = await page.inner_text("#status")
+        assert "2.0 MB of 4.0 MB" in told and "Written to SSD: 3.0 GB today, 1.0 TB in all" in told
         await page.click("nav >> text=Chat")
         # The stream ends with the look, and so leaves room for the next one.
         monkeypatch.setattr(live, "MOST_VIEWERS", 1)

@@ -161,8 +161,7 @@ def _age(text: str, flag: str = "--older-than") -> float:
 
 
 def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    cap = 0 if settings.no_cache else settings.cold_cache_bytes
-    result = stats.collect(root, cap, settings.sources["paged_ssd_cache_max_size"])
+    result = stats.collect(root, settings)
     with contextlib.suppress(DaemonRuns):
         if daemon := holder.find(root, settings, args.url):
             result.live = daemon.at_first

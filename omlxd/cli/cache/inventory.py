@@ -77,6 +77,11 @@ def walk(root: Path, folders: list[str]) -> Iterator[CacheFile]:
                 yield from _files(entry, f"{folder}/{entry.name}", "")
 
 
+def bytes_held(root: Path) -> int:
+    """Return the bytes on disk of everything in the namespaces. Raises OSError."""
+    return sum(file.disk for file in walk(root, list(namespaces(root))))
+
+
 def _files(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[CacheFile]:
     try:
         status = entry.stat(follow_symlinks=False)

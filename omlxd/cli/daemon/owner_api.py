@@ -156,7 +156,10 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ColdStatus(msgspec.Struct, kw_only=True):
-    """The SSD cache: its folder and its account. `capacity`: its most bytes, by `cap` and its disk."""
+    """The SSD cache: its folder and its account. `capacity`: its most bytes, by `cap` and its disk.
+
+    written_today, written_ever  bytes written to it today and in all, over restarts
+    """
 
     dir: str
     bytes: int
@@ -167,6 +170,8 @@ class ColdStatus(msgspec.Struct, kw_only=True):
     evicted_bytes: int
     capacity: int
     folder_away: bool = False
+    written_today: int = 0
+    written_ever: int = 0
 
 
 class AwakeStatus(msgspec.Struct, kw_only=True):

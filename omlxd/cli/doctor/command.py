@@ -109,13 +109,14 @@ def examine(
         ("base folder", lambda: disk.check_folder("base folder", settings.base_path)),
         ("cache folder", lambda: disk.check_cache_folder(settings, kept)),
         ("space", lambda: disk.check_space(kept)),
+        ("written", lambda: disk.check_written(kept)),
         ("address", lambda: network.check_exposure(settings)),
         ("port", lambda: network.check_port(settings)),
         ("draft model", lambda: models.check_parts(settings)),
         ("model", lambda: models.check_models(settings)),
         ("clients", lambda: network.check_clients(settings)),
     ]
-    if disk_test and disk.has_cache(kept):
+    if disk_test and kept.has_ssd_cache:
         checks.insert(-5, ("disk", lambda: disk.check_speed(kept)))
     for name, check in checks:
         try:

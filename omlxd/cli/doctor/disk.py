@@ -14,8 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from ...common.units import disk_room, human
+from ...common.units import disk_room, human, written_text
 from ...config import Settings
+from ...kv.ledger.write_budget import bytes_written
 from ..cache import inventory
 from .finding import Finding, bad, ok, warn
 
@@ -56,9 +57,9 @@ def check_folder(check: str, folder: Path) -> Finding:
 
 def check_cache_folder(settings: Settings, kept: Settings) -> Finding:
     """Check `kept`, with the cache in use; a daemon that can't use the folder of `settings` has none."""
-    if has_cache(kept):
+    if kept.has_ssd_cache:
         return check_folder("cache folder", kept.paged_ssd_cache_dir)
-    if not has_cache(settings):
+    if not settings.has_ssd_cache:
         return ok("cache folder", "none: the SSD cache is off")
     here = check_folder("cache folder", settings.paged_ssd_cache_dir)
     if here.verdict == "bad":
@@ -68,10 +69,6 @@ def check_cache_folder(settings: Settings, kept: Settings) -> Finding:
         f"the daemon has no SSD cache, and {settings.paged_ssd_cache_dir} could be used",
         "It was started without one (`--no-cache`), or could not use the folder then: restart it.",
     )
-
-
-def has_cache(settings: Settings) -> bool:
-    return bool(settings.cold_cache_bytes) and not settings.no_cache
 
 
 def _chown(folder: Path) -> str:
@@ -85,13 +82,14 @@ def _existing(folder: Path) -> Path:
 
 def check_space(settings: Settings) -> Finding:
     """Compare free room with what the SSD cache may still take."""
-    folder, cap = settings.paged_ssd_cache_dir, settings.cold_cache_bytes
+    folder = settings.paged_ssd_cache_dir
     free = _free(folder)
-    if not has_cache(settings):
+    if not settings.has_ssd_cache:
         return ok("space", f"{human(free)} free; the SSD cache is off")
     used = 0
     with contextlib.suppress(OSError):
-        used = sum(file.disk for file in inventory.walk(folder, list(inventory.namespaces(folder))))
+        used = inventory.bytes_held(folder)
+    cap = settings.ssd_cap(used)
     facts = f"{human(free)} free; the SSD cache takes {human(used)} of at most {human(cap)}"
     room = disk_room(folder)
     left, lacks = free - room, -room
@@ -103,6 +101,12 @@ def check_space(settings: Settings) -> Finding:
     clear = f"omlxd cache clear --paged-ssd-cache-dir {shlex.quote(str(folder))}"
     mend = "Make room" + (f", or empty the cache: `{clear}`." if used > max(0, lacks) * WORTH else ".")
     return (bad if free < SPARE and used < lacks else warn)("space", facts, mend)
+
+
+def check_written(settings: Settings) -> Finding:
+    """Say what was written to the SSD cache: flash wears by writing."""
+    text = written_text(*bytes_written(settings.paged_ssd_cache_dir))
+    return ok("written", f"to the SSD cache: {text}")
 
 
 def _free(folder: Path) -> int:

@@ -75,7 +75,7 @@ def with_daemons_cache(settings: Settings) -> tuple[Settings, dict[str, str]]:
         return replace(settings, cold_cache_bytes=0), {} if own else {"base folder": why}
     why, folder = f"{SHELLS} has its cache in {cold.dir}", Path(cold.dir)
     if not (folder / LOCK_NAME).exists():
-        checks = ("cache folder", "space", "disk", *(() if own else ("base folder",)))
+        checks = ("cache folder", "space", "written", "disk", *(() if own else ("base folder",)))
         return settings, dict.fromkeys(checks, f"{why}, which is not here")
     kept = replace(settings, paged_ssd_cache_dir=folder, cold_cache_bytes=cold.cap, no_cache=False)
     return kept, {} if own or folder == settings.paged_ssd_cache_dir else {"base folder": why}

@@ -59,7 +59,7 @@ def used_paths(settings: Settings, log_file: Path | None) -> Paths:
         if own.draft_model and is_local(own.draft_model):
             yield f"the draft model of {name}", local_path(own.draft_model)
     yield "the base folder", settings.base_path
-    if settings.cold_cache_bytes and not settings.no_cache:
+    if settings.has_ssd_cache:
         yield "the SSD cache", settings.paged_ssd_cache_dir
     if settings.config is not None:
         yield "the settings file", settings.config

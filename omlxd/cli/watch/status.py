@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ...common.units import counted, human, most_text
+from ...common.units import counted, human, most_text, written_text
 from ..daemon.client import add_url, find_daemon
 from ..daemon.owner_api import AwakeStatus, DaemonStatus, ModelStatus
 
@@ -78,7 +78,7 @@ def as_text(status: DaemonStatus, url: str) -> str:
             lines.append(f"{model.id}: prefixes are not reused: {model.kv_reuse}")
     if status.awake is not None:
         lines.append(f"keeps the machine awake while it works: {_awake(status.awake)}")
-    return "\n".join([*lines, cold_line(status)])
+    return "\n".join([*lines, cold_line(status), *written_lines(status)])
 
 
 def headline(status: DaemonStatus, url: str) -> str:
@@ -111,6 +111,11 @@ def cold_line(status: DaemonStatus) -> str:
     if off and all(values.get("kv_cold_disk_full") for values in off):
         return f"{text}; its disk is FULL: writes wait for room, reads go on"
     return text + ("; OFF, its disk fails: see the log" if off else "")
+
+
+def written_lines(status: DaemonStatus) -> list[str]:
+    cold = status.cold
+    return [f"written to SSD: {written_text(cold.written_today, cold.written_ever)}"] if cold else []
 
 
 def _row(model: ModelStatus) -> tuple[str, ...]:

@@ -20,7 +20,17 @@ from ...common.units import human
 from ...errors import ConfigError
 from ..daemon.client import DaemonError, NoDaemon, add_url, find_daemon
 from ..daemon.owner_api import DaemonStatus, ModelStatus
-from .status import RESTORED, cold_line, duration, hit_rate, mlx_memory, model_of, percent, rate
+from .status import (
+    RESTORED,
+    cold_line,
+    duration,
+    hit_rate,
+    mlx_memory,
+    model_of,
+    percent,
+    rate,
+    written_lines,
+)
 
 INTERVAL_S = 1.0
 WIDE = 100
@@ -125,6 +135,7 @@ def page(
         table,
         Text(),
         Text(cold_line(now) + _flow(now, before, seconds)),
+        *map(Text, written_lines(now)),
     ]
     parts += [Text(f"{model.id}: {model.trouble}", style="red") for model in now.models if model.trouble]
     if trouble:

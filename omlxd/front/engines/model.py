@@ -13,6 +13,7 @@ import msgspec
 
 from ... import wire
 from ...chat import Conversation, EmbedRequest, GenerateRequest, RawPrompt, Struct, Vectors
+from ...common.units import MOST_CACHE
 from ...config import FOR_ALL, NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from ...errors import NotFound, PromptTooLong
 from ...models.adapters import adapter_bytes
@@ -446,7 +447,7 @@ def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir
             initial_blocks=settings.initial_cache_blocks,
             hot_cache_bytes=0 if no_cache else settings.hot_cache_bytes,
             cold_dir="" if no_cache else cold_dir,
-            cold_cache_bytes=settings.cold_cache_bytes,
+            cold_cache_bytes=MOST_CACHE if settings.cold_cache_bytes is None else settings.cold_cache_bytes,
             admission=settings.ssd_cache_admission,
             write_back=settings.hot_cache_write == "back",
             kv_bits=settings.kv_bits if own.kv_bits is None else own.kv_bits,

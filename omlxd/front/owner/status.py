@@ -184,4 +184,6 @@ def _cold(folder: str, stats: LedgerStats) -> ColdStatus:
         evicted_bytes=stats.evicted_bytes,
         folder_away=bool(stats.folder_away),
         capacity=stats.capacity,
+        written_today=stats.written_today_bytes,
+        written_ever=stats.written_ever_bytes,
     )

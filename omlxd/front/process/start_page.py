@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...common.units import counted, human, most_text
+from ...common.units import MOST_CACHE, counted, disk_room, human, most_text
 from ...config import Settings, load_settings
 from ...errors import AGENT_CONTEXT, ConfigError, OmlxdError
 from ...models.footprint import weight_bytes
@@ -60,6 +60,8 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
     stats, complete = await _count(pool)
     cache = "off: --no-cache" if settings.no_cache else _cache(pool.cold.folder, stats, complete)
     rows.append(("cache", cache))
+    if stats is not None and not settings.no_cache:
+        rows.append(("", _cap(settings, stats, complete)))
     if stats is not None and settings.hot_cache_bytes == 0:
         rows.append(("", "none in RAM: --hot-cache-max-size 0 means no RAM cache; auto: as memory allows"))
     rows.append(("page", f"{url}/"))
@@ -125,6 +127,17 @@ def _cache(folder: str, stats: LedgerStats | None, complete: bool) -> str:
     held = f"{counted(stats.files, 'file')}, {human(stats.bytes_used)} of "
     held += most_text(stats.capacity, stats.cold_cache_bytes)
     return f"{folder}: {held}" + ("" if complete else ", and still counting")
+
+
+def _cap(settings: Settings, stats: LedgerStats, complete: bool) -> str:
+    """Say the SSD cache's limit, and why one that nobody set is small."""
+    if settings.cold_cache_bytes is None and not complete:
+        return "`omlxd status` says the most that it takes once it is counted"
+    text = f"it takes {human(stats.cold_cache_bytes)} at most"
+    if settings.cold_cache_bytes is not None or stats.cold_cache_bytes >= MOST_CACHE:
+        return text
+    room = stats.bytes_used + disk_room(settings.paged_ssd_cache_dir)
+    return f"{text}, as its disk has room for {human(max(0, room))}; --paged-ssd-cache-max-size sets another"
 
 
 def _commands(engine: ModelEngine, url: str, settings: Settings, key_required: bool) -> Rows:

@@ -192,7 +192,8 @@ function tiers(status) {
   const { cold } = status;
   if (cold) {
     rows.push(whole("SSD", cold.cap, [["in use", "ssd", cold.bytes]], bytes),
-      h("p", { class: "hint" }, `${counted(cold.files, "file")} in ${cold.dir}${cold.evicted_files ? `, ${number(cold.evicted_files)} evicted` : ""}${cold.folder_away ? "; the folder is away" : ""}`));
+      h("p", { class: "hint" }, `${counted(cold.files, "file")} in ${cold.dir}${cold.evicted_files ? `, ${number(cold.evicted_files)} evicted` : ""}${cold.folder_away ? "; the folder is away" : ""}`),
+      h("p", { class: "hint" }, `Written to SSD: ${bytes(cold.written_today)} today, ${bytes(cold.written_ever)} in all`));
   } else rows.push(h("p", { class: "hint" }, "There is no SSD cache."));
   els.tiers.replaceChildren(...rows);
 }

@@ -19,6 +19,9 @@ The disk's last `LEFT_FREE` bytes are left to other programs. A grant that would
 first, of as many bytes as are missing, and of twice the granted bytes at most. So where other programs fill
 the disk, the cache shrinks step by step.
 
+A limit that nobody set is what the disk has room for when the files are counted (`default_cap`). While the
+daemon runs it grows with that, and never shrinks: files are evicted for it by the next daemon alone.
+
 What may be written on one day has a limit of its own, if one is set (write_budget.py).
 
 Blocks that no installed model has go first (kv/files/namespace.py), then the least recently used over all
@@ -41,7 +44,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...common.units import disk_room
+from ...common.units import MOST_CACHE, default_cap, disk_room
 from ..files.fs import entries_of, identity, is_gone, subfolders, unlink
 from ..files.namespace import FILE_NAME, Installed, read_namespace
 from ..files.paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
@@ -76,6 +79,7 @@ class LedgerStats:
 
     orphans_evicted_total  files of namespaces that no installed model has
     capacity               the most that the files can come to: the limit, or less where the disk has less
+    written_bytes_total    since the start; `written_ever_bytes`: in all starts, as writes.json keeps it
     write_budget_used_up   1: something was refused today, 0: nothing was
     folder_away            1: the cache dir is not where its lock was taken, 0: it is
     """
@@ -89,6 +93,7 @@ class LedgerStats:
     orphans_evicted_total: int = 0
     written_bytes_total: int = 0
     written_today_bytes: int = 0
+    written_ever_bytes: int = 0
     daily_write_budget_bytes: int = 0
     write_budget_used_up: int = 0
     folder_away: int = 0
@@ -115,13 +120,14 @@ class _Evicted:
 
 
 class Ledger:
-    """The account of one cache dir. `root`: the cache dir. `cold_cache_bytes`: limit of files and grants;
-    `writes`: a day's limit.
+    """The account of one cache dir. `root`: the cache dir. `cold_cache_bytes`: limit of files and grants,
+    None: by the disk; `writes`: a day's limit.
     """
 
-    def __init__(self, root: Path, cold_cache_bytes: int, writes: WriteBudget | None = None):
+    def __init__(self, root: Path, cold_cache_bytes: int | None, writes: WriteBudget | None = None):
         self.root = root
-        self.cold_cache_bytes = cold_cache_bytes
+        self.cold_cache_bytes = MOST_CACHE if cold_cache_bytes is None else cold_cache_bytes
+        self._follows_disk = cold_cache_bytes is None
         self._writes = writes or WriteBudget(root)
         self._writes.outstanding = lambda: self._reserved
         self._written = 0
@@ -228,6 +234,9 @@ class Ledger:
         if usable:
             self._settle_gone()
             self._disk_room = disk_room(self.root)
+            if self._follows_disk and self._has_stock:
+                self.cold_cache_bytes = max(self.cold_cache_bytes, self._default_cap())
+            self._writes.save_written()
         return usable
 
     def close(self) -> None:
@@ -257,10 +266,14 @@ class Ledger:
             self._away = True
             raise
         # What engines that are gone wrote is counted now.
-        self._writes.turn_the_page()
-        self._reserved -= sum(gone.outstanding for gone in self._gone)
+        unsaid = sum(gone.outstanding for gone in self._gone)
+        self._writes.wrote(unsaid)  # At most: the budget counts it, too.
+        self._reserved -= unsaid
         self._gone.clear()
         self._judge()
+        if self._follows_disk:
+            self._disk_room = disk_room(self.root)
+            self.cold_cache_bytes = self._default_cap()
         self._evict(self._committed - self.cold_cache_bytes)
         self._writes.open()
         self._has_stock = True
@@ -341,6 +354,9 @@ class Ledger:
         """Return the most that the files may take: the limit, or what their disk has for them."""
         return min(self.cold_cache_bytes, self._files.nbytes + max(0, self._disk_room))
 
+    def _default_cap(self) -> int:
+        return default_cap(self._disk_room, self._files.nbytes)
+
     def room(self) -> int:
         """Return the bytes that can be granted without evicting; below 0: something must go."""
         return min(self.cold_cache_bytes - self._committed, self._disk_room - self._reserved)
@@ -357,12 +373,16 @@ class Ledger:
         self._writes.turn_the_page()
         for path, nbytes in files:
             self._reserved = max(0, self._reserved - nbytes)
-            self._written += nbytes
+            self._count_written(nbytes)
             if self._files.nbytes_of(path) not in (None, nbytes):
                 with contextlib.suppress(OSError):
                     nbytes = disk_bytes((self.root / path).stat().st_size)
             if not is_gone(self.root / path):  # Who cleared it was faster than its engine's word.
                 self._files.add(path, nbytes)
+
+    def _count_written(self, nbytes: int) -> None:
+        self._written += nbytes
+        self._writes.wrote(nbytes)
 
     def released(self, nbytes: int) -> None:
         """Release granted bytes that will not be written."""
@@ -455,7 +475,7 @@ class Ledger:
         for _, path, size in sorted(self._walk(only=written_to, dead=gone.pid)):
             if self._files.nbytes_of(path) != size:  # New, or a record that was replaced.
                 self._files.add(path, size)
-                self._written += size
+                self._count_written(size)
                 unwritten -= size
         # No more than its own grant, even where another engine's file was counted before that said so.
         self._reserved -= gone.outstanding
@@ -517,7 +537,8 @@ class Ledger:
             evicted_bytes=self._evicted.nbytes,
             orphans_evicted_total=self._evicted.orphans,
             written_bytes_total=self._written,
-            written_today_bytes=max(0, self._writes.spent - self._reserved),
+            written_today_bytes=self._writes.written_today,
+            written_ever_bytes=self._writes.written_ever,
             daily_write_budget_bytes=self._writes.limit,
             write_budget_used_up=int(self._writes.used_up),
             folder_away=int(self._away),

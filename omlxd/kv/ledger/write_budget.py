@@ -1,10 +1,15 @@
-"""The bytes that may be written to the cold tier on one day: flash wears by writing.
+"""The bytes that may be written to the cold tier on one day, and those that were: flash wears by writing.
 
-The day's sum is kept in a small file of the cache dir, so that it survives restarts and crashes. The
-file always holds as much as was granted or more: it is written before a grant is given, `AHEAD` bytes
-ahead, so that it is not written for every block; a crash makes the day's sum too large by that at most.
+The budget's sum of the day is kept in a small file of the cache dir, so that it survives restarts and
+crashes. The file always holds as much as was granted or more: it is written before a grant is given, `AHEAD`
+bytes ahead, so that it is not written for every block; a crash makes the day's sum too large by that at most.
 A file that can't be read counts as a day whose budget is used up; one that can't be written leaves the
 sum in memory. A day is a calendar day of the machine's own time.
+
+The same file keeps what was written, today and in all. These figures are never ahead: they are saved with the
+budget's sum, once in `SAVE_S` while something is written (`Ledger.check_folder`, every 10 s at least), and at
+the end. `kill -9` or a loss of power loses the tail since the last save, some seconds of writing; no other
+event makes the sum of all days less.
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from ...common.files import read_small
 from ..files.fs import FileSystem, put_in_place, read_all, write_all
 from ..files.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
 
@@ -24,20 +31,36 @@ log = logging.getLogger(__name__)
 
 AHEAD = 64 << 20
 """Bytes by which the file is ahead of the sum: as many as an engine is granted at a time."""
+SAVE_S = 5.0
+"""Seconds between two saves of what was written, at least."""
 _NOTHING = 1 << 20
 _MOST = 4096
 """Bytes that the file may have."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Day(msgspec.Struct, frozen=True):
-    """`day` as 2026-01-31; `bytes` granted on it at most."""
+    """`day` as 2026-01-31; `bytes` granted on it at most; `written` on it, and `ever` on all days."""
 
     day: str
-    bytes: int
+    bytes: _Count
+    written: _Count = 0
+    ever: _Count = 0
 
 
 def _today() -> str:
     return time.strftime("%Y-%m-%d")
+
+
+def bytes_written(root: Path, today: Callable[[], str] = _today) -> tuple[int, int]:
+    """Return the bytes written to the cache dir `root` today and in all, as last saved. Any process."""
+    try:
+        saved = msgspec.json.decode(read_small(root / WRITES_NAME), type=_Day)
+    except (OSError, msgspec.MsgspecError, ValueError):
+        return 0, 0
+    return saved.written if saved.day == today() else 0, saved.ever
 
 
 class WriteBudget:
@@ -48,20 +71,30 @@ class WriteBudget:
     """
 
     def __init__(
-        self, root: Path, limit: int = 0, fs: FileSystem | None = None, today: Callable[[], str] = _today
+        self,
+        root: Path,
+        limit: int = 0,
+        fs: FileSystem | None = None,
+        today: Callable[[], str] = _today,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.limit = limit
         self._path = str(root / WRITES_NAME)
         self._fs = fs or FileSystem(str(root / LOCK_NAME))
-        self._today = today
+        self._today, self._clock = today, clock
         self._day = ""
         self._spent = 0
         self._saved = 0
         self._refused = False
+        self._written = 0
+        self.written_ever = 0
+        """Bytes written on all days."""
+        self._saved_ever = 0
+        self._saved_at = float("-inf")
         self.outstanding: Callable[[], int] = lambda: 0
 
     def open(self) -> None:
-        """Continue with this day's sum: the file's, or this object's own if that is more.
+        """Continue with the file's sums, or this object's own where they are more.
 
         Never raises OSError.
         """
@@ -71,7 +104,7 @@ class WriteBudget:
         try:
             saved = self._load()
         except FileNotFoundError:
-            saved = None
+            saved = _Day("", 0)
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             saved = _Day(self._day, self.limit)
             if self.limit:
@@ -79,15 +112,34 @@ class WriteBudget:
                     "SSD cache: %s can't be read (%s); nothing is written until tomorrow", self._path, error
                 )
                 self._refused = True
-        if saved is not None and saved.day == self._day:
+        if saved.day == self._day:
             self._spent = max(self._spent, saved.bytes)
+            self._written = max(self._written, saved.written)
         self._saved = self._spent
+        self.written_ever, self._saved_ever = max(self.written_ever, saved.ever), saved.ever
 
     def close(self) -> None:
-        """Write the exact sum."""
+        """Write the exact sums."""
         self.turn_the_page()
-        if self._saved != self._spent:
+        if self._saved != self._spent or self._saved_ever != self.written_ever:
             self._save(self._spent)
+
+    def wrote(self, nbytes: int) -> None:
+        """Count bytes that were written, each once."""
+        self.turn_the_page()
+        self._written += nbytes
+        self.written_ever += nbytes
+
+    def save_written(self) -> None:
+        """Save what was written, unless it is saved or was a moment ago."""
+        if self._saved_ever != self.written_ever and self._clock() - self._saved_at >= SAVE_S:
+            self.turn_the_page()
+            self._save(max(self._saved, self._spent))
+
+    @property
+    def written_today(self) -> int:
+        """Bytes written today. Any thread."""
+        return self._written if self._day == self._today() else 0
 
     @property
     def spent(self) -> int:
@@ -130,6 +182,7 @@ class WriteBudget:
         """Begin a new day, if there is one, with what is `outstanding`: call it before that shrinks."""
         if (today := self._today()) != self._day:
             self._day, self._spent, self._saved, self._refused = today, self.outstanding(), 0, False
+            self._written = 0
 
     def _load(self) -> _Day:
         buffer = bytearray(_MOST)
@@ -143,7 +196,9 @@ class WriteBudget:
 
     def _save(self, nbytes: int) -> None:
         """Replace the file, and sync it: it is small and seldom written."""
-        data = memoryview(msgspec.json.encode(_Day(self._day, nbytes)))
+        day = _Day(self._day, nbytes, self._written, self.written_ever)
+        data = memoryview(msgspec.json.encode(day))
+        self._saved_at = self._clock()  # Where it fails, too: a disk that fails is not asked for every block.
 
         def write(fd: int) -> None:
             write_all(self._fs, fd, [data])
@@ -154,4 +209,4 @@ class WriteBudget:
         except OSError as error:
             log.debug("SSD cache: %s can't be written: %s", self._path, error)
             return
-        self._saved = nbytes
+        self._saved, self._saved_ever = nbytes, day.ever

@@ -27,7 +27,7 @@ from omlxd.cli.cache.holder import DaemonRuns, exclusive
 from omlxd.cli.daemon.client import holder
 from omlxd.cli.main import main
 from omlxd.kv.files.namespace import read_namespace
-from omlxd.kv.files.paths import namespace_dir
+from omlxd.kv.files.paths import WRITES_NAME, namespace_dir
 from omlxd.kv.ledger.ledger import Ledger
 
 # --------------------------------------------------------------------- stats
@@ -36,6 +36,7 @@ from omlxd.kv.ledger.ledger import Ledger
 def test_stats_as_json(cache: Cache, capsys: pytest.CaptureFixture[str]):
     then = time.time() - 3 * DAY
     os.utime(cache.path(0), (then, then))
+    (cache.root / WRITES_NAME).write_text('{"day": "1999-12-31", "bytes": 9, "written": 5, "ever": 800}')
     assert cache.run("stats", "--json", "--paged-ssd-cache-max-size", "5GB") == 0
     told = json.loads(capsys.readouterr().out)
     tiny, other = told.pop("namespaces")
@@ -51,6 +52,8 @@ def test_stats_as_json(cache: Cache, capsys: pytest.CaptureFixture[str]):
         "temporary_bytes": 0,
         "misplaced": 0,
         "strangers": 0,
+        "written_today": 0,
+        "written_ever": 800,
         "live": None,
     }
     assert (tiny["namespace"], tiny["model_id"], tiny["model_type"]) == (
@@ -66,7 +69,8 @@ def test_stats_as_json(cache: Cache, capsys: pytest.CaptureFixture[str]):
     assert (other["model_id"], other["token_blocks"], other["checkpoints"]) == ("", 2, 0)
 
 
-def test_stats_as_text(cache: Cache, capsys: pytest.CaptureFixture[str]):
+def test_stats_as_text(cache: Cache, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("omlxd.config.settings.disk_room", lambda folder: 10**12)
     temp = cache.path(0).with_name(cache.path(0).name + ".7-0.tmp")
     temp.write_bytes(bytes(100))
     (cache.root / namespace_dir(NAMESPACE) / "notes").write_text("hello")

@@ -316,6 +316,8 @@ async def test_the_ssd_caches_account():
         "cold_cache_bytes": 100,
         "evicted_files": 4,
         "evicted_bytes": 40,
+        "written_today_bytes": 7,
+        "written_ever_bytes": 900,
     }
     stats = LedgerStats(**{field.name: told.get(field.name, 0) for field in fields(LedgerStats)})
     engines.cold = FakeCold(Path("/cache"), stats)
@@ -324,9 +326,12 @@ async def test_the_ssd_caches_account():
         status = (await http.get("/omlxd/status")).json()
     assert got.plain("omlxd_cold_bytes") == 10 and got.plain("omlxd_cold_cap_bytes") == 100
     assert got.plain("omlxd_cold_evicted_files_total") == 4
+    assert got.plain("omlxd_cold_written_today_bytes") == 7
+    assert got.plain("omlxd_cold_written_ever_bytes") == 900
     assert status["cold"] == {
         **{"dir": "/cache", "bytes": 10, "cap": 100, "reserved": 2, "files": 3},
         **{"evicted_files": 4, "evicted_bytes": 40, "capacity": 0, "folder_away": False},
+        **{"written_today": 7, "written_ever": 900},
     }
 
 

@@ -9,8 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
+from omlxd.config import load_settings
 from omlxd.front.process import start_page
 from omlxd.kv.ledger.ledger import LedgerStats
 from tests.front.process.test_serve import REPO, STUB, Daemon, start  # noqa: F401
@@ -133,9 +135,10 @@ def test_the_cache_is_counted_although_no_model_is_loaded(start, tmp_path: Path)
         make(tmp_path / "models" / model)
     flags = ("--model-dir", str(tmp_path / "models"), "--paged-ssd-cache-max-size", "1GB")
     daemon = start(*flags, model=False)
-    lines = [daemon.process.stdout.readline() for _ in range(2)]
+    lines = [daemon.process.stdout.readline() for _ in range(3)]
     assert "none is loaded" in lines[0]
     assert lines[1] == f"  cache    {tmp_path / 'cache'}: 1 file, 1 MB of 1 GB\n"
+    assert lines[2] == "           it takes 1 GB at most\n"
 
 
 def test_a_cache_smaller_than_its_limit_says_why():
@@ -150,6 +153,20 @@ def test_a_cache_smaller_than_its_limit_says_why():
     )
     why = " (what its disk has room for; the limit is 100 GB)"
     assert start_page._cache("/c", stats, True) == f"/c: 0 files, 0 bytes of 66 GB{why}"
+
+
+def test_a_limit_that_nobody_set_says_why_it_is_small(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(start_page, "disk_room", lambda folder: 29 * 10**9)
+    zeros = dict.fromkeys((field.name for field in fields(LedgerStats)), 0)
+    stats = LedgerStats(**zeros | {"cold_cache_bytes": 15 * 10**9, "bytes_used": 10**9})
+    auto = load_settings({"base_path": str(tmp_path)}, {})
+    why = ", as its disk has room for 30 GB; --paged-ssd-cache-max-size sets another"
+    assert start_page._cap(auto, stats, True) == f"it takes 15 GB at most{why}"
+    assert "once it is counted" in start_page._cap(auto, stats, False)
+    most = replace(stats, cold_cache_bytes=100 * 10**9)
+    assert start_page._cap(auto, most, True) == "it takes 100 GB at most"
+    own = load_settings({"base_path": str(tmp_path), "paged_ssd_cache_max_size": "15GB"}, {})
+    assert start_page._cap(own, stats, False) == "it takes 15 GB at most"
 
 
 def test_a_terminal_gets_the_same_with_colours(tmp_path: Path):

@@ -23,6 +23,7 @@ from ledger_files import (
 )
 
 import omlxd.kv.ledger.ledger as ledger_module
+from omlxd.common.units import MOST_CACHE
 from omlxd.kv.files.paths import disk_bytes
 from omlxd.kv.ledger.ledger import UNDELETABLE_LIMIT, Ledger, LedgerBusy
 
@@ -106,6 +107,38 @@ def test_recency_survives_in_the_files_times(tmp_path):
     account(ledger)
     store(ledger, 9)
     assert numbers(tmp_path) == [1, 3, 9]
+    ledger.close()
+
+
+def test_a_limit_that_nobody_set_is_the_same_after_a_restart_and_grows_with_its_disk(tmp_path, monkeypatch):
+    GB = 10**9 // PAGE * PAGE
+    room = [30 * GB]
+    monkeypatch.setattr(ledger_module, "disk_room", lambda root: room[0])
+    ledger = Ledger(tmp_path, None)
+    ledger.open()
+    assert ledger.cold_cache_bytes == ledger.capacity() == 15 * GB
+    for number in range(14):
+        assert ledger.reserve(GB)
+        path, _ = put(tmp_path, name(number))
+        os.truncate(tmp_path / path, GB)
+        ledger.stored([(path, GB)])
+        room[0] -= GB
+    assert ledger.stats().cold_cache_bytes == 15 * GB and ledger.stats().evicted_files == 0
+    for _ in range(2):
+        ledger.close()
+        ledger = Ledger(tmp_path, None)
+        ledger.open()
+        assert (ledger.cold_cache_bytes, ledger.stats().files) == (15 * GB, 14)
+    room[0] += 200 * GB
+    assert ledger.check_folder() and ledger.cold_cache_bytes == MOST_CACHE
+    room[0] = -GB  # Others fill the disk: the limit stays until a restart, and what is free is theirs.
+    assert ledger.reserve(GB) == GB
+    assert (ledger.cold_cache_bytes, ledger.capacity()) == (MOST_CACHE, ledger.stats().bytes_used)
+    assert ledger.stats().evicted_files == 2
+    ledger.close()
+    ledger = Ledger(tmp_path, 50 * GB)
+    ledger.open()
+    assert ledger.cold_cache_bytes == 50 * GB, "one that was set is kept"
     ledger.close()
 
 

@@ -185,7 +185,7 @@ class LedgerMachine(RuleBasedStateMachine):
             (self.root / stranger).touch()
         (self.root / self.strangers[2]).symlink_to(self.home)
         self.cap, self.daily, self.today = pages * PAGE, daily * PAGE, 1
-        self.pids = self.written_today = self.unseen = 0
+        self.pids = self.written_today = self.unseen = self.written_ever = 0
         self.counted_twice = 0
         """Bytes over the cap on the account: files that can't be removed, beside grants they lie under."""
         self.missing: set[str] = set()
@@ -596,6 +596,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def next_day(self) -> None:
         self.today += 1
         self.written_today = self.unseen = 0
+        assert self.ledger.stats().written_today_bytes == 0
 
     @rule(pages=st.integers(2, 12), killed=st.booleans(), letters=LETTERS)
     def restarts(self, pages: int, killed: bool, letters: list[str]) -> None:
@@ -606,7 +607,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger._has_stock = False
         elif account.has_stock and not self.unlocked and day.saved != day.spent:
             day.save(day.spent)
+        unwritable, saved = LedgerMachine.unwritable, self.ledger._writes._saved_ever
         self.ledger.close()
+        if killed or unwritable or self.unlocked or not account.has_stock:
+            self.written_ever = saved  # `kill -9` loses what was written since the last save, and no more.
         # What was not on file is forgotten.
         on_file = day.on_file[1] if day.on_file[0] == day.day else 0
         if day.day == self.today:
@@ -614,6 +618,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.cap = pages * PAGE
         self.engines = []
         self.open(Day(self.daily, self.today, on_file=day.on_file))
+        assert self.ledger.stats().written_ever_bytes == self.written_ever
         for letter in letters:
             self.begins(letter)
 
@@ -646,7 +651,10 @@ class LedgerMachine(RuleBasedStateMachine):
         account.day.turn(self.today, account.reserved)
         stats = self.ledger.stats()
         assert stats.reserved == account.reserved, "a grant leaked"
-        assert stats.written_today_bytes == max(0, account.day.spent - account.reserved)
+        assert self.ledger._writes.spent == account.day.spent
+        assert stats.written_today_bytes <= stats.written_ever_bytes
+        assert stats.written_ever_bytes >= max(self.written_ever, account.written), "the sum of all days fell"
+        self.written_ever = stats.written_ever_bytes
         assert stats.folder_away == account.away
         assert stats.evicted_files == len(account.evicted)
         for path, word in account.what.items():

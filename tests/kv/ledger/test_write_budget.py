@@ -10,12 +10,14 @@ from typing import get_args
 
 import pytest
 from faulty_fs import Crash, Fault, FaultyFileSystem, Kind
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kv_fakes import files_in
 
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.paths import WRITES_NAME
 from omlxd.kv.ledger.ledger import Ledger
-from omlxd.kv.ledger.write_budget import AHEAD, WriteBudget
+from omlxd.kv.ledger.write_budget import AHEAD, SAVE_S, WriteBudget
 
 MB = 1 << 20
 PAGE = 4096
@@ -145,6 +147,69 @@ def test_a_fault_at_every_operation(tmp_path, days, kind):
     assert 20 < at < 199
 
 
+# --------------------------------------------------------------------- what was written
+
+STEPS = st.one_of(
+    st.tuples(st.just("write"), st.integers(0, 10**12)),
+    st.tuples(st.just("pass"), st.floats(0, 2 * SAVE_S)),
+    st.tuples(st.sampled_from(["midnight", "restart", "kill"]), st.just(0)),
+)
+
+
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=50)
+@given(steps=st.lists(STEPS, max_size=30))
+def test_the_sum_of_all_days_never_falls_but_for_what_a_kill_had_not_saved(tmp_path_factory, steps):
+    root, days, now = tmp_path_factory.mktemp("cache"), Days(), [0.0]
+
+    def begin() -> WriteBudget:
+        budget = WriteBudget(root, 0, None, days, lambda: now[0])
+        budget.open()
+        return budget
+
+    account, today, ever, recent = begin(), 0, 0, list[tuple[float, int, str]]()
+    for step, much in steps:
+        if step == "write":
+            account.wrote(int(much))
+            account.save_written()
+            today, ever = today + int(much), ever + int(much)
+            recent.append((now[0], int(much), days.today))
+        elif step == "pass":
+            now[0] += much
+            account.save_written()
+        elif step == "midnight":
+            days.today = f"{days.today[:8]}{int(days.today[8:]) + 1:02}"
+            today = 0
+        elif step == "restart":
+            account.close()
+            account = begin()
+        else:
+            account = begin()
+            tail = sum(nbytes for at, nbytes, _ in recent if now[0] - at < SAVE_S)
+            assert ever - tail <= account.written_ever <= ever
+            assert account.written_today <= today
+            today, ever, recent = account.written_today, account.written_ever, []
+        assert (account.written_today, account.written_ever) == (today, ever)
+
+
+def test_what_was_written_is_saved_once_in_a_while(tmp_path, days):
+    now, fs = [0.0], FaultyFileSystem()
+    account = WriteBudget(tmp_path, 0, fs, days, lambda: now[0])
+    account.open()
+    before = fs.count
+    for _ in range(1000):
+        now[0] += SAVE_S / 100
+        account.wrote(PAGE)
+        account.save_written()
+    assert fs.count - before <= 10 * 6
+    assert opened(tmp_path, 0, days).written_ever >= 900 * PAGE
+
+
+def test_a_file_of_an_earlier_release_begins_to_count(tmp_path, days):
+    (tmp_path / WRITES_NAME).write_text('{"day": "2026-01-31", "bytes": 5}')
+    account = opened(tmp_path, 0, days)
+    assert (account.spent, account.written_today, account.written_ever) == (5, 0, 0)
+
+
 # --------------------------------------------------------------------- in the ledger
 
 
@@ -174,7 +239,7 @@ def test_a_ledger_whose_day_is_used_up_refuses_and_evicts_nothing(tmp_path, days
     assert not store(ledger, 8)
     days.today = "2026-02-01"
     assert store(ledger, 8) and ledger.stats().write_budget_used_up == 0
-    assert ledger.stats().written_today_bytes == PAGE
+    assert (ledger.stats().written_today_bytes, ledger.stats().written_ever_bytes) == (PAGE, 7 * PAGE)
     ledger.close()
 
 

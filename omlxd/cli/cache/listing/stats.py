@@ -11,9 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from ....common.units import counted, human, spoken
+from ....common.units import counted, human, spoken, written_text
+from ....config import Settings
 from ....kv.checkpoint import KIND
 from ....kv.files.namespace import NamespaceInfo
+from ....kv.ledger.write_budget import bytes_written
 from ...daemon.owner_api import DaemonStatus
 from ...watch.status import table
 from .. import inventory
@@ -58,6 +60,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     cap_bytes   of the daemon that holds the folder, if it answers; else of this command's settings
     cap_source  `the daemon's`, `default`, a flag, a variable, or a line of the file
     daemon_pid  None where it isn't known
+    written_today, written_ever  bytes written to SSD today and in all, but for the last seconds
     temporary   files being written, or left by a crash; misplaced, strangers: see `cache check`
     """
 
@@ -72,11 +75,13 @@ class CacheStats(msgspec.Struct, kw_only=True):
     temporary_bytes: int
     misplaced: int
     strangers: int
+    written_today: int
+    written_ever: int
     namespaces: list[NamespaceStats]
     live: DaemonStatus | None = None
 
 
-def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
+def collect(root: Path, settings: Settings) -> CacheStats:
     """Collect the statistics; a missing cache dir is empty. Raises OSError for an unreadable folder."""
     infos: dict[str, NamespaceInfo | None] = {}
     with contextlib.suppress(FileNotFoundError):
@@ -94,12 +99,16 @@ def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
                 is_checkpoint[of_size] = _CHECKPOINT in read_head(f"{root}/{file.path}")
         _count(rows[file.namespace], file, is_checkpoint.get(of_size, False))
     pid = holder(root)
+    held = sum(row.bytes for row in rows.values())
+    today, ever = bytes_written(root)
     return CacheStats(
         cache_dir=str(root),
-        bytes=sum(row.bytes for row in rows.values()),
+        bytes=held,
         files=sum(row.files for row in rows.values()),
-        cap_bytes=cap,
-        cap_source=cap_source,
+        cap_bytes=0 if settings.no_cache else settings.ssd_cap(held),
+        cap_source=settings.sources["paged_ssd_cache_max_size"],
+        written_today=today,
+        written_ever=ever,
         daemon=pid is not None,
         daemon_pid=pid or None,
         temporary=len(others["temporary"]),
@@ -141,6 +150,7 @@ def as_text(stats: CacheStats) -> str:
     lines = [stats.cache_dir, *table(rows)] if stats.namespaces else [stats.cache_dir, "nothing cached yet"]
     cap = f"{human(stats.cap_bytes)} ({stats.cap_source})" if stats.cap_bytes else "no SSD cache in settings"
     lines.append(f"total: {human(stats.bytes)} in {counted(stats.files, 'file')}; cap: {cap}")
+    lines.append(f"written to SSD: {written_text(stats.written_today, stats.written_ever)}")
     if stats.daemon:
         lines.append("daemon: running" + (f", process {stats.daemon_pid}" if stats.daemon_pid else ""))
     else:

@@ -111,7 +111,7 @@ def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
     print(*(f"bad: {each}" for each in done.bad), sep="\n", end="\n" if done.bad else "")
     print(f"{counted(done.taken, 'file')} imported, {done.there} were there, {len(done.bad)} bad")
     if done.full:
-        most = daemon.cap if daemon else settings.cold_cache_bytes
+        most = daemon.cap if daemon else settings.ssd_cap(inventory.bytes_held(root))
         left_out = f"{counted(done.full, 'file')} left out"
         print(f"{left_out}: the SSD cache may take {human(most)}, as far as its disk has room")
     return 1 if done.bad or done.full else 0
@@ -120,16 +120,15 @@ def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
 def _import_here(source: IO[bytes], settings: Settings, root: Path) -> Imported:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with holder.exclusive(root):
-        return take_archive(source, root, _Room(root, settings.cold_cache_bytes))
+        return take_archive(source, root, _Room(root, settings))
 
 
 class _Room(Room):
     """Room in a folder that no daemon holds."""
 
-    def __init__(self, root: Path, most: int):
-        folders = list(inventory.namespaces(root))
-        held = sum(each.disk for each in inventory.walk(root, folders))
-        self._left = min(most - held, disk_room(root))
+    def __init__(self, root: Path, settings: Settings):
+        held = inventory.bytes_held(root)
+        self._left = min(settings.ssd_cap(held) - held, disk_room(root))
 
     def reserve(self, nbytes: int) -> bool:
         if nbytes > self._left:

@@ -86,17 +86,20 @@ class _Closing(Exception):
 
 
 class ColdLedger:
-    """Runs the ledger in its thread. `root`: the cache dir; `cold_cache_bytes`: its limit, 0: no cold tier.
+    """Runs the ledger in its thread. `root`: the cache dir; `cold_cache_bytes`: its limit, None: by its disk,
+    0: no cold tier.
 
     daily_writes  bytes that may be written to it on one day; 0: no limit
     ttl_s         seconds without use after which a file goes; infinite: only for others
     """
 
-    def __init__(self, root: Path, cold_cache_bytes: int, daily_writes: int = 0, ttl_s: float = math.inf):
+    def __init__(
+        self, root: Path, cold_cache_bytes: int | None, daily_writes: int = 0, ttl_s: float = math.inf
+    ):
         self._root = root
         self._ttl_s = ttl_s
         self._ledger = (
-            Ledger(root, cold_cache_bytes, WriteBudget(root, daily_writes)) if cold_cache_bytes else None
+            Ledger(root, cold_cache_bytes, WriteBudget(root, daily_writes)) if cold_cache_bytes != 0 else None
         )
         self._pins = Pins(root)
         self._claim: asyncio.Future[LedgerBusy | OSError | None] | None = None
