@@ -204,6 +204,11 @@ def _is_installed(name: str) -> bool:
         return False
 
 
+def has_vlm() -> bool:
+    """Return whether mlx-vlm is installed, with what its models need."""
+    return all(map(find_spec, ("mlx_vlm", "PIL", "requests")))
+
+
 def vision_obstacle(folder: Path, config: dict[str, Any]) -> str | None:
     """Say why the vision model in `folder` takes no images; "": it does; None: it is a text model.
 
@@ -217,7 +222,7 @@ def vision_obstacle(folder: Path, config: dict[str, Any]) -> str | None:
         return "its folder has no preprocessor_config.json"
     if config.get("model_file"):
         return "its config.json names a Python file, and code of a model is never run"
-    if not all(map(find_spec, ("mlx_vlm", "PIL", "requests"))):
+    if not has_vlm():
         return f"mlx-vlm is not installed: {INSTALL_VISION}"
     return ""
 
@@ -354,6 +359,8 @@ def _header(file: Path) -> dict[str, Tensor]:
 _NAMED = {
     "full_attention": "full",
     "attention": "full",
+    "qwen_sparse_attention": "full",
+    "deepseek_sparse_attention": "full",
     "sliding_attention": "window",
     "chunked_attention": "window",
     "*": "full",

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import pytest
 from cold_run import Reference, outputs, prompt, same_bits
 from families import DType, build_family
-from family_configs import CONFIGS, Family
+from family_configs import CONFIGS, NOT_REUSED, VLM_TEXT, Family
 from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def config(self) -> Family:
-        return CONFIGS[self.family]
+        return (CONFIGS | VLM_TEXT)[self.family]
 
     def build(self, folder: Path) -> Path:
         # Groups of KV are 64 wide.
@@ -69,7 +69,7 @@ class Row:
 
 
 ROWS = [
-    *(Row(name) for name in CONFIGS),
+    *(Row(name) for name in (*CONFIGS, *VLM_TEXT) if name not in NOT_REUSED),
     *(Row(name, "bf16") for name in ("qwen3", "llama")),
     *(Row(name, kv_bits=8) for name in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5")),
     *(Row(name, kv_bits=4) for name in ("qwen3", "falcon_h1")),

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
-from family_configs import COMMON, CONFIGS, VOCAB
+from family_configs import COMMON, CONFIGS, VLM_TEXT, VOCAB
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, quantize_model, save_config, save_model
 
+from omlxd.engine.mlx_adapter.model import vision
 from omlxd.models import demo
 
 DType = Literal["fp32", "bf16"]
@@ -39,7 +40,7 @@ def build_family(
     seed: int = 1,
     changes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A model of family `name` (one of FAMILIES) in `folder`; returns `folder`.
+    """A model of family `name` (one of FAMILIES or VLM_TEXT) in `folder`; returns `folder`.
 
     changes  to the family's config
 
@@ -51,25 +52,42 @@ def build_family(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = demo.write_tokenizer(folder, VOCAB)
     end = tokenizer.token_to_id("<|im_end|>")
-    config = {"model_type": name, "eos_token_id": end} | COMMON | CONFIGS[name].config
+    config = {"model_type": name, "eos_token_id": end} | COMMON | (CONFIGS | VLM_TEXT)[name].config
     config |= changes or {}
 
-    model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
+    if name in VLM_TEXT:
+        model = make_model(config)
+    else:
+        model_class, args_class = _get_classes(config)
+        model = model_class(args_class.from_dict(config))
     bits = np.random.PCG64(seed)
     weights = [
         (path, mx.array(_weight(path, tuple(array.shape), bits, tokenizer, name)))
         for path, array in sorted(tree_flatten(model.parameters()))
+        if array.dtype == mx.float32
     ]
     if dtype == "bf16":
         weights = [(path, array.astype(mx.bfloat16)) for path, array in weights]
-    model.load_weights(weights)
+    model.load_weights(weights, strict=False)  # Integers stay.
     mx.eval(model.parameters())
     if name == "qwen3_4bit":
         model, config = quantize_model(model, config, group_size=32, bits=4)
     save_model(folder, model)
-    save_config(dict(config), config_path=folder / "config.json")
+    if name in VLM_TEXT:
+        demo.write_json(folder / "config.json", config)  # `save_config` leaves the tower out.
+    else:
+        save_config(dict(config), config_path=folder / "config.json")
     return folder
+
+
+def make_model(config: dict[str, Any]) -> Any:
+    """mlx-vlm's model of `config`, its weights untouched."""
+    config = {key: value for key, value in json.loads(json.dumps(config)).items() if key != "audio_config"}
+    package, utils = vision._model_package(config), vision.import_vlm("utils")
+    config.setdefault("text_config", config.pop("llm_config", {}))
+    made = package.ModelConfig.from_dict(config)
+    made = utils.update_module_configs(made, package, config, ["text", "vision", "perceiver", "projector"])
+    return package.Model(made)
 
 
 def add_foreign_token(folder: Path) -> None:
@@ -88,7 +106,8 @@ def _weight(
     noise = demo.unit_noise(bits, *shape)
     if re.search(r"norm\w*\.weight$", path):
         mean = 2 if re.search(r"[qk]_norm", path) else 1  # attention sharp enough to see one token
-        return noise * np.float32(0.1) + np.float32(mean - (family == "gemma3_text"))  # which adds 1
+        adds_one = family in ("gemma3_text", "qwen4_exp")
+        return noise * np.float32(0.1) + np.float32(mean - adds_one)
     if path.endswith("A_log"):
         return noise * np.float32(0.5) - np.float32(4)  # a memory of some hundred tokens
     if path.endswith(("recurrent_param", "w_lora.lora.2.bias")):

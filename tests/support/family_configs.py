@@ -125,6 +125,14 @@ _SHARED_KV: dict[str, Any] = {  # the last layers read the KV of earlier ones
     "final_logit_softcapping": 30.0,
 }
 
+_SMALL_TOWER: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+}
+
 WINDOWED = frozenset({"KVCache", "RotatingKVCache"})
 HYBRID = frozenset({"KVCache", "ArraysCache"})
 
@@ -389,3 +397,89 @@ CONFIGS: dict[str, Family] = {
         frozenset({"ArraysCache", "RotatingKVCache"}),
     ),
 }
+
+_LATENTS_WITHOUT_ROPE: dict[str, Any] = {**_MLA, **_ROUTED, "qk_rope_head_dim": 0}
+
+VLM_TEXT: dict[str, Family] = {  # mlx-vlm has them, and mlx-lm has not
+    "k2_horizon": Family({}),
+    "kolibri1": Family(
+        {**_HALF_SLIDING, **_MOE, "shared_expert_intermediate_size": 32},
+        WINDOWED,
+        fp32_only=True,
+        promise="tokens",
+    ),
+    "qwen4_exp": Family(
+        {
+            "text_config": {
+                **COMMON,
+                **_MOE,
+                **_QWEN3_5,
+                "model_type": "qwen4_exp_text",
+                "eos_token_id": 2,
+                "shared_expert_intermediate_size": 32,
+                "hc_count": 2,
+                "hc_lowrank": 16,
+                "ple_layer_ids": [1],
+                "ple_embed_dim": 64,
+                "heads_per_ngram": 2,
+                "ngram_vocab_size_base": 200,
+                "make_ngram_vocab_size_divisible_by": 8,
+                "split_ngram_parts": 2,
+                "indexer_n_heads": 2,
+                "indexer_head_dim": 16,
+                "indexer_budget": 96,
+                "indexer_kv_heads": 1,
+                "indexer_compress_ratio": 4,
+            },
+            "vision_config": {**_SMALL_TOWER, "num_position_embeddings": 64},
+        },
+        frozenset({"ArraysCache", "QSAKVCache"}),
+        fp32_only=True,
+        promise="tokens",
+    ),
+    "glm5_next": Family(
+        {
+            "text_config": {
+                **COMMON,
+                **_LATENTS_WITHOUT_ROPE,
+                "model_type": "glm5_next_text",
+                "num_hidden_layers": 4,
+                "index_topk": 96,
+                "index_head_dim": 32,
+                "index_n_heads": 2,
+                "linear_head_dim": 32,
+                "linear_num_heads": 2,
+                "hc_mult": 2,
+                "hc_sinkhorn_iters": 2,
+            },
+            "vision_config": {**_SMALL_TOWER, "projection_intermediate_size": 32},
+        },
+        frozenset({"ArraysCache", "CacheList"}),
+        fp32_only=True,
+        promise="tokens",
+    ),
+    "deepseek_v4": Family(
+        {
+            **_ROUTED,
+            "num_key_value_heads": 1,
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "compress_ratios": [0, 4, 128],
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 2,
+            "num_hash_layers": 1,
+            "sliding_window": WINDOW,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 16,
+        },
+        frozenset({"RotatingKVCache", "CacheList"}),
+        fp32_only=True,
+        promise="tokens",
+    ),
+}
+"""`config`: of the whole model. Some see images too, which nothing here shows them."""
+NOT_REUSED = ("qwen4_exp", "glm5_next", "deepseek_v4")
+"""Those of them that keep what omlxd can't store."""

@@ -12,12 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from families import _weight
+from families import _weight, make_model
 from family_configs import _LINEAR_ATTENTION, _MOE, COMMON, VOCAB, WINDOW
 from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer
 
-from omlxd.engine.mlx_adapter.model import vision
 from omlxd.models import demo
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -455,16 +454,6 @@ def describe_vision_family(name: str, family: VisionFamily, folder: Path) -> tup
     for file, value in family.files.items():
         demo.write_json(folder / file, value)
     return tokenizer, config
-
-
-def make_model(config: dict[str, Any]) -> Any:
-    """mlx-vlm's model of `config`, its weights untouched."""
-    config = {key: value for key, value in json.loads(json.dumps(config)).items() if key != "audio_config"}
-    package, utils = vision._model_package(config), vision.import_vlm("utils")
-    config.setdefault("text_config", config.pop("llm_config", {}))
-    made = package.ModelConfig.from_dict(config)
-    made = utils.update_module_configs(made, package, config, ["text", "vision", "perceiver", "projector"])
-    return package.Model(made)
 
 
 def _write_tokenizer(folder: Path, family: VisionFamily) -> Any:

@@ -239,7 +239,9 @@ def reuse_obstacle(cache: Cache) -> str:
     cache  one of one token
     """
     held = [leaf for _, leaf in leaves(cache)]
-    if others := {type(leaf).__name__ for leaf in held if spec_of(leaf) is None}:
+    if unknown := [leaf for leaf in held if spec_of(leaf) is None]:
+        names = {type(one).__name__ for leaf in unknown for one in getattr(leaf, "caches", [leaf])}
+        others = names - {kind.__name__ for kind in KINDS} or names  # mlx-vlm's have the same names.
         return f"layers of this model keep {', '.join(sorted(others))}: state that omlxd can't store yet"
     if any(_keeps_first(leaf) for leaf in held):
         return "layers of this model keep their first tokens beside a window: omlxd can't store that yet"

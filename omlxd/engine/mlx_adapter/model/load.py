@@ -21,6 +21,7 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 from ....common.files import read_small
 from ....errors import AdapterError, ModelError
 from ....kv.layout import KVLayout
+from ....models.footprint import read_config
 from ..attention import hooks as attention
 from ..attention.backend import current
 from ..cache.kinds import (
@@ -38,7 +39,7 @@ from ..cache.live_segments import LiveSegments
 from ..cache.packed import Quantisation
 from ..runtime.device import backend
 from ..runtime.mapped import MappedWeights
-from . import checks, vision
+from . import checks, vision, vlm_text
 from .adapters.lora import Adapters, read_adapter
 from .layer_hook import LayerHook
 from .positions import last_position_only
@@ -115,6 +116,8 @@ def load(
     mapped = MappedWeights(weights_mmap, float32)
     with mapped.reading():
         model, tokenizer, config, converted = read_model(path, float32, blind)
+    if isinstance(model, vlm_text.TextModel):
+        model.check()
     if adapter:
         _add_adapter(model, adapter, blind, converted)
     weight_bytes = tree_bytes(model.parameters())
@@ -123,7 +126,7 @@ def load(
     cache, logits = run_passes(model, [[0]])
     if kv is not None:
         cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
-    obstacle, batchable = reuse_obstacle(cache), is_batchable(cache)
+    obstacle, batchable = reuse_obstacle(cache), is_batchable(cache) and vlm_text.can_batch(cache)
     if batchable:
         current().decode_step(model)  # Whether its steps are fused, the checks below ask.
     layout, hook = None if obstacle else layout_of(cache), LayerHook(model)
@@ -194,14 +197,14 @@ def _add_adapter(model: Any, adapter: str, blind: str | None, float32: bool) -> 
 
 
 def _model_and_config(path: Path, blind: str | None) -> tuple[Any, dict[str, Any]]:
-    """By mlx-vlm for a model that takes images, else by mlx-lm; weights are not read yet."""
+    """By mlx-vlm if it takes images or mlx-lm does not have it, else by mlx-lm; weights are not read yet."""
     if blind == "":
         return vision.load_vision_model(path)
+    if vlm_text.lacks(read_config(path)):
+        return vlm_text.load_text_model(path)
     try:
         return mlx_load_model(path, lazy=True)
     except ValueError as error:
-        if blind:
-            raise ModelError(f"mlx-lm does not have this vision model ({error}), and {blind}") from error
         # A line of each parameter that the file lacks is too much for a sentence.
         raise ModelError(f"mlx-lm can't load {path}: {shorten(str(error), 300, placeholder=' …')}") from error
 

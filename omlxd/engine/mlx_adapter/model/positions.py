@@ -92,6 +92,11 @@ class _LastPosition(nn.Module):
         return self.head(_last(x))
 
 
+def is_head(module: Any) -> bool:
+    """Whether it is a head that `last_position_only` made, or `as_linear` of one."""
+    return isinstance(module, _LastPosition) or not isinstance(module, nn.Module)
+
+
 def last_position_only(model: Any) -> None:
     """Make `model` give logits of shape (batch, 1, vocabulary): only the last position is sampled.
 

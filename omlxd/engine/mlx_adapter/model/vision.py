@@ -27,14 +27,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from ....common.files import read_small
 from ....errors import ModelError
 from ....models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
 from ..attention import hooks as attention
 from ..attention.backend import current
-from ..cache.kinds import Cache, add_arrays_kind, leaves
+from ..cache.kinds import Cache, add_arrays_kind, leaves, spec_of
 from ..cache.rows import RowBatch
 from . import tower
 
@@ -70,10 +70,15 @@ def import_vlm(name: str) -> ModuleType:
 
 
 def _model_package(config: dict[str, Any]) -> ModuleType:
+    take_attention()
+    return import_vlm("utils").get_model_and_args(dict(config))[0]
+
+
+def take_attention() -> None:
+    """Let models of mlx-vlm that are imported from now on attend as mlx-lm's do."""
     attention.install()
     # Before models take the function from there.
     cast(Any, import_vlm("models.base")).scaled_dot_product_attention = attention.attend
-    return import_vlm("utils").get_model_and_args(dict(config))[0]
 
 
 # --------------------------------------------------------------------------- the model
@@ -194,9 +199,7 @@ class VisionModel(nn.Module):
         return self._mrope
 
     def make_cache(self) -> Cache:
-        return [
-            _own(layer) for layer in import_vlm("models.cache").make_prompt_cache(self.vlm.language_model)
-        ]
+        return own_cache(self.vlm.language_model)
 
     def __call__(
         self, tokens: mx.array, cache: Any = None, deltas: Sequence[int] | None = None, **inputs: Any
@@ -209,7 +212,7 @@ class VisionModel(nn.Module):
         language = self.vlm.language_model
         if self._mrope:
             language._position_ids = language._rope_deltas = None
-            inputs.setdefault("position_ids", _positions(cache, tokens.shape, deltas))
+            inputs.setdefault("position_ids", positions(cache, tokens.shape, deltas))
         return language(tokens, cache=cache, **inputs).logits
 
     # ----------------------------------------------------------------- images
@@ -337,8 +340,11 @@ def _let_rows_mask_themselves(language: Any) -> None:
     text._make_masks = masks
 
 
-def _positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None) -> mx.array:
-    """(3, rows, tokens): the places after what `cache` holds, all three dimensions alike."""
+def positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None = None) -> mx.array:
+    """(3, rows, tokens): the places after what `cache` holds, all three dimensions alike.
+
+    deltas  as `VisionModel.__call__` has them
+    """
     offset = next(leaf.offset for _, leaf in leaves(cache) if hasattr(leaf, "offset"))
     start = mx.array(offset).reshape(-1, 1)
     if deltas is not None:
@@ -346,9 +352,18 @@ def _positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None)
     return mx.broadcast_to((start + mx.arange(shape[1]))[None], (3, *shape))
 
 
+def own_cache(language: Any) -> Cache:
+    """An empty cache of a language model of mlx-vlm: of mlx-lm's classes, if all of its layers have such."""
+    made = import_vlm("models.cache").make_prompt_cache(language)
+    own = [_own(layer) for layer in made]
+    return own if all(spec_of(leaf) is not None for _, leaf in leaves(own)) else made
+
+
 def _own(layer: Any) -> Any:
     """mlx-lm's cache in place of mlx-vlm's of the same kind."""
     theirs = import_vlm("models.cache")
+    if type(layer) is theirs.CacheList:
+        return CacheList(*map(_own, layer.caches))
     if type(layer) is theirs.KVCache:
         return KVCache()
     if type(layer) is theirs.RotatingKVCache:

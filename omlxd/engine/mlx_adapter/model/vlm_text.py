@@ -1,0 +1,137 @@
+"""Text by the language models of mlx-vlm, of families that mlx-lm does not have.
+
+Pinned to mlx-vlm 0.7.10. What this file relies on, each tested in tests/engine/mlx_adapter/test_vlm_text.py:
+- the package `mlx_vlm.models.<model_type>` has the family, `Model(…).language_model` its language model, and
+  a call of that with `cache=` gives an object with `logits`;
+- its caches of the classes that `vision.own_cache` replaces keep what mlx-lm's do.
+
+What else such a language model must be, `TextModel.check` looks at: some of mlx-vlm's look both ways, as an
+encoder or a diffusion model, and some get more from the whole model than their tokens.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import _get_classes
+
+from ....errors import ModelError
+from ....models.footprint import INSTALL_VISION, VLM_VERSION, has_vlm, read_config
+from ..cache.kinds import Cache, leaves
+from ..runtime.arrays import distance
+from . import vision
+from .positions import is_head
+
+FAR = 0.2
+"""`distance` of logits from which on `TextModel.check` fails. In bfloat16 rounding may choose other experts;
+a model that does not see the token before, or sees the one behind, is at 0.3 and more."""
+
+
+class TextModel(nn.Module):
+    """A language model of mlx-vlm that is called as mlx-lm's are: model(tokens, cache=…) gives logits."""
+
+    def __init__(self, whole: Any):
+        super().__init__()
+        self.language_model = language = whole.language_model
+        object.__setattr__(self, "whole", whole)  # No part of it: what sees or hears is never read.
+        self._has_places = hasattr(language, "get_rope_index")
+
+    @property
+    def layers(self) -> Any:
+        return self.language_model.layers
+
+    def make_cache(self) -> Cache:
+        return vision.own_cache(self.language_model)
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        """Logits of `tokens` (rows, tokens). Nothing of a request stays in the model."""
+        inputs = {}
+        if self._has_places and cache is not None:
+            self.language_model._position_ids = self.language_model._rope_deltas = None
+            inputs["position_ids"] = vision.positions(cache, tokens.shape)
+        return self.language_model(tokens, cache=cache, **inputs).logits
+
+    def check(self) -> None:
+        """Raise ModelError unless it gives what mlx-vlm's whole model does, token by token as at once.
+
+        Once: the whole model goes.
+        """
+        whole: Any = self.whole
+        object.__delattr__(self, "whole")
+        first, other = (self(mx.array([tokens]), cache=self.make_cache()) for tokens in ([1, 2], [1, 3]))
+        if not distance(other[:, 0], first[:, 0]) < FAR:
+            raise ModelError("its language model looks ahead: it does not continue a text token by token")
+        cache = self.make_cache()
+        self(mx.array([[1]]), cache=cache)
+        if not distance(self(mx.array([[2]]), cache=cache)[:, -1], first[:, -1]) < FAR:
+            raise ModelError("its language model does not go on from its cache")
+        theirs = whole(mx.array([[1, 2]]), cache=vision.own_cache(self.language_model)).logits
+        if not distance(theirs, first) < FAR:
+            raise ModelError("its language model alone is not all that mlx-vlm computes of a text")
+
+
+def can_batch(cache: Cache) -> bool:
+    """Whether rows of such caches may be put together, where mlx-vlm says that it can.
+
+    Its own classes for all families do it right in the families of the tests. One family's own class does
+    not: rows of unequal length of `qwen4_exp` attend to tokens that they did not choose.
+    """
+    homes = {type(leaf).__module__ for _, leaf in leaves(cache)}
+    return all(home == "mlx_vlm.models.cache" for home in homes if home.startswith("mlx_vlm."))
+
+
+def lacks(config: dict[str, Any]) -> bool:
+    """Whether mlx-lm has no model of this config's type. One that names a Python file is left to mlx-lm."""
+    if config.get("model_file") or not isinstance(config.get("model_type"), str):
+        return False
+    try:
+        _get_classes(config)
+    except (ValueError, AttributeError):
+        return True
+    return False
+
+
+def load_text_model(folder: Path) -> tuple[TextModel, dict[str, Any]]:
+    """The language model, its weights not read yet, and its config. Raises ModelError."""
+    config = read_config(folder)
+    family = str(config.get("model_type"))
+    lm = f"mlx-lm {version('mlx-lm')}"
+    if not has_vlm():
+        raise ModelError(
+            f"{folder}: {lm} has no model of type {family!r}. mlx-vlm {VLM_VERSION} may have one, and is not "
+            f"installed: {INSTALL_VISION}"
+        )
+    utils = vision.import_vlm("utils")
+    name = utils.get_model_type(config)
+    found = find_spec(f"mlx_vlm.models.{name}") if name.isidentifier() else None
+    if found is None or found.submodule_search_locations is None:  # A family is a package.
+        raise ModelError(
+            f"{folder}: neither {lm} nor mlx-vlm {VLM_VERSION} has a model of type {family!r}; "
+            f"a newer omlxd may"
+        )
+    vision.take_attention()
+    _call_heads_once()
+    try:
+        return TextModel(utils.load_model(folder, lazy=True)), utils.load_config(folder)
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = shorten(str(error), 300, placeholder=" …")
+        raise ModelError(f"mlx-vlm can't load {folder} as {family!r}: {reason}") from error
+
+
+def _call_heads_once() -> None:
+    """Have mlx-vlm call a head once for a pass of few tokens, not once a token: it says itself which it takes
+    (positions.py)."""
+    module: Any = vision.import_vlm("models.linear")
+    if (own := module.native_batch_linear).__module__ != module.__name__:
+        return
+
+    def native_batch_linear(head: Any, x: mx.array) -> mx.array:
+        return head(x) if is_head(head) else own(head, x)
+
+    module.native_batch_linear = native_batch_linear
