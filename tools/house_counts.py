@@ -107,7 +107,7 @@ ADDED = {
     "load or compute": tuple(f"engine/kvio/reads/{name}.py" for name in ("rates", "restore", "tail_read")),
     "memory and key inspection": ("cli/watch/memory.py", "engine/mlx_adapter/model/inspection.py"),
     "guessed tokens": (
-        *("engine/speculate/controller.py", "engine/speculate/draft_model.py", "engine/speculate/mtp.py"),
+        *("engine/speculate/controller.py", "engine/speculate/draft_model.py", "engine/speculate/drafter.py"),
         "engine/mlx_adapter/model/mtp.py",
     ),
     "labels in shared passes": ("engine/schedule/scoring.py",),

@@ -102,7 +102,7 @@ class Catalog:
                 spec, why = self.spec_of(own.draft_model), ""
                 try:
                     if is_local(spec) and not is_gguf(spec):
-                        check_folder(local_folder(spec, self.settings.base_path))
+                        check_folder(local_folder(spec, self.settings.base_path), draft=True)
                 except ModelError as error:
                     why = error.message
                 yield "draft-model", model, own.draft_model, why

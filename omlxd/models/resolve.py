@@ -20,6 +20,7 @@ import msgspec
 
 from ..common.files import SMALL, check_small, read_small, safetensors_header
 from ..errors import ModelError
+from .drafters import drafter_kind
 from .json_files import BrokenJSON, decode_json, read_json
 
 DEFAULT_ID = "SmolLM2-135M-Instruct"
@@ -67,16 +68,19 @@ def is_gguf(spec: str) -> bool:
     return spec.lower().endswith(".gguf")
 
 
-async def resolve_model(spec: str, base_path: Path) -> Path:
-    """Return the folder of `--model spec`, built or downloaded if need be. Raises ModelError."""
+async def resolve_model(spec: str, base_path: Path, *, draft: bool = False) -> Path:
+    """Return the folder of `--model spec`, built or downloaded if need be. Raises ModelError.
+
+    draft  of a `draft-model`
+    """
     if spec in ("", DEMO_ID):
         return await _run_builder("omlxd.models.demo", str(base_path / "models" / DEMO_ID))
     if not is_local(spec):
-        return await fetch_from_hub(spec)
+        return await fetch_from_hub(spec, draft=draft)
     if is_gguf(spec):
         return await import_gguf(spec, base_path)
     folder = local_folder(spec, base_path)
-    await asyncio.to_thread(check_folder, folder)
+    await asyncio.to_thread(check_folder, folder, draft=draft)
     return folder
 
 
@@ -105,14 +109,18 @@ async def fetch_default_model(base_path: Path) -> Path:
     return await _run_builder("omlxd.models.fetch.smollm", str(default_folder(base_path)))
 
 
-async def fetch_from_hub(repo: str, note: Callable[[int, int], None] | None = None) -> Path:
+async def fetch_from_hub(
+    repo: str, note: Callable[[int, int], None] | None = None, *, draft: bool = True
+) -> Path:
     """Return the folder of hub model `repo` (ORG/NAME), downloaded if need be. Raises ModelError.
 
+    draft  it may be a drafter
     note  is told how far it is, in bytes of bytes; without it the terminal is
     """
     if not is_hub_id(repo):
         raise ModelError(f"{repo!r} is no hub id; write ORG/NAME.")
-    return await _run_builder("omlxd.models.fetch.hub", repo, *(["--progress"] if note else []), note=note)
+    progress = ["--progress"] if note else []
+    return await _run_builder("omlxd.models.fetch.hub", repo, *progress, note=note, draft=draft)
 
 
 class OnHub(msgspec.Struct):
@@ -153,10 +161,12 @@ class Progress(msgspec.Struct):
     total: int
 
 
-async def _run_builder(module: str, *arguments: str, note: Callable[[int, int], None] | None = None) -> Path:
+async def _run_builder(
+    module: str, *arguments: str, note: Callable[[int, int], None] | None = None, draft: bool = False
+) -> Path:
     """Return the folder that `python -m module arguments` prints."""
     folder = Path(await _run_program(module, *arguments, note=note))
-    await asyncio.to_thread(check_folder, folder)
+    await asyncio.to_thread(check_folder, folder, draft=draft)
     return folder
 
 
@@ -199,8 +209,11 @@ async def _run_program(module: str, *arguments: str, note: Callable[[int, int], 
 # --------------------------------------------------------------------------- is a folder whole?
 
 
-def check_folder(folder: Path) -> None:
-    """Raise ModelError unless `folder` holds a config, whole weights and a tokenizer."""
+def check_folder(folder: Path, *, draft: bool = False) -> None:
+    """Raise ModelError unless `folder` holds a config, whole weights and a tokenizer.
+
+    draft  it may be a drafter, which needs no tokenizer
+    """
     try:
         there = folder.exists()
     except OSError as error:
@@ -214,13 +227,17 @@ def check_folder(folder: Path) -> None:
         raise ModelError(f"{folder} is a file; give the folder that holds config.json.")
     try:
         _check_files(folder)
-        _check_config(folder)
+        is_drafter = drafter_kind(_check_config(folder)) is not None
         _check_json(folder)
         for path in _weight_files(folder):
             _check_weights(path)
     except OSError as error:
         raise ModelError(f"{error.filename or folder} can't be read: {error.strerror or error}.") from error
-    if not any(all(any(folder.glob(name)) for name in names) for names in _TOKENIZERS):
+    if is_drafter and not draft:
+        raise ModelError(
+            f"{folder} holds a drafter, which guesses for another model; name it as that one's draft-model."
+        )
+    if not is_drafter and not any(all(any(folder.glob(name)) for name in names) for names in _TOKENIZERS):
         raise ModelError(f"{folder} has no tokenizer: tokenizer.json or tokenizer.model is missing.")
 
 
@@ -263,7 +280,7 @@ def parse_config(data: bytes) -> Any:
     return config
 
 
-def _check_config(folder: Path) -> None:
+def _check_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} is no model folder: config.json is missing.")
@@ -273,8 +290,9 @@ def _check_config(folder: Path) -> None:
         raise ModelError(f"{path} is no JSON object ({error}).") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is no JSON object.")
-    if "model_type" not in config:
+    if "model_type" not in config and drafter_kind(config) is None:
         raise ModelError(f"{path} does not say its model_type.")
+    return config
 
 
 def _weight_files(folder: Path) -> list[Path]:

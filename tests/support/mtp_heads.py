@@ -1,4 +1,4 @@
-"""Heads for multi-token prediction, put into a tiny model's folder as Qwen3.5's files have them."""
+"""Heads for multi-token prediction, put into a tiny model's folder as its family's files have them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from mlx.utils import tree_flatten
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model import positions
+from omlxd.engine.mlx_adapter.model.drafter import embeddings_of
 from omlxd.engine.mlx_adapter.model.vision import import_vlm
 
 NORMS = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight")
-"""Names of weights that the files hold less 1."""
+"""Names of weights that Qwen's files hold less 1."""
+
+HEADS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {},
+    "qwen3_next": {},
+    "glm_moe_dsa": {"num_nextn_predict_layers": 1},
+    "nemotron_h": {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*", "n_routed_experts": 4},
+}
+"""Families with heads: what their configs say of them."""
 
 
 def add_heads(folder: Path, texts: Sequence[Sequence[int]] = (), steps: int = 80) -> Any:
@@ -27,10 +36,14 @@ def add_heads(folder: Path, texts: Sequence[Sequence[int]] = (), steps: int = 80
     """
     config = json.loads((folder / "config.json").read_text())
     splitter = import_vlm("speculative.drafters.mtp_split").get_mtp_splitter(source_config=config)
-    package = import_vlm("speculative.drafters.qwen3_5_mtp")
+    package = import_vlm(f"speculative.drafters.{splitter.output_model_type}")
     text = splitter.read_text_config(config)
     mx.random.seed(3)
-    drafter = package.Model(package.ModelConfig.from_dict({"model_type": "qwen3_5_mtp", "text_config": text}))
+    own = {"model_type": splitter.output_model_type, "text_config": text}
+    drafter = package.Model(package.ModelConfig.from_dict(own))
+    for each in drafter.modules():
+        if isinstance(getattr(each, "e_score_correction_bias", None), mx.array):
+            each.e_score_correction_bias = mx.zeros_like(each.e_score_correction_bias)
     _write(folder, drafter)  # The model's own weights are read otherwise beside heads.
     losses = []
     if texts:
@@ -40,10 +53,17 @@ def add_heads(folder: Path, texts: Sequence[Sequence[int]] = (), steps: int = 80
 
 
 def _write(folder: Path, drafter: Any) -> None:
-    heads = {
-        f"mtp.{name}": array - 1 if name.endswith(NORMS) else array
-        for name, array in tree_flatten(drafter.parameters())
-    }
+    config = json.loads((folder / "config.json").read_text())
+    family = config["model_type"]
+    heads: dict[str, Any] = {}
+    for name, array in tree_flatten(drafter.parameters()):
+        if family.startswith("qwen3"):
+            heads[f"mtp.{name}"] = array - 1 if name.endswith(NORMS) else array
+        elif family == "glm_moe_dsa":
+            name = name.removeprefix("mtp.").replace("shared_head_norm", "shared_head.norm")
+            heads[f"model.layers.{config['num_hidden_layers']}.{name}"] = array
+        else:
+            heads[f"mtp.{name}"] = array
     mx.save_safetensors(str(folder / "mtp.safetensors"), heads)
     index = folder / "model.safetensors.index.json"
     weights: Any = mx.load(str(folder / "model.safetensors"))
@@ -53,20 +73,21 @@ def _write(folder: Path, drafter: Any) -> None:
 
 def _train(drafter: Any, folder: Path, texts: Sequence[Sequence[int]], steps: int) -> list[float]:
     loaded = mlx_adapter.load(folder)
-    drafter.bind(getattr(loaded.model, "vlm", loaded.model))
+    drafter._input_embed, drafter._lm_head_fn = embeddings_of(loaded.model)
     states = []
     positions.keep_hidden()
     for each in texts:
         loaded.model(mx.array([each]), cache=loaded.model.make_cache())
         states.append(mlx_adapter.take_hidden())
-    positions.passes.keeps = False
+    positions.forget_hidden()
     mx.eval(states)
 
     def loss(drafter: Any) -> mx.array:
         total: Any = 0
         for each, hidden in zip(texts, states, strict=True):
             drafter._cache, drafter._next_position = drafter.make_cache(), 0
-            out = drafter._forward_tokens(mx.array([each[1:-1]]), hidden[:, :-2], mx.int32)
+            out = drafter._forward_tokens(mx.array([[*each[1:-1]]]), hidden[:, :-2], mx.int32)
+            out = out[0] if isinstance(out, tuple) else out
             with mlx_adapter.last_positions(len(each)):
                 logits = drafter._lm_head_fn(out)
             total = total + nn.losses.cross_entropy(logits[0], mx.array(each[2:])).mean()

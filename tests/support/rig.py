@@ -23,9 +23,10 @@ from omlxd.engine.mlx_adapter.runtime import arrays
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence.sequence import LabelScores, Prompt, Sequence, SequenceKV
+from omlxd.engine.server import model_load
 from omlxd.engine.speculate.controller import Speculation
 from omlxd.engine.speculate.draft_model import DraftModel
-from omlxd.engine.speculate.mtp import MtpModel
+from omlxd.engine.speculate.drafter import DrafterModel
 from omlxd.engine.vision.images import PromptImages
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints
@@ -187,13 +188,16 @@ class Rig:
         if self._record:
             loaded.model = self.recorder
         speculation = Speculation() if self._speculate else None
-        if speculation is not None and self._draft is not None:
+        if speculation is not None and self._draft is not None and model_load.is_drafter(self._draft):
+            drafter = model_load.load_drafter(self._draft, loaded, self.model_path.name)
+            speculation.draft_model = DrafterModel(drafter)
+        elif speculation is not None and self._draft is not None:
             draft = mlx_adapter.load(self._draft)
             speculation.draft_model = DraftModel(draft, self._draft.name, loaded, self.model_path.name)
         if speculation is not None and self._mtp:
             heads = mlx_adapter.load_mtp(self.model_path, loaded)
             assert heads is not None
-            speculation.draft_model = MtpModel(heads)
+            speculation.draft_model = DrafterModel(heads)
         self.scheduler = Scheduler(loaded, None, slots=self._slots, block_size=BLOCK, speculation=speculation)
         self.namespace = namespace_of({"model": str(self.model_path), "kv": repr(self.kv)})
         self.ledger: Ledger | None = None

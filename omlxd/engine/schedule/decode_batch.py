@@ -30,7 +30,7 @@ from ..sequence.sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihood
 from ..sequence.sequence import Likelihood, SamplerRow, Sequence
 from ..speculate.controller import Speculation
 from ..speculate.draft_model import DraftRows, Wanted, clock, drafting, seeded
-from ..speculate.mtp import MtpRows
+from ..speculate.drafter import DrafterRows
 from ..speculate.row import DRAFT, Offer, RowSpeculator
 from ..speculate.times import NEWEST
 from ..speculate.verify import MOST_TOKENS, WIDTHS, filled_up, most_of_row
@@ -113,7 +113,7 @@ class DecodeBatch:
         self._packed = 0
         self._speculators: dict[Sequence, RowSpeculator] = {}
         self._speculates = False
-        self._drafts: DraftRows | MtpRows | None = None
+        self._drafts: DraftRows | DrafterRows | None = None
         self.rows: list[Sequence] = []
         self._cache: mlx_adapter.Cache = []
         self._merged = False
@@ -137,9 +137,7 @@ class DecodeBatch:
             self._extend(mlx_adapter.extend, sequence.take_cache())
         _advance(sequence, sequence.tokens[-1])
         self._append_rows([sequence])
-        hidden, sequence.kv.hidden = sequence.kv.hidden, None
-        if hidden is not None:
-            self._record(hidden, sequence.kv.length - hidden.shape[1])
+        self._record_prompt(sequence)
 
     def add_prompts(self, sequences: Seq[Sequence], cache: mlx_adapter.Cache) -> None:
         """Add rows whose prompts are in a batch cache, but for their last tokens.
@@ -151,6 +149,8 @@ class DecodeBatch:
         else:
             self._extend(mlx_adapter.extend_batch, cache)
         self._append_rows(sequences)
+        for sequence in sequences:
+            self._record_prompt(sequence)
 
     def _extend(self, extend: Callable[..., None], cache: mlx_adapter.Cache) -> None:
         """Add a cache's rows to this one's. Where memory runs out amid the layers, no layer keeps them."""
@@ -430,12 +430,12 @@ class DecodeBatch:
         drawn = iter(zip(cast(list[int], sampled.tolist()), likely, strict=True))
         draws: list[Draw] = []
         kept: list[list[int]] = []
-        for row, (guess, _), own in zip(self.rows, plan, samplers, strict=True):
+        for index, (row, (guess, _), own) in enumerate(zip(self.rows, plan, samplers, strict=True)):
             of_row = list(islice(drawn, len(own)))
             count = 1 + _held(guess, [token for token, _ in of_row], row.sampling.eos)
             kept.append([token for token, _ in of_row[:count]])
             draws += [(row, token, likelihood) for token, likelihood in of_row[:count]]
-            self._record(hidden[:, :count] if hidden is not None else None, row.kv.length)
+            self._record(row, hidden[index, :count] if hidden is not None else None)
             row.kv.length += count
             row.sampling.step, row.sampling.penalties = own[count - 1].step, own[count - 1].penalties
         if recurrent and len(kept[0]) <= width:  # Of one row: what held is computed again.
@@ -461,7 +461,9 @@ class DecodeBatch:
         if self._sampler is None:
             self._sampler = BatchSampler([sequence.sampling for sequence in self.rows])
         logits = self._forward(inputs[:, None])[:, -1, :]
-        self._record(mlx_adapter.take_hidden(), self.rows[0].kv.length)
+        hidden = mlx_adapter.take_hidden()
+        for index, row in enumerate(self.rows):
+            self._record(row, hidden[index] if hidden is not None else None)
         draws: list[Draw] | None = None
         if self._sampler.constrained:
             # What a constrained row may say follows from its token of the step before: that is read
@@ -533,10 +535,16 @@ class DecodeBatch:
         with mlx_adapter.row_adapters(adapters):
             return self._model(tokens, cache=self._cache, **moved)
 
-    def _record(self, hidden: mx.array | None, start: int) -> None:
-        """Give the model's own heads the states (1, tokens, hidden) of a pass over tokens from `start` on."""
-        if hidden is not None and isinstance(self._drafts, MtpRows) and len(self._speculators) == 1:
-            self._drafts.record(self.rows[0], start, hidden[0])
+    def _record(self, row: Sequence, hidden: mx.array | None) -> None:
+        """Give the drafter the states (tokens, any) of a pass over tokens of `row` behind its KV."""
+        if hidden is not None and isinstance(self._drafts, DrafterRows) and row in self._speculators:
+            self._drafts.record(row, row.kv.length, hidden)
+
+    def _record_prompt(self, row: Sequence) -> None:
+        """Give the drafter the states of the passes over a prompt's end."""
+        (end, hidden), row.kv.hidden = row.kv.hidden or (0, None), None
+        if hidden is not None and isinstance(self._drafts, DrafterRows) and row in self._speculators:
+            self._drafts.record(row, end - hidden.shape[1], hidden[0])
 
     def _read(self, inputs: mx.array | None, unread: list[bool]) -> list[Draw]:
         """Wait for the tokens of the step before; what guesses and grammars know is then up to them."""

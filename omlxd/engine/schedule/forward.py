@@ -478,9 +478,8 @@ def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool
         mx.eval(mlx_adapter.state_arrays(sequence.kv.cache))
         start = stop - 1
     logits = _pass(model, sequence, start, stop)
-    sequence.kv.hidden = mlx_adapter.take_hidden()
     if stop < length:
-        mx.eval(mlx_adapter.state_arrays(sequence.kv.cache))
+        mx.eval(mlx_adapter.state_arrays(sequence.kv.cache), sequence.kv.hidden or ())
     return logits
 
 
@@ -488,7 +487,9 @@ def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
     inputs = sequence.prompt.images.inputs(start, stop) if sequence.prompt.images is not None else {}
     chunk = mlx_adapter.attention_backend().chunk(final=stop >= sequence.prompt.length)
     with mlx_adapter.row_adapters([sequence.adapter]), chunk:
-        return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.kv.cache, **inputs)
+        logits = model(mx.array([sequence.tokens[start:stop]]), cache=sequence.kv.cache, **inputs)
+    sequence.keep_hidden(start, mlx_adapter.take_hidden())
+    return logits
 
 
 def compute_ends(model: Any, sequences: Seq[Sequence], steps: EndSteps | None = None) -> mlx_adapter.Cache:
@@ -508,6 +509,10 @@ def compute_ends(model: Any, sequences: Seq[Sequence], steps: EndSteps | None = 
     if width := max(map(len, ends)):
         with mlx_adapter.row_adapters([sequence.adapter for sequence in sequences]):
             model(mx.array([[*end, *[0] * (width - len(end))] for end in ends]), cache=cache)
+        hidden = mlx_adapter.take_hidden()
+        for index, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
+            own = hidden[index : index + 1, : len(end)] if hidden is not None else None
+            sequence.keep_hidden(sequence.kv.length, own)
         mlx_adapter.trim(cache, [width - len(end) for end in ends])
         mx.eval(mlx_adapter.state_arrays(cache))
     return cache

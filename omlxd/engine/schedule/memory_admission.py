@@ -28,7 +28,7 @@ from ..kvio.hot_budget import memory
 from ..mlx_adapter import Adapter, LoadedModel
 from ..sequence.sequence import Sequence, State
 from ..speculate.draft_model import DraftModel
-from ..speculate.mtp import MtpModel
+from ..speculate.drafter import DrafterModel
 from .hot_blocks import Held, HotBlocks, nbytes_of
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class MemoryAdmission:
         self.store: KVStore | None = None
         self.stores: dict[Adapter, KVStore] = {}
         self._hot = HotBlocks(self._all_stores, self._store_of)
-        self.draft_model: DraftModel | MtpModel | None = None
+        self.draft_model: DraftModel | DrafterModel | None = None
         self.live: int | None = None
         self.most: int | None = None
         self.peak = 0

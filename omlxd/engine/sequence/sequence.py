@@ -35,6 +35,10 @@ from ..constrain.limits import Limits
 from ..mlx_adapter import Adapter, Cache, PromptCacheFile
 from ..vision.images import PromptImages
 
+MOST_STATES = 1024
+"""Hidden states of a sequence that wait for a drafter at most: 8 MB of 4,096 numbers in 16 bits, or three
+times that for EAGLE-3. With more, it begins anew at the newest."""
+
 
 class State(Enum):
     WAITING = auto()
@@ -139,7 +143,7 @@ class SequenceKV:
 
     hashes         chain hashes of the prompt's full blocks, then of the output's as they fill up
     length         tokens whose KV is in the cache
-    hidden         states (1, tokens, hidden) of its newest pass, for the model's own MTP heads
+    hidden         (end, states (1, tokens, any)) of its newest passes over tokens up to `end`, for a drafter
     offered        blocks that the store has been offered
     blocks_to_retry  indices of those that it had no room for, or that went to make some: to be offered again
     resume_at      blocks after which the checkpoint stands that the match ends at
@@ -159,7 +163,7 @@ class SequenceKV:
     cache: Cache | None = None
     table: BlockTable | None = None
     length: int = 0
-    hidden: mx.array | None = None
+    hidden: tuple[int, mx.array] | None = None
     offered: int = 0
     blocks_to_retry: list[int] = field(default_factory=list)
     resume_at: int = 0
@@ -302,6 +306,16 @@ class Sequence:
         cache, self.kv.cache = self.kv.cache, None
         assert cache is not None
         return cache
+
+    def keep_hidden(self, start: int, hidden: mx.array | None) -> None:
+        """Keep states (1, tokens, any) of a pass over tokens from `start` on, behind those right before it;
+        none that are far from the prompt's end."""
+        held, self.kv.hidden = self.kv.hidden, None
+        if hidden is None or (end := start + hidden.shape[1]) <= self.prompt.length - MOST_STATES:
+            return
+        if held is not None and held[0] == start:
+            hidden = mx.concatenate([held[1], hidden], axis=1)
+        self.kv.hidden = end, hidden[:, -MOST_STATES:]
 
     def hash_output(self, blocks: int, block_size: int) -> None:
         """Hash the first `blocks` blocks, whose tokens are there, as far as that is not done."""

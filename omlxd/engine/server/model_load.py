@@ -9,19 +9,22 @@ import json
 import logging
 import tempfile
 from pathlib import Path
+from textwrap import shorten
 
 from ... import wire
 from ...common.files import read_small
+from ...errors import ModelError
 from ...kv.files.paths import namespace_dir
 from ...kv.hashing import BlockHash
-from ...models.footprint import Footprint
+from ...models.drafters import drafter_kind
+from ...models.footprint import Footprint, read_config
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel, Quantisation
 from ..process import blas
 from ..prompt.pipeline import PromptPipeline
 from ..speculate.controller import Speculation
 from ..speculate.draft_model import DraftModel, check_tokenizer
-from ..speculate.mtp import MtpModel
+from ..speculate.drafter import DrafterModel
 from ..speculate.times import PassTimes
 
 log = logging.getLogger(__name__)
@@ -34,7 +37,7 @@ def load_model(load: wire.Load) -> LoadedModel:
         mlx_adapter.use_mlx_alone()
     attention = mlx_adapter.attention_backend()
     attention.use_kernel_folder(Path(cache.cold_dir or tempfile.gettempdir()) / "kernels")
-    if load.speculate and load.draft_path:
+    if load.speculate and load.draft_path and not is_drafter(Path(load.draft_path)):
         check_tokenizer(Path(load.draft_path), Path(load.model_path), load.model_id)
     shares = load.share_prefix == "on" or (load.share_prefix == "auto" and attention.shares_prefixes)
     loaded = mlx_adapter.load(
@@ -56,11 +59,16 @@ def load_model(load: wire.Load) -> LoadedModel:
 
 
 def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None:
-    """With a draft model, or the model's own heads; their weights count as the model's. Raises ModelError."""
+    """With a draft model, a drafter, or the model's own heads; their weights count as the model's.
+
+    Raises ModelError.
+    """
     if not load.speculate:
         return None
     times = PassTimes(first_tells=mlx_adapter.backend() == "cpu")
     speculation = Speculation(repeatable=load.seed is not None, times=times)
+    if load.draft_path and is_drafter(Path(load.draft_path)):
+        return _with_drafter(speculation, load_drafter(Path(load.draft_path), loaded, load.model_id), loaded)
     if load.draft_path:
         folder, float32 = Path(load.draft_path), load.budget.float32 and mlx_adapter.backend() == "cpu"
         draft = DraftModel(mlx_adapter.load(folder, None, float32), folder.name, loaded, load.model_id)
@@ -75,8 +83,31 @@ def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None
         return speculation
     if heads is not None:
         log.info("%s: its MTP heads guess for it", load.model_id)
-        loaded.weight_bytes += heads.weight_bytes
-        speculation.draft_model = MtpModel(heads)
+        _with_drafter(speculation, heads, loaded)
+    return speculation
+
+
+def is_drafter(folder: Path) -> bool:
+    """Whether a folder holds a drafter, and no model of its own."""
+    return drafter_kind(read_config(folder)) is not None
+
+
+def load_drafter(folder: Path, loaded: LoadedModel, model_id: str) -> mlx_adapter.Drafter:
+    """Raises ModelError where it doesn't guess for this model."""
+    try:
+        return mlx_adapter.load_drafter(folder, loaded)
+    except Exception as error:
+        mlx_adapter.end_if_fault(error)
+        why = shorten(str(error), 300, placeholder=" …")
+        raise ModelError(
+            f"draft-model: {folder.name} can't guess for {model_id}: {why}; "
+            "name a drafter that was made for this model"
+        ) from error
+
+
+def _with_drafter(speculation: Speculation, drafter: mlx_adapter.Drafter, loaded: LoadedModel) -> Speculation:
+    loaded.weight_bytes += drafter.weight_bytes
+    speculation.draft_model = DrafterModel(drafter)
     return speculation
 
 

@@ -32,7 +32,7 @@ from math import ceil
 
 from ..sequence.sequence import Sequence
 from .draft_model import DraftModel
-from .mtp import MtpModel
+from .drafter import DrafterModel
 from .row import KINDS, HoldRate, Offer, expected_tokens
 from .times import NEWEST, PassTimes
 from .verify import MOST_CREDIT, MOST_TOKENS, WIDTHS, most_of_row, packed_size
@@ -97,7 +97,7 @@ class Speculation:
     times       of steps and verify steps
     credit      plain steps that drafts may lose; one in the beginning: then an adversary wins two at most
     rates       the share of draft tokens that is accepted, by their kind
-    draft_model  proposes where a row has no draft as good; the model's own heads are one, too
+    draft_model  proposes where a row has no draft as good; a drafter is one, too
     draft_seconds  of one token of its drafts, by rows
     counts      of each adapter, by it; None: of the model itself
     _idle       plain steps since the last verify step
@@ -109,7 +109,7 @@ class Speculation:
     times: PassTimes = field(default_factory=PassTimes)
     credit: float = 1.0
     rates: dict[str, HoldRate] = field(default_factory=lambda: {kind: HoldRate(decay=0.99) for kind in KINDS})
-    draft_model: DraftModel | MtpModel | None = None
+    draft_model: DraftModel | DrafterModel | None = None
     draft_seconds: dict[int, float] = field(default_factory=dict)
     counts: defaultdict[Hashable, DraftCounts] = field(default_factory=lambda: defaultdict(DraftCounts))
     _idle: int = 0

@@ -489,7 +489,7 @@ class EnginePool:
         if not name or (engine.settings.speculation or self._settings.speculation) != "auto":
             return None
         try:
-            return await resolve_model(self.catalog.spec_of(name), self._settings.base_path)
+            return await resolve_model(self.catalog.spec_of(name), self._settings.base_path, draft=True)
         except ModelError as error:
             raise ModelError(f"draft-model of {engine.model_id}: {error.message}") from error
 

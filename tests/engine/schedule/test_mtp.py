@@ -13,7 +13,7 @@ from families import build_family
 from fast_or_slow import rest_slow
 from guesses import draft_always
 from host import Host, chat, finished, text_of
-from mtp_heads import add_heads
+from mtp_heads import HEADS, add_heads
 from rig import GREEDY, Rig
 from vision_families import build_vision_family
 
@@ -61,6 +61,27 @@ def test_answers_and_their_kv_are_those_of_plain_decoding(model: Path, monkeypat
         assert (again.hot, again.got) == (turn.hot, turn.got)
         both = [rig.start(ASKED, 80, sampling=sampling) for sampling in (GREEDY, SAMPLED)]
         assert [output.tokens() for output in both] == plain
+        rig.settle()
+
+
+@pytest.mark.parametrize("family", rest_slow(["glm_moe_dsa", "nemotron_h"], "glm_moe_dsa"))
+def test_heads_of_other_families_change_no_answer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """GLM's guess for each row of a batch."""
+    folder = build_family(family, tmp_path / "model", changes=HEADS[family])
+    add_heads(folder)
+    asks = [(ASKED, GREEDY), (ASKED, SAMPLED), (prompt(60, seed=9), GREEDY)]
+    with Rig(folder) as rig:
+        plain = [rig.run(tokens, 30, sampling=sampling).got for tokens, sampling in asks]
+    draft_always(monkeypatch, 2)
+    with Rig(folder, speculate=True, mtp=True) as rig:
+        first = rig.run(ASKED, 30)
+        assert first.got == plain[0] and first.sequence.stats.model_drafted > 20
+        both = [rig.start(tokens, 30, sampling=sampling) for tokens, sampling in asks]
+        assert [output.tokens() for output in both] == plain
+        if family == "glm_moe_dsa":
+            assert all(output.sequence.stats.model_drafted > 20 for output in both)
         rig.settle()
 
 

@@ -63,12 +63,12 @@ class LayerHook:
             if not computed:
                 return
         mx.eval(computed)
-        mine = passes.positions, passes.of_rows
-        passes.positions, passes.of_rows = 1, None
+        mine = passes.positions, passes.of_rows, passes.given
+        passes.positions, passes.of_rows, passes.given = 1, None, {}
         try:
             self.call()
         finally:
-            passes.positions, passes.of_rows = mine
+            passes.positions, passes.of_rows, passes.given = mine
 
     def _hooked(self, kind: Any) -> Any:
         def __call__(layer: Any, *args: Any, **kwargs: Any) -> Any:

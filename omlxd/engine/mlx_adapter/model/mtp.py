@@ -1,82 +1,63 @@
 """Heads for multi-token prediction (MTP): layers in a model's own files that guess for it.
 
-mlx-lm and mlx-vlm leave them out of the model that they load. mlx-vlm has drafters that hold them; those of
-Qwen3.5, its MoE and Qwen3-Next are used here, of other families none. Such a head takes the model's last
-hidden state at a token and the token that follows it, and guesses the one behind.
+mlx-lm and mlx-vlm leave them out of the model that they load. mlx-vlm has drafters that hold them
+(`FAMILIES`). Such a head takes the model's last hidden state at a token and the token that follows it, and
+guesses the one behind.
 
 Pinned to mlx-vlm 0.7.10. What this file relies on, each tested in tests/engine/mlx_adapter/test_mtp.py:
 - `get_mtp_splitter` finds a family's heads, and its `load` makes a drafter of a model's own folder;
-- `_forward_tokens(tokens, hidden, dtype)`, both of one row, adds KV to `_cache` from `_next_position` on;
-- `_lm_head_fn` is the model's own head after `bind`.
+- `_forward_tokens(tokens, hidden, dtype)`, both of one row, adds KV to `_cache`, from `_next_position` on
+  where it has one. It gives what the model's head takes; of some families, and what stands for the hidden
+  state;
+- `_input_embed` and `_lm_head_fn` are the model's own embeddings and head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from ....models.footprint import read_config
-from ..cache.kinds import Cache
 from . import vision
-from .load import LoadedModel, make_float32, tree_bytes
-from .positions import keep_hidden
+from .drafter import NEEDS, ChainDrafter, DrafterState, embeddings_of, example_states, hidden_size
+from .load import LoadedModel, make_float32
+from .positions import keep_hidden, keep_layers
 
-FAMILIES = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
-"""Their drafters read the hidden states that the model's own head takes, after its last norm."""
-
-
-@dataclass(slots=True)
-class MtpState:
-    """KV that heads have of one sequence. `position`: of the next token's hidden state."""
-
-    cache: Cache
-    position: int
+FAMILIES: dict[str, Literal["normed", "streams"]] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm_moe_dsa", "glm5_next"), "normed"),
+    **dict.fromkeys(("nemotron_h", "hy_v4"), "normed"),
+    **dict.fromkeys(("qwen4_exp", "deepseek_v4"), "streams"),
+}
+"""Families whose heads guess, by the hidden states that they read: what the model's own head takes, behind
+its last norm; or the last layer's output, in several streams."""
 
 
-class MtpHeads:
-    """`weight_bytes`: of the heads alone. `token_bytes`: of their KV for a token."""
+class MtpHeads(ChainDrafter):
+    """Heads of a model, or of its files."""
 
-    def __init__(self, drafter: Any, vocab_size: int):
-        self._drafter = drafter
-        self.weight_bytes = tree_bytes(drafter.parameters())
-        hidden = mx.zeros((1, 2, drafter.config.text_config.hidden_size), drafter.norm.weight.dtype)
-        state = self.new_state(0)
-        logits, _ = self.forward(state, [0, 1], hidden)
-        if logits.shape != (1, vocab_size):
-            raise ValueError(f"they give {logits.shape[-1]} logits, and the model {vocab_size}")
-        mx.eval(logits)
-        self.token_bytes = sum(leaf.keys.nbytes + leaf.values.nbytes for leaf in state.cache) // max(
-            1, state.cache[0].keys.shape[2]
-        )
+    def __init__(self, module: Any, loaded: LoadedModel, hidden: mx.array):
+        self._loaded = loaded
+        super().__init__(module, loaded.vocab_size, hidden)
 
-    def new_state(self, position: int) -> MtpState:
-        """For a sequence whose hidden states are there from `position` on."""
-        return MtpState(self._drafter.make_cache(), position)
+    def _bind(self) -> None:
+        self._module._input_embed, self._module._lm_head_fn = embeddings_of(self._loaded.model)
 
     def forward(
-        self, state: MtpState, tokens: list[int] | mx.array, hidden: mx.array
+        self, state: DrafterState, tokens: list[int] | mx.array, hidden: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """What comes behind the last of `tokens`: its logits (1, vocabulary), and the heads' hidden state
-        (1, 1, hidden), which stands for the model's at that token.
+        module, tokens = self._module, mx.array(tokens)[None]
+        module._cache, module._next_position = state.cache, state.position
+        out = module._forward_tokens(tokens, hidden, mx.int32)
+        normed, own = out if isinstance(out, tuple) else (out, out)
+        state.position += tokens.shape[1]
+        return module._lm_head_fn(normed[:, -1:])[:, -1], own[:, -1:]
 
-        tokens  (n,), the ones that follow those of the states
-        hidden  (1, n, hidden): states of the model, or of the heads
-        """
-        drafter = self._drafter
-        drafter._cache, drafter._next_position = state.cache, state.position
-        out = drafter._forward_tokens(mx.array(tokens)[None], hidden, mx.int32)[:, -1:]
-        state.position = drafter._next_position
-        return drafter._lm_head_fn(out)[:, -1], out
 
-    def take_back(self, state: MtpState, count: int) -> None:
-        """Forget the last `count` tokens."""
-        for leaf in state.cache:
-            leaf.trim(count)
-        state.position -= count
+def family(model_type: Any) -> str:
+    return str(model_type).removesuffix("_text")
 
 
 def load_mtp(path: Path, loaded: LoadedModel) -> MtpHeads | None:
@@ -85,18 +66,35 @@ def load_mtp(path: Path, loaded: LoadedModel) -> MtpHeads | None:
     Raises ValueError and what mlx-vlm raises, where the folder has heads that can't be loaded.
     """
     config = read_config(path)
-    if config.get("model_type") not in FAMILIES or not all(map(find_spec, ("mlx_vlm", "PIL", "requests"))):
+    if family(config.get("model_type")) not in FAMILIES or not all(map(find_spec, NEEDS)):
         return None
     splitter = vision.import_vlm("speculative.drafters.mtp_split").get_mtp_splitter(source_config=config)
     if splitter is None or not any(
         True for _ in splitter.iter_selected(path, splitter.read_text_config(config))
     ):
         return None
-    drafter = splitter.load(path, lazy=True, source_config=config)
+    return mtp_of(splitter.load(path, lazy=True, source_config=config), loaded)
+
+
+def mtp_of(module: Any, loaded: LoadedModel) -> MtpHeads:
+    """Heads that mlx-vlm has loaded, for `loaded`, whose passes keep hidden states from now on.
+
+    Raises ValueError where they don't fit.
+    """
+    reads = FAMILIES.get(family(loaded.model_type))
+    own = module.config.text_config
+    kind = getattr(own, "model_type", loaded.model_type)
+    if reads is None or family(kind) != family(loaded.model_type):
+        raise ValueError(f"it guesses for a {kind}, and the model is a {loaded.model_type}")
+    if own.hidden_size != hidden_size(loaded):
+        raise ValueError(
+            f"its target's hidden size is {own.hidden_size:,}, and the model's {hidden_size(loaded):,}"
+        )
     if loaded.float32:
-        make_float32(drafter)
-    drafter.bind(getattr(loaded.model, "vlm", loaded.model))
-    mx.eval(drafter.parameters())
-    heads = MtpHeads(drafter, loaded.vocab_size)
-    keep_hidden()
-    return heads
+        make_float32(module)
+    mx.eval(module.parameters())
+    if reads == "normed":
+        keep_hidden()
+    else:
+        keep_layers(loaded.model, [len(loaded.model.layers) - 1])
+    return MtpHeads(module, loaded, example_states(loaded))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -42,11 +42,21 @@ def logits_at(
 
 
 class _Passes(threading.local):
+    """What the pass under way on a thread gives beside its logits.
+
+    keeps   hidden states are kept: of `layers`, or what the head takes
+    given   by the layers so far
+    """
+
     positions = 1
     keeps = False
+    layers: tuple[int, ...] = ()
     hidden: mx.array | None = None
     of_rows: mx.array | None = None
     taken = False
+
+    def __init__(self) -> None:
+        self.given: dict[int, mx.array] = {}
 
 
 passes = _Passes()
@@ -54,23 +64,54 @@ passes = _Passes()
 
 def keep_hidden() -> None:
     """From now on passes on this thread keep what their head takes: `take_hidden` gives it."""
-    passes.keeps = True
+    passes.keeps, passes.layers = True, ()
+
+
+def keep_layers(model: Any, layers: Sequence[int]) -> None:
+    """From now on passes on this thread keep what these layers of `model` give: `take_hidden` gives it, one
+    layer's behind the other's."""
+    passes.keeps, passes.layers, passes.given = True, tuple(layers), {}
+    for index in set(layers):
+        layer = model.layers[index]
+        layer.__class__ = _telling(type(layer), index)
+
+
+def _telling(kind: Any, index: int) -> Any:
+    def __call__(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        out = kind.__call__(layer, *args, **kwargs)
+        if index in passes.layers:
+            passes.given[index] = out[0] if isinstance(out, tuple) else out
+        return out
+
+    return type(kind.__name__, (kind,), {"__call__": __call__})
 
 
 def keeps_hidden() -> bool:
-    """Whether passes on this thread keep what their head takes."""
+    """Whether passes on this thread keep hidden states."""
     return passes.keeps
 
 
+def forget_hidden() -> None:
+    """Passes on this thread keep no hidden states any more."""
+    passes.keeps, passes.layers, passes.given, passes.hidden = False, (), {}, None
+
+
 def take_hidden() -> mx.array | None:
-    """Hidden states (batch, tokens, hidden) of the last pass, not evaluated; once. None: none are kept."""
+    """Hidden states (batch, tokens, any) of the last pass, not evaluated; once. None: none are kept."""
+    if passes.layers:
+        given, passes.given = passes.given, {}
+        if any(layer not in given for layer in passes.layers):
+            return None
+        states = [given[layer] for layer in passes.layers]
+        states = [each.flatten(2) if each.ndim > 3 else each for each in states]  # Of several streams.
+        return states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
     hidden, passes.hidden = passes.hidden, None
     return hidden
 
 
 def _last(x: mx.array) -> mx.array:
     """(batch, tokens, hidden) of positions that count: the last, but within `last_positions`, `logits_at`."""
-    if passes.keeps:
+    if passes.keeps and not passes.layers:
         passes.hidden = x
     if x.ndim == 3 and passes.of_rows is not None:
         passes.taken = True
