@@ -39,6 +39,7 @@ from .engines.pool import EnginePool
 from .http.embeddings import Embeddings
 from .http.generation import (
     CLASSIFY,
+    DECISIONS,
     GEMINI,
     GEMINI_STREAM,
     LLAMA_COMPLETION,
@@ -47,6 +48,7 @@ from .http.generation import (
     OPENAI_CHAT,
     OPENAI_COMPLETIONS,
     SCORE,
+    SYSTEM_ONE,
     AnyDialect,
     GenerationResponse,
     InputTokens,
@@ -111,6 +113,8 @@ def create_app(
             asked("/v1/completions", OPENAI_COMPLETIONS, "OpenAI: completion"),
             asked("/v1/classify", CLASSIFY, "vLLM: which label is the likeliest answer"),
             asked("/v1/score", SCORE, "vLLM: how likely a text is after another"),
+            asked("/v1/systemone", SYSTEM_ONE, "TypeSafe: decisions about a state"),
+            asked("/v1/decisions", DECISIONS, "OpenAI, mlx-vlm: decisions about an input or a state"),
             asked("/v1/responses", responses, "OpenAI: response"),
             asked("/v1/responses/compact", compact, "OpenAI: a summary of the input"),
             counted("/v1/responses/input_tokens", responses, "OpenAI: tokens of a prompt", InputTokens),

@@ -200,6 +200,8 @@ def _field_error(text: str, body: Any) -> InvalidRequest:
         kind = text.removeprefix("Invalid value ").strip("'")
         if path.startswith("tools."):
             return bad_field(path, f"a tool of type {kind!r} is not served; describe it as a function")
+        if path.startswith("questions."):
+            return bad_field(path, f"use one of {', '.join(map(str, allowed))}, not {kind!r}")
         if len(allowed) == 1 and not path.removesuffix(".type")[-1:].isdigit():  # No part of a content.
             return bad_field(path, f"it must be {allowed[0]!r}, not {kind!r}")
         return unsupported(kind, path)
@@ -224,7 +226,7 @@ def _allowed(kind: inspect.Type, steps: Sequence[str]) -> list[Any]:
             return list(kind.values)
         case inspect.ListType() if steps:
             return _allowed(kind.item_type, steps[1:])
-        case inspect.DictType() if steps:
+        case inspect.DictType() if steps[:1] == ["[...]"]:
             return _allowed(kind.value_type, steps[1:])
         case inspect.StructType() if steps:
             if [kind.tag_field] == steps:
@@ -252,6 +254,11 @@ def free_json(value: Any, param: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad_field(param, "a JSON object is needed")
     return _fit(value, param, MAX_DEPTH)
+
+
+def json_text(value: Any, param: str) -> str:
+    """Return the JSON text of a value of any content. Raises InvalidRequest, as `free_json`."""
+    return msgspec.json.encode(_fit(value, param, MAX_DEPTH)).decode()
 
 
 def _fit(value: Any, param: str, depth: int) -> Any:

@@ -13,7 +13,7 @@ import msgspec
 from ... import chat
 from ...errors import bad_field
 from ..conversation import tool_result
-from ..fields.body import free_json, image, image_url, lenient_arguments, misplaced, unsupported
+from ..fields.body import free_json, image, image_url, json_text, lenient_arguments, misplaced, unsupported
 from ..text_files import file_part
 
 
@@ -57,6 +57,7 @@ class Content(File):
     tool_use_id: str | None = None
     content: Union[str, list[Content], None] = None
     is_error: bool | None = None
+    data: Any = None
 
 
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "summary_text")
@@ -92,6 +93,8 @@ def content_part(entry: Content, role: str, param: str) -> chat.Part | None:
         return chat.ThinkingPart(thought, entry.signature or "") if thought else None
     if kind in _SEALED:
         return None
+    if kind == "input_json":
+        return chat.TextPart(json_text(entry.data, f"{param}.data"))
     text = entry.text if entry.text is not None else entry.refusal
     if text is None:
         if kind in ("text", "input_text", "output_text", "refusal"):

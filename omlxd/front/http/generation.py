@@ -24,6 +24,8 @@ from ...api.answer.sse import Collector, StreamEncoder
 from ...api.anthropic import request as anthropic
 from ...api.anthropic.answer import AnthropicCollector, AnthropicStream, Keep, MessageAnswer
 from ...api.anthropic.threads import ThreadRequest
+from ...api.decisions import answer as decisions
+from ...api.decisions import request as decisions_request
 from ...api.fields.body import ParsedRequest
 from ...api.gemini import request as gemini
 from ...api.gemini.answer import GeminiCollector, GeminiStream, GenerateContentAnswer
@@ -210,6 +212,22 @@ SCORE = Dialect(
     scores.parse_score,
     _never,
     lambda parsed: scores.ScoresCollector(_id("score-"), parsed, _now(), pairs=True),
+    stream_type="",
+)
+SYSTEM_ONE = Dialect(
+    decisions_request.SystemOneBody,
+    decisions.SystemOneAnswer,
+    decisions_request.parse_systemone,
+    _never,
+    decisions.DecisionsCollector,
+    stream_type="",
+)
+DECISIONS = Dialect(
+    decisions_request.DecisionsBody,
+    decisions.Decision,
+    decisions_request.parse_decisions,
+    _never,
+    decisions.DecisionsCollector,
     stream_type="",
 )
 

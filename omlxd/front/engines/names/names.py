@@ -27,8 +27,9 @@ def resolve_name(
     """Return the one of `model_ids` that `name` means.
 
     An exact id, else an alias, else a basename, else the same in another case or with Ollama's `:latest`.
-    No name, a placeholder, and any name that begins with `claude-` or `gemini-` (Claude Code, Gemini CLI and
-    their sub-agents ask for several) mean `default`. Raises NotFound, which lists what there is.
+    No name, a placeholder, and any name that begins with `claude-`, `gemini-` or `jev-` (Claude Code, Gemini
+    CLI and their sub-agents ask for several, TypeSafe's SDKs for `jev-latest`) mean `default`. Raises
+    NotFound, which lists what there is.
     """
     spellings = {basename(model_id): model_id for model_id in reversed(model_ids)} | dict(aliases or {})
     spellings |= {model_id: model_id for model_id in model_ids}
@@ -39,7 +40,7 @@ def resolve_name(
         if spelling.lower() == plain:
             return model_id
     if default is not None and (
-        not plain or PLACEHOLDERS.fullmatch(plain) or plain.startswith(("claude-", "gemini-"))
+        not plain or PLACEHOLDERS.fullmatch(plain) or plain.startswith(("claude-", "gemini-", "jev-"))
     ):
         return default
     there_are = ", ".join(model_ids) if model_ids else "none"

@@ -1,0 +1,251 @@
+"""Reads bodies of /v1/systemone and /v1/decisions.
+
+| body                                    | of                                      | answered as  |
+|-----------------------------------------|-----------------------------------------|--------------|
+| /v1/systemone: `state`, named questions | TypeSafe; llama.cpp and Ollama have it  | `systemone`  |
+| /v1/decisions: `input`, a list of them  | OpenAI                                  | `openai`     |
+| /v1/decisions: `state`, named questions | mlx-vlm                                 | `mlx-vlm`    |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union
+
+import msgspec
+from msgspec.structs import replace
+
+from ... import chat
+from ...errors import bad_field
+from ..conversation import conversation
+from ..fields.body import ParsedRequest, decode, image_url, json_text, refuse
+from ..openai.content import Content, content_parts
+from ..openai.scores import MOST_SCORES, MOST_TEXTS, labelled
+from ..responses.items import Item, messages_of
+from ..responses.tools import ResponseTools
+from . import questions
+from .questions import Question
+
+Shape = Literal["systemone", "openai", "mlx-vlm"]
+_Free = Union[str, dict[str, Any], list[Any], None]
+"""Text, or JSON that is read as text."""
+_Listing = tuple[Question, tuple[chat.Part, ...]]
+"""A question, and what it shows beside its text."""
+
+
+class NamedQuestion(msgspec.Struct):
+    """A question by its name. `bool` is `noul`.
+
+    criteria  of a noul: `true` and `false`, or a text; of a choice: names and descriptions, or names;
+              of a score: levels from the lowest
+    """
+
+    type: Literal["noul", "bool", "choice", "score"] = "choice"
+    instructions: _Free = None
+    criteria: _Free = None
+
+
+class _Asked(msgspec.Struct, tag_field="type", kw_only=True):
+    instructions: Union[str, list[Content]]
+    name: str | None = None
+
+
+class Predicate(_Asked, tag="predicate"):
+    pass
+
+
+class _Choice(msgspec.Struct):
+    value: Union[str, bool]
+    description: str | None = None
+
+
+class Choice(_Asked, tag="choice", kw_only=True):
+    choices: list[_Choice]
+
+
+class _Level(msgspec.Struct):
+    label: str
+    description: str | None = None
+
+
+class Scale(_Asked, tag="score", kw_only=True):
+    levels: list[_Level]
+
+
+class SystemOneBody(msgspec.Struct):
+    """A body of /v1/systemone. `images`: `data:` URLs, beside or in place of `state`."""
+
+    questions: dict[str, NamedQuestion]
+    state: _Free = None
+    model: str | None = None
+    images: list[str] | None = None
+    audio: Any = None
+    assets: Any = None
+
+
+class DecisionsBody(msgspec.Struct):
+    """A body of /v1/decisions: `input` and a list of questions, or `state` and an object of them."""
+
+    questions: Union[list[Union[Predicate, Choice, Scale]], dict[str, NamedQuestion]]
+    input: Union[str, list[Item], None] = None
+    state: _Free = None
+    model: str | None = None
+    images: list[str] | None = None
+    audio: Any = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    safety_identifier: str | None = None
+
+
+_systemone, _decisions = msgspec.json.Decoder(SystemOneBody), msgspec.json.Decoder(DecisionsBody)
+
+
+_SYSTEM = "You answer a question about what you are given, with one word."
+"""Without it small models tell yes from no less often."""
+
+
+class DecisionsRequest(ParsedRequest, frozen=True, kw_only=True):
+    """A parsed body, with its questions, and as whose its answer is written."""
+
+    questions: tuple[Question, ...]
+    shape: Shape
+
+
+def parse_systemone(body: bytes, headers: Mapping[str, str]) -> DecisionsRequest:
+    """Read a body of /v1/systemone. Raises InvalidRequest."""
+    asked = decode(_systemone, body)
+    refuse({"assets": (asked.assets, "send images as data: URLs in `images`")})
+    named = [_named(name, question) for name, question in asked.questions.items()]
+    return _request(asked, _state(asked), [(question, ()) for question in named], "systemone")
+
+
+def parse_decisions(body: bytes, headers: Mapping[str, str]) -> DecisionsRequest:
+    """Read a body of /v1/decisions. Raises InvalidRequest."""
+    asked = decode(_decisions, body)
+    if isinstance(asked.questions, dict):
+        if asked.input is not None:
+            raise bad_field("questions", "with `input` they are a list; an object of them goes with `state`")
+        named = [_named(name, question) for name, question in asked.questions.items()]
+        return _request(asked, _state(asked), [(question, ()) for question in named], "mlx-vlm")
+    if asked.state is not None or asked.images:
+        raise bad_field(
+            "questions", "with `state` they are an object by their names; a list goes with `input`"
+        )
+    if not asked.input:
+        raise bad_field("input", "this field is required")
+    if isinstance(asked.input, str):
+        messages = (chat.Message("user", (chat.TextPart(asked.input),)),)
+    else:
+        messages = messages_of(asked.input, ResponseTools())
+    listed = [_listed(question, f"questions.{at}") for at, question in enumerate(asked.questions)]
+    return _request(asked, messages, listed, "openai")
+
+
+def _request(
+    asked: SystemOneBody | DecisionsBody,
+    messages: tuple[chat.Message, ...],
+    listed: Sequence[_Listing],
+    shape: Shape,
+) -> DecisionsRequest:
+    """Ask each question behind `messages`."""
+    if not 0 < len(listed) <= MOST_TEXTS:
+        raise bad_field("questions", f"1 to {MOST_TEXTS} questions are needed, not {len(listed)}")
+    if sum(len(question.scored) for question, _ in listed) > MOST_SCORES:
+        raise bad_field("questions", f"at most {MOST_SCORES} options are scored in a request; send several")
+    prompts = [
+        conversation(_asked_behind(messages, (*shown, chat.TextPart(question.text))), (), thinking=False)
+        for question, shown in listed
+    ]
+    keys = range(len(listed)) if shape == "openai" else [question.name for question, _ in listed]
+    one = labelled(
+        ParsedRequest(asked.model or "", stream=False, generate=chat.GenerateRequest(prompts[0])), ()
+    )
+    return DecisionsRequest(
+        one.model,
+        stream=False,
+        generate=one.generate,
+        more_prompts=tuple(prompts[1:]),
+        labels=tuple(question.scored for question, _ in listed),
+        fields=tuple({"prompt": f"questions.{key}", "messages": f"questions.{key}"} for key in keys),
+        questions=tuple(question for question, _ in listed),
+        shape=shape,
+    )
+
+
+def _asked_behind(
+    messages: tuple[chat.Message, ...], parts: tuple[chat.Part, ...]
+) -> tuple[chat.Message, ...]:
+    """Return `messages` with a question: in the last of them where that is the user's, too."""
+    if all(message.role != "system" for message in messages):
+        messages = (chat.Message("system", (chat.TextPart(_SYSTEM),)), *messages)
+    *before, last = messages
+    if last.role != "user":
+        return (*messages, chat.Message("user", parts))
+    return (*before, replace(last, parts=(*last.parts, *parts)))
+
+
+# --------------------------------------------------------------------------- a state and named questions
+
+
+def _state(asked: SystemOneBody | DecisionsBody) -> tuple[chat.Message, ...]:
+    refuse({"audio": (asked.audio, "no model here hears; send its text as `state`")})
+    parts: list[chat.Part] = [image_url(url, f"images.{at}") for at, url in enumerate(asked.images or [])]
+    if text := _text(asked.state, "state"):
+        parts.append(chat.TextPart(text + "\n\n"))
+    if asked.state is None and not parts:
+        raise bad_field("state", "this field is required")
+    return (chat.Message("user", tuple(parts)),)
+
+
+def _named(name: str, asked: NamedQuestion) -> Question:
+    param = f"questions.{name}.criteria"
+    criteria, text = asked.criteria, _text(asked.instructions, f"questions.{name}.instructions")
+    if asked.type in ("noul", "bool"):
+        if isinstance(criteria, list):
+            raise bad_field(param, 'descriptions are needed, as {"true": "…", "false": "…"}')
+        if not text and not criteria:
+            raise bad_field(f"questions.{name}.instructions", "this field is required")
+        if not isinstance(criteria, dict):
+            return questions.noul(name, text, more=criteria or "")
+        if more := criteria.keys() - {"true", "false"}:
+            raise bad_field(f"{param}.{min(more)}", "only `true` and `false` are described")
+        return questions.noul(name, text, *(_text(criteria.get(side), param) for side in ("true", "false")))
+    if asked.type == "score":
+        if not isinstance(criteria, list):
+            raise bad_field(param, "a list of levels is needed, from the lowest")
+        return questions.score(name, text, [(_text(level, param), "") for level in criteria], param)
+    if isinstance(criteria, dict):
+        options = [(label, _text(told, param)) for label, told in criteria.items()]
+    elif isinstance(criteria, list) and all(isinstance(label, str) for label in criteria):
+        options = [(label, "") for label in criteria]
+    else:
+        raise bad_field(param, 'options are needed, as {"name": "description", "other": null}')
+    return questions.choice(name, text, options, param)
+
+
+def _text(value: Any, param: str) -> str:
+    """Return text as it is, and JSON as text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json_text(value, param)
+
+
+# --------------------------------------------------------------------------- a list of questions
+
+
+def _listed(asked: Predicate | Choice | Scale, param: str) -> _Listing:
+    """Return a question, and the parts of its instructions if they are more than text."""
+    text, shown = asked.instructions, ()
+    if not isinstance(text, str):
+        parts = content_parts(text, "user", f"{param}.instructions")
+        text = "\n".join(part.text for part in parts if isinstance(part, chat.TextPart))
+        shown = tuple(part for part in parts if not isinstance(part, chat.TextPart))
+    if not text and not shown:
+        raise bad_field(f"{param}.instructions", "this field is empty")
+    if isinstance(asked, Predicate):
+        return questions.noul(asked.name, f"Is this true? {text}"), shown
+    if isinstance(asked, Scale):
+        levels = [(level.label, level.description or "") for level in asked.levels]
+        return questions.score(asked.name, text, levels, f"{param}.levels"), shown
+    options = [(option.value, option.description or "") for option in asked.choices]
+    return questions.choice(asked.name, text, options, f"{param}.choices"), shown
