@@ -155,7 +155,8 @@ def _main(argv: list[str]) -> int:
         "serve",
         help="serve a model over HTTP",
         description="Serve a model over HTTP with OpenAI, Anthropic and Ollama APIs. Every flag can also be "
-        "given as a variable (OMLXD_PORT for --port) or in a TOML file; flags win.",
+        "given as a variable (OMLXD_PORT for --port) or in a TOML file; flags win. A setting under "
+        '`[models."x"]` of the file wins for that model, also over a flag.',
     )
     serve.usage = "omlxd serve [flags]"
     add_grouped_flags(serve)

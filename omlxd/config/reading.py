@@ -127,8 +127,25 @@ def _line(mistake: str) -> int:
 
 
 def warnings_of(settings: Settings, environ: Mapping[str, str] | None = None) -> list[str]:
-    """List what is ignored: unknown variables, and wrong values that another source overrides."""
-    return [*unknown_variables(environ), *settings.overridden]
+    """List what is ignored: unknown variables, wrong values that another source overrides, and flags that a
+    model's own settings do."""
+    return [*unknown_variables(environ), *settings.overridden, *_overridden_flags(settings)]
+
+
+def _overridden_flags(settings: Settings) -> list[str]:
+    """List each flag that models' own settings of the file override, with another value."""
+    result: list[str] = []
+    for name, option in BY_NAME.items():
+        field = {"no_healing": "healing", "model_ttl": "ttl"}.get(name, name)
+        if settings.sources[name] != option.flag or field not in _MODEL_TYPES:
+            continue
+        value = getattr(settings, option.field)
+        value = not value if name == "no_healing" else value
+        for model, own in settings.models.items():
+            place = settings.sources.get(full_name(field, "models", model))
+            if place and getattr(own, field) != value:
+                result.append(f"{option.flag} does not hold for {model}: its own setting wins ({place}).")
+    return result
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:

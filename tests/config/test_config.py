@@ -14,7 +14,15 @@ import pytest
 from omlxd.cli import main as cli
 from omlxd.cli.main import main
 from omlxd.common.units import disk_total, total_ram
-from omlxd.config import OPTIONS, ModelSettings, Settings, is_loopback, load_settings, unknown_variables
+from omlxd.config import (
+    OPTIONS,
+    ModelSettings,
+    Settings,
+    is_loopback,
+    load_settings,
+    unknown_variables,
+    warnings_of,
+)
 from omlxd.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -216,6 +224,22 @@ def test_what_is_overridden_is_checked_as_well(tmp_path: Path, capsys):
     (said,) = settings({"api_key": "k"}, home=tmp_path).overridden
     assert "line 2 (api-key)" in said and "two words" not in said
     assert settings({"port": "3"}, {"OMLXD_PORT": "2"}).overridden == ()
+
+
+def test_a_flag_that_a_models_own_setting_overrides_is_told(tmp_path: Path):
+    text = (
+        '[serve]\nkv-bits = 4\n[models.a]\nmetal-kernels = "auto"\nkv-bits = 8\nhealing = true\nttl = "0"\n'
+    )
+    path = write(tmp_path, text)
+    got = settings({"metal_kernels": "off", "no_healing": "true", "model_ttl": "0"}, home=tmp_path)
+    assert warnings_of(got, {}) == [
+        f"{flag} does not hold for a: its own setting wins ({path} line {line} ({key}))."
+        for flag, line, key in (
+            ("--metal-kernels", 4, "metal-kernels"),
+            ("--no-healing", 6, "healing"),
+        )
+    ]
+    assert warnings_of(settings({"metal_kernels": "auto"}, home=tmp_path), {}) == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_a_gpu_fault_in_a_check_ends_the_process(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_kernel_that_ended_two_processes_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(rule, "_notes", rule._Notes())
     rule.use_folder(tmp_path / "kernels")
     case = rule.Case("fake", "z", lambda: [ONES], lambda: [ONES], 1e-3)
 
@@ -113,19 +115,57 @@ def test_a_kernel_that_ended_two_processes_is_left_alone(monkeypatch: pytest.Mon
     def fault() -> Any:
         raise RuntimeError("[METAL] Command buffer execution failed")
 
-    try:
+    def fail() -> None:
         with monkeypatch.context() as patched:
             patched.setattr(gpu_faults, "_marks", ("[METAL] Command buffer",))
             patched.setattr(gpu_faults, "_end", end)
             patched.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # Nothing runs after an end.
-            for _ in range(rule.MOST_TRIES):
-                with pytest.raises(Ended):
-                    rule.judged(replace(case, ours=fault))
-        (note,) = (tmp_path / "kernels").iterdir()
-        verdict = rule.judged(case)
-        assert not verdict.is_used and f"remove {note}" in verdict.told()
-        note.unlink()
+            with pytest.raises(Ended):
+                rule.judged(replace(case, ours=fault))
+
+    fail()
+    (note,) = (tmp_path / "kernels").iterdir()
+    once = note.stat().st_size
+
+    def stop() -> Any:
+        assert note.stat().st_size == 2 * once
+        rule.stopped()
+        assert note.stat().st_size == once
+        raise Ended
+
+    with monkeypatch.context() as patched, pytest.raises(Ended):
+        patched.setattr(Path, "unlink", lambda self, missing_ok=False: None)
+        rule.judged(replace(case, ours=stop))
+    rule._notes.ended = False
+    fail()
+    assert note.stat().st_size == 2 * once
+    verdict = rule.judged(case)
+    assert not verdict.is_used and f"remove {note}" in verdict.told() and "ended twice" in verdict.told()
+    with monkeypatch.context() as patched:
+        patched.setattr(rule, "_sources", lambda: "of another version")
         rule._verdicts.clear()
-        assert rule.judged(case).is_used and not [*(tmp_path / "kernels").iterdir()]
-    finally:
-        monkeypatch.setattr(rule, "_folder", None)
+        assert rule.judged(case).is_used
+    note.unlink()
+    rule._verdicts.clear()
+    assert rule.judged(case).is_used and not [*(tmp_path / "kernels").iterdir()]
+
+
+@pytest.mark.parametrize("later_s", [1.0, rule.HANGS_S])
+def test_a_stop_is_no_fault_of_a_kernel_unless_that_hangs(
+    later_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(rule, "_notes", rule._Notes())
+    rule.use_folder(tmp_path)
+    began = time.monotonic()
+    kept = list[int]()
+
+    def stop() -> Any:
+        monkeypatch.setattr(rule.time, "monotonic", lambda: began + later_s + 1)
+        rule.stopped()
+        kept.append(len([*tmp_path.iterdir()]))
+        return [ONES]
+
+    monkeypatch.setattr(rule.time, "monotonic", lambda: began + 1)
+    rule.judged(rule.Case("fake", "z", stop, lambda: [ONES], 1e-3))
+    rule.judged(rule.Case("fake", "next", lambda: kept.append(len([*tmp_path.iterdir()])) or [], list, 1e-3))
+    assert kept == [int(later_s >= rule.HANGS_S), 0]

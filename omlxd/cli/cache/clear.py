@@ -18,7 +18,7 @@ import psutil
 
 from ...common.units import counted, human
 from ...kv.files.namespace import FILE_NAME, NamespaceInfo
-from ...kv.files.paths import disk_bytes, temp_owner
+from ...kv.files.paths import JUDGING, disk_bytes, temp_owner
 from . import inventory
 from .checks.check import check, summary
 from .holder import DaemonRuns, Holder, exclusive
@@ -50,6 +50,10 @@ class Plan:
         if self.pinned:
             own = f"{counted(self.pinned, 'pinned file')} ({', '.join(self.pins)})"
             lines.append(f"left alone: {own}; --pinned removes pinned files too")
+        if notes := sum(file.namespace not in self.folders for file in self.files):
+            lines.append(
+                f"{counted(notes, 'Metal kernel')} that an engine ended with: judged again at a load"
+            )
         return lines
 
 
@@ -89,6 +93,12 @@ def plan(
     free = [file for file in found if file.path not in pins]
     names = sorted({ascii(name)[1:-1] for file in found for name in pins.get(file.path, ())})
     return Plan(folders, free, len(found) - len(free), names)
+
+
+def notes_of(root: Path) -> list[CacheFile]:
+    """List the notes of kernels that were judged as their process ended."""
+    found = [(path, path.stat()) for path in root.glob(JUDGING) if path.is_file() and not path.is_symlink()]
+    return [CacheFile("temporary", f"{at.relative_to(root)}", its.st_size, its.st_mtime) for at, its in found]
 
 
 def remove(root: Path, planned: Plan, daemon: Holder | None = None) -> tuple[int, int, list[str]]:
@@ -173,7 +183,7 @@ def _leftovers(root: Path) -> list[Path]:
     """List temporary files; beside a daemon some of them are being written."""
     found = inventory.walk(root, list(inventory.namespaces(root)))
     temporary = [root / file.path for file in found if file.kind == "temporary"]
-    loose = [*root.glob("*.json.*.tmp"), root / ".probe"]
+    loose = [*root.glob("*.json.*.tmp"), root / ".probe", *root.glob(JUDGING)]
     return [path for path in temporary + loose if path.is_file() and not path.is_symlink()]
 
 

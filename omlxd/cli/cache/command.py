@@ -23,7 +23,7 @@ from ..watch.status import as_json
 from . import holder, inventory, pin, warm, why_miss
 from .asked import NAMED
 from .checks.check import check, summary
-from .clear import named, plan, remove, scrub
+from .clear import named, notes_of, plan, remove, scrub
 from .holder import DaemonRuns, exclusive
 from .listing import stats
 from .pinned import names_by_file, read_pins
@@ -211,6 +211,8 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     # A daemon that does not answer is told now, and not after the question.
     with exclusive(root) if daemon is None else contextlib.nullcontext():
         planned = plan(root, chosen, args.older_than, daemon, {} if args.pinned else _pins(root))
+        if daemon is None and not args.model and args.older_than is None:
+            planned.files += notes_of(root)
     print(root, *planned.as_text(), sep="\n")
     if not planned.files:
         print("nothing to remove")

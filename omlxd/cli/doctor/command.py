@@ -23,6 +23,7 @@ from .report import command as report
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 ADDRESS_NOTE = "as it was found; it may listen on other addresses too"
 _OPTIONS = ("model_dir", "base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size", "host", "port")
+_OPTIONS += ("metal_kernels",)
 
 
 class Report(msgspec.Struct):

@@ -14,7 +14,7 @@ from textwrap import shorten
 from ... import wire
 from ...common.files import read_small
 from ...errors import ModelError
-from ...kv.files.paths import namespace_dir
+from ...kv.files.paths import KERNELS_NAME, namespace_dir
 from ...kv.hashing import BlockHash
 from ...models.drafters import drafter_kind
 from ...models.footprint import Footprint, read_config
@@ -36,7 +36,7 @@ def load_model(load: wire.Load) -> LoadedModel:
     if backend == "metal" and load.metal_kernels == "off":
         mlx_adapter.use_mlx_alone()
     attention = mlx_adapter.attention_backend()
-    attention.use_kernel_folder(Path(cache.cold_dir or tempfile.gettempdir()) / "kernels")
+    attention.use_kernel_folder(Path(cache.cold_dir or tempfile.gettempdir()) / KERNELS_NAME)
     if load.speculate and load.draft_path and not is_drafter(Path(load.draft_path)):
         check_tokenizer(Path(load.draft_path), Path(load.model_path), load.model_id)
     shares = load.share_prefix == "on" or (load.share_prefix == "auto" and attention.shares_prefixes)

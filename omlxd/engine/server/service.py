@@ -180,12 +180,14 @@ class EngineService:
                 self._handle(message)
         if not self.terminated:
             log.info("the front is gone")
+            mlx_adapter.attention_backend().stop_judging()
             self._end_soon()
         self._close(ORPHAN_FLUSH_S)
 
     def terminate(self) -> None:
         """Have `run` return as if the front had gone, or flush no longer. In a signal's handler."""
         self.terminated = True
+        mlx_adapter.attention_backend().stop_judging()
         self._end_soon()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)

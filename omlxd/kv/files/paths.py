@@ -15,6 +15,10 @@ RECORD_SUFFIX = ".record"
 TEMP_SUFFIX = ".tmp"
 LOCK_NAME = ".lock"
 WRITES_NAME = "writes.json"
+KERNELS_NAME = "kernels"
+"""A folder for what engines know of omlxd's kernels (mlx_adapter/metal/rule.py, cuda/compile)."""
+JUDGING = f"{KERNELS_NAME}/judging-*"
+"""Matches notes of kernels that were judged as their process ended."""
 NAMESPACE_HEX = 32
 """Hex digits of the namespace in a path: 128 bits tell models apart; hashes carry all 256."""
 

@@ -40,15 +40,25 @@ def test_scrub_removes_what_crashes_leave(cache: Cache, capsys: pytest.CaptureFi
     (empty / "cd").mkdir(parents=True)
     notes = cache.root / namespace_dir(NAMESPACE) / "notes"
     notes.write_text("hello")
+    judging = _judging(cache)
     assert cache.run("scrub") == 0
     told = capsys.readouterr().out
     assert "its payload fails its digest; removed" in told
     # The bad block's folder may hold others; the empty namespace is two folders.
-    assert "removed 3 leftovers, " in told and not empty.exists() and notes.exists()
+    assert "removed 4 leftovers, " in told and not empty.exists() and notes.exists()
+    assert not judging.exists()
     assert (cache.root / "fingerprints.json").exists() and not list(cache.root.rglob("*.tmp"))
     assert cache.run("scrub") == 0
     assert "checked 10 files" in (told := capsys.readouterr().out) and "removed 0 leftovers" in told
     assert "orphan" not in told
+
+
+def _judging(cache: Cache) -> Path:
+    """A note of a kernel with which an engine ended, as rule.py of mlx_adapter/metal keeps it."""
+    note = cache.root / "kernels" / "judging-0123456789abcdef"
+    note.parent.mkdir()
+    note.write_text("attend_rows")
+    return note
 
 
 def test_orphans_are_told_and_removed_only_when_asked(
@@ -104,6 +114,10 @@ def test_clear_all(cache: Cache, capsys: pytest.CaptureFixture[str]):
     told = capsys.readouterr().out
     assert "org/tiny" in told and "9 files" in told and "removed 11 files" in told
     assert [path.name for path in cache.root.iterdir()] == [".lock"]
+    judging = _judging(cache)
+    assert cache.run("clear", "--model", "tiny", "--yes") == 2 and judging.exists()
+    assert cache.run("clear", "--yes") == 0 and not judging.exists()
+    assert "1 Metal kernel that an engine ended with" in capsys.readouterr().out
     assert cache.run("clear", "--yes") == 0
     assert "nothing to remove" in capsys.readouterr().out
 

@@ -142,7 +142,8 @@ def _measure(report: Report, settings: Settings, folder: Path) -> None:
     """Measure MLX and the engine, some of it again in the agent, and attention. `folder`: for files."""
     job = folder / "job.json"
     model = small_model(settings) or folder / "model"
-    job.write_bytes(msgspec.json.encode({"model": str(model), "folder": str(folder / "ssd")}))
+    facts = {"model": str(model), "folder": str(folder / "ssd"), "metal_kernels": settings.metal_kernels}
+    job.write_bytes(msgspec.json.encode(facts))
     before = system.wired()
     measure(job, FIRST, report.budget, report.measured)
     after = system.wired()

@@ -200,8 +200,14 @@ class AttentionBackend(Protocol):
         """Whether attention reads no padding of a joint batch."""
         return False
 
-    def use_kernel_folder(self, folder: Path) -> None:
-        """Keep kernels and passed checks in `folder`, whose parent exists. Call before MLX computes."""
+    def use_kernel_folder(self, folder: Path, tries: int = 2) -> None:
+        """Keep kernels and passed checks in `folder`, whose parent exists. Call before MLX computes.
+
+        tries  processes that may end as they judge a kernel, before it is left out
+        """
+
+    def stop_judging(self) -> None:
+        """Note that somebody ends this process, should it be judging a kernel. In a signal's handler, too."""
 
     def chunk(self, *, final: bool) -> AbstractContextManager[None]:
         """Surround a forward: `final` for a prompt's last chunk or a decode step, else a chunk before."""

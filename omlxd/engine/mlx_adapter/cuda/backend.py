@@ -137,7 +137,7 @@ class CudaBackend(AttentionBackend):
     def reads_own_rows(self) -> bool:
         return attend.reads_own_rows()
 
-    def use_kernel_folder(self, folder: Path) -> None:
+    def use_kernel_folder(self, folder: Path, tries: int = 2) -> None:
         kernel_store.use_folder(folder)
 
     def chunk(self, *, final: bool) -> AbstractContextManager[None]:

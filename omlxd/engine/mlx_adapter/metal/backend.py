@@ -23,8 +23,11 @@ class MetalBackend(MlxBackend):
     def __init__(self) -> None:
         self._attention = Choices()
 
-    def use_kernel_folder(self, folder: Path) -> None:
-        rule.use_folder(folder)
+    def use_kernel_folder(self, folder: Path, tries: int = rule.MOST_TRIES) -> None:
+        rule.use_folder(folder, tries)
+
+    def stop_judging(self) -> None:
+        rule.stopped()
 
     def prepare(self, model: Any) -> None:
         self._attention.since_load = {}

@@ -3,17 +3,19 @@
 At a load a kernel is judged on this machine, at the shapes of the model: it compiles, its numbers are MLX's
 within rounding, a row has the same bits in other company, and it is timed in chains beside MLX's own. What
 comes out is a line in the log, which `omlxd doctor --report` prints. A kernel that is not used is a line,
-never an error: one that ended two processes as it was judged is not judged again.
+never an error: one whose process ended twice as it was judged is not judged again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,15 +114,60 @@ class Verdict:
 MOST_TRIES = 2
 """Of judging a kernel whose process ended meanwhile: a GPU fault, or by chance. The front starts an engine
 three times in a row."""
+HANGS_S = 60.0
+"""Seconds of judging a kernel after which a stop counts as a try: it may never end by itself."""
+
+
+BLOCKED = (
+    "not judged: the engine was ended {} while it was judged (a GPU fault, or a stop); remove {} to judge it "
+    "again"
+)
+
+
+@dataclass(slots=True)
+class _Note:
+    """The file of a kernel that is being judged. `before`: its bytes of earlier tries. `began`: when."""
+
+    file: Path
+    before: int
+    began: float
+
+
+class _Notes:
+    """Where notes are kept, if anywhere. `tries`: of a kernel. `ended`: this process judges no more."""
+
+    folder: Path | None = None
+    tries = MOST_TRIES
+    now: _Note | None = None
+    ended = False
+
 
 _verdicts: dict[tuple[str, str], Verdict] = {}
-_folder: Path | None = None
+_notes = _Notes()
 
 
-def use_folder(folder: Path) -> None:
-    """Keep a file in `folder`, whose parent exists, for as long as a kernel is judged."""
-    global _folder
-    _folder = folder
+def use_folder(folder: Path, tries: int = MOST_TRIES) -> None:
+    """Keep a file in `folder`, whose parent exists, for as long as a kernel is judged. The first call
+    decides."""
+    if _notes.folder is None:
+        _notes.folder, _notes.tries = folder, tries
+
+
+def stopped() -> None:
+    """Note that this process ends because somebody stops it, which is no fault of a kernel. In a signal's
+    handler, too."""
+    _notes.ended = True
+    if (note := _notes.now) is not None and time.monotonic() - note.began < HANGS_S:
+        _take_back(note)
+
+
+def _take_back(note: _Note) -> None:
+    """Leave the file as it was before this process judged."""
+    with suppress(OSError):
+        if note.before:
+            os.truncate(note.file, note.before)
+        else:
+            note.file.unlink(missing_ok=True)
 
 
 def verdicts() -> Mapping[tuple[str, str], Verdict]:
@@ -139,7 +186,7 @@ def judged(case: Case, clock: Clock = time.perf_counter) -> Verdict:
                 if note is None:
                     _judge(case, verdict, clock)
                 else:
-                    verdict.why = f"engines ended as they judged it; remove {note} to have it judged again"
+                    verdict.why = BLOCKED.format("twice" if _notes.tries > 1 else "once", note)
         except Exception as error:  # Also MLX's "Unable to build metal library", with the compiler's words.
             end_if_fault(error)
             verdict.is_right = False
@@ -153,26 +200,41 @@ def judged(case: Case, clock: Clock = time.perf_counter) -> Verdict:
 @contextmanager
 def _noted(case: Case) -> Iterator[Path | None]:
     """Leave a file if the process ends in here. Gives the file that `MOST_TRIES` left, or None."""
-    if _folder is None:
+    if (folder := _notes.folder) is None:
         yield None
         return
-    what = f"{case.kernel} {case.shape} {version('mlx')}\n"
-    note = _folder / f"judging-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    what = f"{case.kernel} {case.shape} {version('mlx')} {_sources()}\n".encode()
+    note = folder / f"judging-{hashlib.sha256(what).hexdigest()[:16]}"
     with suppress(OSError):  # A full disk: then nothing is noted.
-        if note.exists() and note.stat().st_size >= MOST_TRIES * len(what.encode()):
+        before = note.stat().st_size if note.exists() else 0
+        if before >= _notes.tries * len(what):
             yield note
             return
-        _folder.mkdir(exist_ok=True)
-        with note.open("a") as file:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _notes.now = _Note(note, before, time.monotonic())
+        with note.open("ab") as file:
             file.write(what)
+        if _notes.ended:
+            _take_back(_notes.now)
     try:
         yield None
     except Exception as error:
         end_if_fault(error)  # Before the file goes.
         raise
     finally:
+        _notes.now = None
         with suppress(OSError):
             note.unlink(missing_ok=True)
+
+
+@cache
+def _sources() -> str:
+    """A digest of the kernels, and of what judges and launches them: a changed one is another kernel."""
+    state = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*")):
+        if file.suffix in (".py", ".metal"):
+            state.update(file.read_bytes())
+    return state.hexdigest()[:16]
 
 
 def _judge(case: Case, verdict: Verdict, clock: Clock) -> None:

@@ -5,7 +5,8 @@ The first line is of the part `start`.
 JOB is a file of JSON with
 
     model   folder of the model that is measured; where there is none, one of random weights is built there
-    folder  a folder for the SSD tier
+    folder  a folder for the SSD tier, and for notes of kernels
+    metal_kernels  as the setting
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ def main(job: str, *parts: str) -> None:
         os._exit(status)  # As an engine ends: threads may be inside MLX.
 
     signal.signal(signal.SIGTERM, lambda *_: end(1))
-    work = Job(**{name: Path(path) for name, path in json.loads(Path(job).read_text()).items()})
+    given = json.loads(Path(job).read_text())
+    work = Job(Path(given["model"]), Path(given["folder"]), given["metal_kernels"])
+    if work.metal_kernels == "off" and mlx_adapter.backend() == "metal":
+        mlx_adapter.use_mlx_alone()
+    work.folder.mkdir(exist_ok=True)
+    # Of all parts: a kernel that ends one is left out of the others.
+    mlx_adapter.attention_backend().use_kernel_folder(work.folder / "kernels", tries=1)
     print(json.dumps({"part": "start"}), file=out, flush=True)
     for part in parts:
         print(json.dumps({"part": part, **run(part, work)}), file=out, flush=True)

@@ -47,10 +47,11 @@ _UNWRITTEN = ("kv_unwritten_blocks", "kv_store_queue_bytes")
 
 
 class Job(NamedTuple):
-    """`model`, `folder`: as `__main__` has them."""
+    """As `__main__` has it."""
 
     model: Path
     folder: Path
+    metal_kernels: str = "auto"
 
 
 class Engine:
@@ -75,6 +76,7 @@ class Engine:
             budget=wire.Budget(float32=cpu),
             seed=0,
             speculate=False,
+            metal_kernels=job.metal_kernels,
         )
         built: Future[EngineHost] = Future()
         began = time.perf_counter()
