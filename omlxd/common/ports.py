@@ -29,6 +29,15 @@ def bind(family: int, address: Any) -> socket.socket:
     return made
 
 
+def free_on_loopback(count: int) -> list[str]:
+    """`count` addresses, `127.0.0.1:PORT`, that nobody serves now."""
+    held = [_bound(socket.AF_INET, ("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in held]
+    for each in held:
+        each.close()
+    return addresses
+
+
 def _bound(family: int, address: Any) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -195,7 +195,7 @@ class ModelStore:
             "versions": mlx_adapter.versions(),
             "adapter": adapter_fingerprint(self._load.adapter, memo) if self._load.adapter else "",
             "kv_bits": _quantisation_facts(self._settings),
-            "world": [1, 0],
+            "world": self._loaded.split or [1, 0],
         }
         if self._loaded.float32:
             self._facts["float32"] = True

@@ -43,6 +43,7 @@ from . import checks, vision, vlm_text
 from .adapters.lora import Adapters, read_adapter
 from .layer_hook import LayerHook
 from .positions import last_position_only
+from .split import Group, split_of, take_share
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class LoadedModel:
     blind    why a vision model takes no images; None: it is a text model; "": it takes them
     mapped   weights that are views of their files
     segments  of its sequences, where those share them
+    split    the share of it that this rank holds (split.py); "": all of it
     adapters  that rows may have, beside the one that it was loaded with
     """
 
@@ -77,6 +79,7 @@ class LoadedModel:
     blind: str | None = None
     mapped: MappedWeights = field(default_factory=lambda: MappedWeights("off", False))
     segments: LiveSegments = field(default_factory=LiveSegments)
+    split: str = ""
     adapters: Adapters = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +98,7 @@ def load(
     weights_mmap: str = "off",
     segment: int = 0,
     segments_pay: bool = False,
+    group: Group | None = None,
 ) -> LoadedModel:
     """Load weights and tokenizer, and learn the KV layout from a forward pass of one token.
 
@@ -115,7 +119,7 @@ def load(
     blind = vision.blindness(path)
     mapped = MappedWeights(weights_mmap, float32)
     with mapped.reading():
-        model, tokenizer, config, converted = read_model(path, float32, blind)
+        model, tokenizer, config, converted = read_model(path, float32, blind, group)
     if isinstance(model, vlm_text.TextModel):
         model.check()
     if adapter:
@@ -126,7 +130,10 @@ def load(
     cache, logits = run_passes(model, [[0]])
     if kv is not None:
         cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
-    obstacle, batchable = reuse_obstacle(cache), is_batchable(cache) and vlm_text.can_batch(cache)
+    obstacle, batchable = (
+        reuse_obstacle(cache),
+        group is None and is_batchable(cache) and vlm_text.can_batch(cache),
+    )
     if batchable:
         current().decode_step(model)  # Whether its steps are fused, the checks below ask.
     layout, hook = None if obstacle else layout_of(cache), LayerHook(model)
@@ -147,6 +154,7 @@ def load(
         blind=blind,
         mapped=mapped,
         segments=live,
+        split=split_of(model),
     )
 
 
@@ -163,11 +171,11 @@ def _let_batch(model: Any, layout: KVLayout | None, segment: int, segments_pay: 
 
 
 def read_model(
-    path: Path, float32: bool = False, blind: str | None = None
+    path: Path, float32: bool = False, blind: str | None = None, group: Group | None = None
 ) -> tuple[Any, TokenizerWrapper, dict[str, Any], bool]:
     """Model, tokenizer and config, as mlx-lm's own `load` gives them; whether weights became float32.
 
-    blind  as `LoadedModel` has it
+    blind  as `LoadedModel` has it; `group`: as of `load`
 
     The tokenizer is read while the weights are: those of large vocabularies take a second, and MLX
     computes without Python's lock. Modules of models are imported by this thread, before: they may
@@ -175,6 +183,8 @@ def read_model(
     """
     model, config = _model_and_config(path, blind)
     converted = float32 and make_float32(model)
+    if group is not None:
+        take_share(model, group)
     current().before_weights(model)
     mx.eval(mx.zeros(1) + 1)  # MLX makes ready what all threads share.
     with ThreadPoolExecutor(2, thread_name_prefix="load") as aside:

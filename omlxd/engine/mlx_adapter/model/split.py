@@ -1,0 +1,104 @@
+"""One model over several processes: each takes its share, by mlx-lm's own splits, through MLX's distributed.
+
+| split            | a rank has                                       | of a model that has              |
+|------------------|--------------------------------------------------|----------------------------------|
+| `tp:world/rank`  | some heads of each layer, all of what is small   | `Model.shard`                    |
+| `pp:first-last`  | some layers; rank 0 the last ones                | `PipelineMixin`, and no `shard`  |
+
+A share's KV equals the whole model's only up to rounding, so its split belongs in the namespace. Whatever
+computes must do so on all ranks, in one order: a pass that one of them leaves out has the others wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models
+from mlx_lm.models.pipeline import PipelineMixin
+from mlx_lm.utils import _get_classes
+
+from ....errors import ModelError
+from ..runtime.device import backend
+
+Group = mx.distributed.Group
+
+
+def join_group(rank: int, hosts: Sequence[str]) -> Group:
+    """The group of all ranks, whose addresses `hosts` are, `IP:PORT` each; returns once all are there.
+
+    By NCCL on CUDA, where each process sees a GPU of its own, else by MLX's ring. Raises RuntimeError.
+    """
+    os.environ["MLX_RANK"] = str(rank)
+    if backend() == "cuda":
+        ip, _, port = hosts[0].rpartition(":")
+        os.environ |= {"NCCL_HOST_IP": ip, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(len(hosts))}
+        return mx.distributed.init(strict=True, backend="nccl")
+    with tempfile.NamedTemporaryFile("w", prefix="omlxd-ring-", suffix=".json") as file:
+        json.dump([[host] for host in hosts], file)
+        file.flush()
+        os.environ["MLX_HOSTFILE"] = file.name
+        return mx.distributed.init(strict=True, backend="ring")
+
+
+def check_split(config: dict[str, Any], world: int) -> None:
+    """Raise ModelError if `world` ranks can't share the model of this config. Reads no weights."""
+    try:
+        model = _get_classes(config)[0]
+    except ValueError as error:
+        raise ModelError(f"mlx-lm does not have this model: {error}") from error
+    if not hasattr(model, "shard"):
+        if not _has_pipeline(sys.modules[model.__module__]):
+            raise ModelError(
+                f"{config.get('model_type')} can't be shared by {world} ranks: mlx-lm splits the heads of "
+                f"{_models_with('def shard(')}, and the layers of {_models_with('PipelineMixin,')}; serve it "
+                "with --ranks 1",
+                param="--ranks",
+            )
+        return
+    text = {**config, **(config.get("text_config") or {})}
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = text.get(name)
+        if isinstance(heads, int) and heads % world:
+            raise ModelError(
+                f"{world} ranks can't share this model: its {name} is {heads}, which {world} does not divide",
+                param="--ranks",
+            )
+
+
+def _has_pipeline(module: Any) -> bool:
+    kinds = [each for each in vars(module).values() if isinstance(each, type) and each is not PipelineMixin]
+    return any(issubclass(kind, PipelineMixin) for kind in kinds)
+
+
+def _models_with(words: str) -> str:
+    """Names of mlx-lm's models whose source has `words`: importing all of them would take seconds."""
+    folder = Path(mlx_lm.models.__path__[0])
+    names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
+    return ", ".join(name for name in names if words in (folder / f"{name}.py").read_text("utf-8"))
+
+
+def take_share(model: Any, group: Group) -> None:
+    """Leave in `model`, whose weights are not read yet, this rank's share. Raises ModelError."""
+    try:
+        if hasattr(model, "shard"):
+            model.shard(group)
+            split = f"tp:{group.size()}/{group.rank()}"
+        else:
+            model.model.pipeline(group)
+            split = f"pp:{model.model.start_idx}-{model.model.end_idx - 1}"
+        object.__setattr__(model, "omlxd_split", split)
+    except Exception as error:
+        raise ModelError(f"{group.size()} ranks can't share this model: {error}", param="--ranks") from error
+
+
+def split_of(model: Any) -> str:
+    """Which share `model` holds; "": all of it."""
+    return str(vars(model).get("omlxd_split", ""))

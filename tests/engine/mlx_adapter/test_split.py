@@ -1,0 +1,53 @@
+"""A model that several processes share: who can, and that its logits are the whole model's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from daemon import REPO, family_model
+from family_configs import COMMON
+
+from omlxd.common.ports import free_on_loopback
+from omlxd.engine import mlx_adapter
+from omlxd.errors import ModelError
+
+SCRIPT = REPO / "tests" / "support" / "split_ranks.py"
+
+
+def test_who_can_be_shared():
+    mlx_adapter.check_split({**COMMON, "model_type": "llama"}, 2)
+    mlx_adapter.check_split({**COMMON, "model_type": "mistral"}, 2)  # mlx-lm serves it by llama's file.
+    mlx_adapter.check_split({**COMMON, "model_type": "qwen3_next"}, 3)  # Layers need no heads that divide.
+    with pytest.raises(ModelError, match=r"heads of .*llama.*layers of .*qwen3_next.*--ranks 1"):
+        mlx_adapter.check_split({**COMMON, "model_type": "gemma3_text"}, 2)
+    with pytest.raises(ModelError, match="num_attention_heads is 4, which 3 does not divide"):
+        mlx_adapter.check_split({**COMMON, "model_type": "llama"}, 3)
+    with pytest.raises(ModelError, match="num_key_value_heads is 2, which 4 does not divide"):
+        mlx_adapter.check_split({"model_type": "qwen3_5", "text_config": COMMON}, 4)
+    with pytest.raises(ModelError, match="mlx-lm does not have this model"):
+        mlx_adapter.check_split({"model_type": "no_such_model"}, 2)
+
+
+@pytest.mark.slow
+def test_shares_give_the_logits_of_the_whole():
+    families = {"llama": "tp:2/0", "qwen3_moe": "tp:2/0", "qwen3_5": "tp:2/0", "qwen3_next": "pp:2-3"}
+    folders = [str(family_model(name)) for name in families]
+    hosts = ",".join(free_on_loopback(2))
+    command, environ = [sys.executable, str(SCRIPT)], {**os.environ, "PYTHONPATH": str(REPO)}
+    other = subprocess.Popen([*command, "1", hosts, *folders], env=environ, stderr=subprocess.DEVNULL)
+    try:
+        told = subprocess.run(
+            [*command, "0", hosts, *folders], env=environ, stdout=subprocess.PIPE, text=True, timeout=300
+        )
+        assert other.wait(60) == told.returncode == 0
+    finally:
+        other.kill()
+    lines = [line.split() for line in told.stdout.splitlines()]
+    assert [(name, split, batches) for name, split, batches, _ in lines] == [
+        (Path(folder).name, split, "False") for folder, split in zip(folders, families.values(), strict=True)
+    ]
+    assert all(float(far) < 1e-4 for *_, far in lines), lines
