@@ -294,6 +294,19 @@ class LoadProgress(Struct, frozen=True, tag="load_progress"):
     stage: str
 
 
+class Kernel(Struct, frozen=True):
+    """A kernel of omlxd's own that a load judged at one shape of the model.
+
+    why   it is not used; "": it is
+    note  file that keeps it from being judged
+    """
+
+    name: str
+    shape: str
+    why: str = ""
+    note: str = ""
+
+
 class ModelInfo(Struct, frozen=True):
     """What a loaded model is. `kv_reuse` empty: prefixes are reused; else the reason why not.
 
@@ -319,6 +332,7 @@ class ModelInfo(Struct, frozen=True):
     blind: str = ""
     layers: int = 0
     hidden_size: int = 0
+    kernels: tuple[Kernel, ...] = ()
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):

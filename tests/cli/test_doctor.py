@@ -24,6 +24,7 @@ from omlxd.common.units import LEFT_FREE
 from omlxd.config import Settings, load_settings
 from omlxd.kv.files.paths import LOCK_NAME
 from omlxd.kv.ledger.write_budget import WriteBudget
+from omlxd.wire import Kernel
 from tests.models.test_resolve import make
 
 
@@ -305,6 +306,26 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert told("cpu", **guesses).endswith("without guesses"), "an earlier process counted them"
     lost = told("cpu", spec_decode_credit_steps=-0.2, **now)
     assert lost.endswith("9 of 12 held, few of which are made now, since they took longer than they saved")
+    assert told("metal", metal_kernels_used=0.0).count("with no Metal kernel,") == 1
+    judged = (
+        Kernel("attend_rows", "64 wide"),
+        Kernel(
+            "few_row_product",
+            "8 bits",
+            "not judged: why; remove /a b/judging-0 to judge it again",
+            "/a b/judging-0",
+        ),
+        Kernel("step", "", "no Metal kernel fits this model: heads 40 wide"),
+    )
+    off = "Metal kernels off (--metal-kernels)"
+    model, used, blocked, unfit = models._of(
+        [msgspec.structs.replace(ready, backend="metal", speed=off, kernels=judged)], given
+    )
+    assert model.text.endswith(off) and used.text.startswith("m computes with attend_rows (64 wide) (")
+    assert blocked.verdict == "warn" and "rm '/a b/judging-0'" in blocked.mend
+    assert blocked.text == "m does without few_row_product (8 bits): not judged: why"
+    assert unfit.verdict == "ok" and "without step: no Metal kernel fits this model: heads 40" in unfit.text
+    assert "omlxd service logs" in used.text
     measured = told("cpu", attention_reads_own_rows=1.0, attention_rows_alone_ratio=0.421)
     assert "row by row (in 0.42 of the time of MLX's own, as measured at load), with prefixes" in measured
     slower = told("cpu", attention_reads_own_rows=1.0, attention_rows_alone_ratio=1.06)
@@ -316,7 +337,7 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert "where that is faster (in 1.40 of the time of MLX's own at 512 tokens a row, 0.70 at" in by_length
     kernels = {"metal_kernels_used": 3.0, "metal_kernels_refused": 1.0, "metal_attention_kernel": 1.0}
     by_kernel = told("metal", attention_reads_own_rows=1.0, **ratios, **kernels)
-    assert "by omlxd's attention kernel, with 3 of 4 Metal kernels (the engine's log says why)" in by_kernel
+    assert "by omlxd's attention kernel, with 3 of 4 Metal kernels, with" in by_kernel
 
 
 def test_settings_of_a_model_that_is_not_there(tmp_path: Path, monkeypatch):

@@ -32,7 +32,7 @@ LENGTHS = (70, 9, WINDOW + 1)
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_module, "run", pretended.run)
-    monkeypatch.setattr(rule, "ratio_of", lambda timed, clock=None: 0.5)
+    monkeypatch.setattr(rule, "times_of", lambda timed, clock=None: (0.5, 1.0))
     monkeypatch.setattr(rule, "_verdicts", {})
     monkeypatch.setattr(backend, "_current", MetalBackend())
 

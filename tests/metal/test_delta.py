@@ -157,7 +157,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     """Kernels are stand-ins; ratios of their times by the names of cases, 0.5 otherwise."""
     ratios = dict[str, float]()
     monkeypatch.setattr(rule, "_verdicts", {})
-    monkeypatch.setattr(rule, "ratio_of", lambda timed, clock: ratios.get(timed.name, 0.5))
+    monkeypatch.setattr(rule, "times_of", lambda timed, clock: (ratios.get(timed.name, 0.5), 1.0))
     monkeypatch.setattr(kernel_module, "run", pretended.run)
     prompts.reset()
     yield ratios

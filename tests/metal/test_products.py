@@ -203,7 +203,7 @@ def installed(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     on_cpu(orders=(0,))
     ratios = dict[str, float]()
     monkeypatch.setattr(rule, "_verdicts", {})
-    monkeypatch.setattr(rule, "ratio_of", lambda timed, clock: ratios.get(timed.name, 0.5))
+    monkeypatch.setattr(rule, "times_of", lambda timed, clock: (ratios.get(timed.name, 0.5), 1.0))
     install.reset()
     yield ratios
     install.reset()

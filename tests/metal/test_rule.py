@@ -28,7 +28,7 @@ def refuse(*_: Any) -> Any:
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "right": ({}, "fake is used (4 × 8): it is within 0 of MLX's own, the same in company; judged"),
+    "right": ({}, "fake is used (4 × 8): it equals MLX's own, the same in company; judged"),
     "other numbers": ({"ours": lambda: [ONES * 1.1]}, "its numbers differ from MLX's own by 0.1"),
     "no numbers": ({"ours": lambda: [ONES * float("nan")]}, "its numbers differ from MLX's own by inf"),
     "company": ({"company": lambda: [(ONES, ONES + 1e-6)]}, "a row's bits depend on the other rows"),

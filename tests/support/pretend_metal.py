@@ -160,9 +160,9 @@ def _pretend_costs(row_costs: Any) -> None:
 
 def _pretend_ratios(rule: Any) -> None:
     """Each kernel is faster."""
-    own = rule.ratio_of
-    rule.ratio_of = lambda timed, clock=time.perf_counter: (
-        0.5 if clock is time.perf_counter else own(timed, clock)
+    own = rule.times_of
+    rule.times_of = lambda timed, clock=time.perf_counter: (
+        (0.5e-3, 1e-3) if clock is time.perf_counter else own(timed, clock)
     )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ...wire import Kernel
 from ...wire.explanation import Explanation
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -130,6 +131,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     slowed    that its passes are small since a GPU fault, and what lifts that
     shares    the model whose engine it is in, which has the other figures of both; "": it has its own
     resident  bytes of the engine process
+    kernels   of omlxd's own, as its load judged them
     values    the engine's counters and gauges, counters over all its processes
     values_age_s  how old they are
     """
@@ -149,6 +151,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     speed: str = ""
     kv_reuse: str = ""
     note: str = ""
+    kernels: tuple[Kernel, ...] = ()
     running: int = 0
     waiting: int = 0
     values: dict[str, float] = {}

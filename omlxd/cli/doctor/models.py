@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 
 from ...config import Settings
@@ -13,6 +14,7 @@ from ..daemon.owner_api import InstalledStatuses, ModelStatus
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
+LOG = "its standard error, the file of --log-file, or `omlxd service logs`"
 
 
 def check_names(settings: Settings) -> list[Finding]:
@@ -57,9 +59,28 @@ def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
             own = settings.models.get(base.id)
             draft = own.draft_model if own is not None else None
             values = {**base.values, **model.values}
-            yield ok(
-                "model", f"{model.id} decodes {', '.join(_decoding(values, draft or '', model.backend))}"
-            )
+            how = [*_decoding(values, draft or "", model.backend)]
+            if model.backend == "metal" and model.speed:
+                how.append(model.speed)
+            yield ok("model", f"{model.id} decodes {', '.join(how)}")
+            yield from _kernels(model)
+
+
+def _kernels(model: ModelStatus) -> Iterator[Finding]:
+    """Name the kernels that its load judged, and why some are not used."""
+    if not model.kernels or model.shares:
+        return
+    used = [f"{each.name} ({each.shape})" for each in model.kernels if not each.why]
+    told = f"{model.id} computes with {', '.join(used) or 'no Metal kernel'}"
+    yield ok("kernels", f"{told} (each verdict stands in the daemon's log: {LOG})")
+    for each in model.kernels:
+        text = f"{model.id} does without {each.name}{f' ({each.shape})' * bool(each.shape)}: {each.why}"
+        if each.note:
+            mend = f"Run `rm {shlex.quote(each.note)}` and `omlxd models unload {model.id}`: its next load "
+            mend += "judges it again. If that ends the engine once more, leave it, and please report it."
+            yield warn("kernels", text.partition("; remove ")[0], mend)
+        elif each.why:
+            yield ok("kernels", text)
 
 
 def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[str]:
@@ -77,7 +98,7 @@ def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[st
     yield choice if ratio is None else f"{choice} ({measured.format(ratio)}, as measured at load{why})"
     if (used := values.get("metal_kernels_used")) is not None:
         all_of_them = used + values.get("metal_kernels_refused", 0)
-        yield f"with {used:.0f} of {all_of_them:.0f} Metal kernels (the engine's log says why)"
+        yield f"with {used:.0f} of {all_of_them:.0f} Metal kernels" if all_of_them else "with no Metal kernel"
     tokens = int(values.get("kv_shared_segment_tokens", 0))
     yield f"with prefixes shared in segments of {tokens:,} tokens" if tokens else "with prefixes not shared"
     if "spec_decode_draft_model" not in values:  # Counters of an earlier process stay.

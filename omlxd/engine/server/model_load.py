@@ -29,11 +29,13 @@ from ..speculate.times import PassTimes
 
 log = logging.getLogger(__name__)
 
+KERNELS_OFF = "Metal kernels off (--metal-kernels)"
+
 
 def load_model(load: wire.Load) -> LoadedModel:
     """Raises ModelError."""
     backend, cache = mlx_adapter.backend(), load.cache
-    if backend == "metal" and load.metal_kernels == "off":
+    if _has_kernels_off(load):
         mlx_adapter.use_mlx_alone()
     attention = mlx_adapter.attention_backend()
     attention.use_kernel_folder(Path(cache.cold_dir or tempfile.gettempdir()) / KERNELS_NAME)
@@ -49,13 +51,25 @@ def load_model(load: wire.Load) -> LoadedModel:
         mlx_adapter.SEGMENT if shares and mlx_adapter.SEGMENT % cache.block_size == 0 else 0,
         load.share_prefix == "auto",
     )
-    if shares and not loaded.segments.tokens:
+    if why := _why_not_shared(load, loaded, shares):
         level = logging.WARNING if load.share_prefix == "on" else logging.INFO
-        words = (
-            "--share-prefix %s: %s: prefixes are not shared: what this model keeps is not held in segments"
+        log.log(
+            level, "--share-prefix %s: %s: prefixes are not shared: %s", load.share_prefix, load.model_id, why
         )
-        log.log(level, words, load.share_prefix, load.model_id)
     return loaded
+
+
+def _has_kernels_off(load: wire.Load) -> bool:
+    return mlx_adapter.backend() == "metal" and load.metal_kernels == "off"
+
+
+def _why_not_shared(load: wire.Load, loaded: LoadedModel, shares: bool) -> str:
+    if not shares and load.share_prefix == "auto" and _has_kernels_off(load):
+        return f"{KERNELS_OFF}, by which they are shared"
+    if not shares or loaded.segments.tokens:
+        return ""
+    why = mlx_adapter.attention_backend().why_not_shared() if load.share_prefix == "auto" else ""
+    return why or "what this model keeps is not held in segments"
 
 
 def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None:
@@ -134,7 +148,9 @@ def model_info(
         namespace=namespace_dir(namespace) if loaded.layout else "",
         block_size=load.cache.block_size,
         backend=mlx_adapter.backend(),
-        speed=cpu_speed(loaded.float32, load.budget.slow) if mlx_adapter.backend() == "cpu" else "",
+        speed=cpu_speed(loaded.float32, load.budget.slow)
+        if mlx_adapter.backend() == "cpu"
+        else KERNELS_OFF * _has_kernels_off(load),
         supports_tools=bool(loaded.tokenizer.has_tool_calling),
         supports_thinking=bool(loaded.tokenizer.has_thinking),
         note=_note(Path(load.model_path)),
@@ -143,6 +159,7 @@ def model_info(
         token_bytes=prompts.tokens.bound.token_bytes,
         layers=prints.layers,
         hidden_size=prints.hidden_size,
+        kernels=mlx_adapter.attention_backend().kernels(),
     )
 
 

@@ -169,7 +169,7 @@ def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
         status.weight_bytes, status.kv_bytes_per_token = info.weight_bytes, info.kv_bytes_per_token
         status.context_length = engine.context_length or 0
         status.backend, status.speed = info.backend, info.speed
-        status.kv_reuse, status.note = info.kv_reuse, info.note
+        status.kv_reuse, status.note, status.kernels = info.kv_reuse, info.note, info.kernels
     return status
 
 

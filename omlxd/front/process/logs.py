@@ -162,11 +162,13 @@ MEASURED = "omlxd.engine.mlx_adapter."
 """Loggers of measurements at a load, which `omlxd doctor` shows, too."""
 OF_A_LOAD = ("omlxd.engine.", "omlxd.front.engines.supervisor")
 """Loggers of a load's progress, `MEASURED` among them."""
+JUDGED = "omlxd.engine.mlx_adapter.metal.rule"
+"""Logger of what may take long in a load: it does not wait, and what waited is written before it."""
 
 
 class _Stream(logging.StreamHandler[TextIO]):
     """Standard error. A load's lines, but for warnings, wait for the start page, which a person reads
-    first; its measurements show on a terminal at debug alone.
+    first; its measurements show on a terminal at debug alone, but that they are made.
 
     held  what waits for the page; None: it is printed, or none comes
     """
@@ -177,11 +179,16 @@ class _Stream(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.WARNING and not logging.getLogger("omlxd").isEnabledFor(logging.DEBUG):
-            if record.name.startswith(MEASURED) and self.stream.isatty():
+            begins = record.name == JUDGED and record.getMessage().startswith("judging")
+            if record.name.startswith(MEASURED) and self.stream.isatty() and not begins:
                 return
-            if self.held is not None and record.name.startswith(OF_A_LOAD):
+            if self.held is not None and record.name.startswith(OF_A_LOAD) and record.name != JUDGED:
                 self.held.append(record)
                 return
+        if self.held and record.name == JUDGED:
+            for each in self.held:
+                super().emit(each)
+            self.held = []
         super().emit(record)
 
 

@@ -70,7 +70,7 @@ def test_a_command_is_named_as_a_shell_finds_it(tmp_path: Path, monkeypatch):
 
 def test_what_a_load_says_comes_after_the_page(capsys):
     from omlxd.config import load_settings
-    from omlxd.front.process.logs import Logs
+    from omlxd.front.process.logs import JUDGED, Logs
 
     root = logging.getLogger()
     before = root.handlers[:], root.level, logging.getLogger("omlxd").level
@@ -98,6 +98,15 @@ def test_what_a_load_says_comes_after_the_page(capsys):
             *told.values()
         ]
         assert all(text in say() for text in told.values())
+        Logs(load_settings({}, {}), has_page=True)
+        judge, front = (logging.getLogger(name) for name in (JUDGED, "omlxd.front.engines.supervisor"))
+        front.info("m: loading")
+        assert "loading" not in capsys.readouterr().err
+        judge.info("judging")
+        judge.warning("not used")
+        front.info("m: more")
+        said = capsys.readouterr().err
+        assert re.findall("loading|judging|not used|more", said) == ["loading", "judging", "not used"]
         Logs(load_settings({}, {}))
         assert all(text in say() for text in told.values())
         Logs(load_settings({"log_level": "debug"}, {}), has_page=True)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from ....wire import Kernel
 from ..runtime.device import backend as device
 from . import by_rows, row_costs
 from .kv_spec import KVSpec
@@ -138,6 +139,14 @@ class AttentionBackend(Protocol):
     def kernel_metrics(self) -> dict[str, float]:
         """Return what loads chose among the kernels, by names of engine/server/metrics.py."""
         return {}
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return what loads judged."""
+        return ()
+
+    def why_not_shared(self) -> str:
+        """Return why steps of the newest load do not read segments; "": they do, or nothing is known."""
+        return ""
 
     def judge_samples(self) -> list[str]:
         """Judge the kernels at shapes of common models, and return a line for each."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from ....wire import Kernel
 from ..attention.backend import AttentionCall, MlxBackend
 from ..attention.kv_spec import KVSpec
 from . import rule
-from .attention.choice import Choices
+from .attention.choice import KERNEL, NO_KERNEL, Choices
 from .attention.rows import SpanRowsKVCache, over_segments
 from .delta import layers as delta
 from .products import install as products
@@ -33,6 +34,17 @@ class MetalBackend(MlxBackend):
         self._attention.since_load = {}
         products.prepare(model)
         delta.prepare(model)
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        judged = [verdict.as_wire() for verdict in rule.verdicts().values()]
+        misfits = [Kernel(KERNEL, "", f"{NO_KERNEL}: {why}") for why in self._attention.misfits]
+        return (*judged, *misfits)
+
+    def why_not_shared(self) -> str:
+        if self._attention.rows or not self._attention.since_load:
+            return ""
+        told = "; ".join(each.why for each in self.kernels() if each.name == KERNEL and each.why)
+        return f"omlxd's attention kernel is not used{f' ({told})' if told else ''}"
 
     def kernel_metrics(self) -> dict[str, float]:
         used = [verdict.is_used for verdict in rule.verdicts().values()]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ....wire import Kernel
 from ..runtime.chains import Clock, Link, seconds_of
 from ..runtime.gpu_faults import end_if_fault
 
@@ -76,18 +77,25 @@ class Verdict:
     """What came out.
 
     is_right  it ran, its numbers are MLX's, and company changes no bit
-    ratios    its time by MLX's own, by the names of `Case.timed`
+    seconds   of the kernel, and of MLX's own, by the names of `Case.timed`
     far       the largest difference, by the largest number; None: it did not run
-    why       it is not used; "": it is, where `pays` says so
+    why       it is not right
+    note      file that keeps it from being judged
     """
 
     kernel: str
     shape: str
     is_right: bool = False
-    ratios: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
     far: float | None = None
     why: str = ""
+    note: str = ""
     took: float = 0.0
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Its time by MLX's own."""
+        return {name: ours / max(mlx, 1e-12) for name, (ours, mlx) in self.seconds.items()}
 
     def pays(self, name: str) -> bool:
         """Whether it is right, and not slower in the case of this name."""
@@ -102,13 +110,25 @@ class Verdict:
         """Return the line of the log."""
         if not self.is_right:
             return f"{self.kernel} is not used ({self.shape}): {self.why}"
-        times = ", ".join(f"{ratio:.2f} for {name}" for name, ratio in self.ratios.items())
-        times = f", and takes {times} times as long as MLX's own" if times else ""
+        times = f"; {self._times()}" if self.seconds else ""
         is_used = "is used" if self.is_used else "is not used"
         if self.is_used and not all(map(self.pays, self.ratios)):
             is_used += " where it is not slower"
-        near = f"it is within {self.far:.2g} of MLX's own, the same in company"
+        near = f"it is within {self.far:.2g} of MLX's own" if self.far else "it equals MLX's own"
+        near += ", the same in company"
         return f"{self.kernel} {is_used} ({self.shape}): {near}{times}; judged in {self.took:.2f} s"
+
+    def _times(self) -> str:
+        """Return its time by MLX's own, and its own, in each case."""
+        ratios = self.ratios
+        each = [
+            f"{ratios[name]:.2f} ({name}: {ours * 1e3:.3g} ms)" for name, (ours, _) in self.seconds.items()
+        ]
+        return f"time by MLX's own: {', '.join(each)}"
+
+    def as_wire(self) -> Kernel:
+        why = self.why or ("" if self.is_used else f"slower; {self._times()}")
+        return Kernel(self.kernel, self.shape, why, self.note)
 
 
 MOST_TRIES = 2
@@ -180,12 +200,14 @@ def judged(case: Case, clock: Clock = time.perf_counter) -> Verdict:
     at = case.kernel, case.shape
     if at not in _verdicts:
         began = clock()
+        log.log(logging.DEBUG if _verdicts else logging.INFO, "judging Metal kernels: %s (%s)", *at)
         verdict = Verdict(*at)
         try:
             with _noted(case) as note:
                 if note is None:
                     _judge(case, verdict, clock)
                 else:
+                    verdict.note = str(note)
                     verdict.why = BLOCKED.format("twice" if _notes.tries > 1 else "once", note)
         except Exception as error:  # Also MLX's "Unable to build metal library", with the compiler's words.
             end_if_fault(error)
@@ -248,14 +270,14 @@ def _judge(case: Case, verdict: Verdict, clock: Clock) -> None:
         verdict.why = "a row's bits depend on the other rows of its pass"
         return
     verdict.is_right = True
-    verdict.ratios = {each.name: ratio_of(each, clock) for each in case.timed()}
+    verdict.seconds = {each.name: times_of(each, clock) for each in case.timed()}
 
 
-def ratio_of(timed: Timed, clock: Clock = time.perf_counter) -> float:
-    """Return the kernel's time by MLX's own."""
+def times_of(timed: Timed, clock: Clock = time.perf_counter) -> tuple[float, float]:
+    """Return the seconds of a link of the kernel's, and of MLX's own."""
     links = timed.ours, timed.mlx
     ours, mlx = seconds_of(links, timed.first, LINKS, TURNS, timed.beside, clock)
-    return ours / max(mlx, 1e-12)
+    return ours, mlx
 
 
 def _far(got: mx.array, want: mx.array) -> float:

@@ -143,7 +143,8 @@ class _Notes(logging.Handler):
         self._notes = notes
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._notes.append(record.getMessage())
+        if not (text := record.getMessage()).startswith("judging"):
+            self._notes.append(text)
 
 
 def numbers(count: int, vocab: int) -> tuple[int, ...]:

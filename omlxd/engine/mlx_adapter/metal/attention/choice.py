@@ -7,6 +7,7 @@ window. Times decide for a batch's rows and for a row alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -23,7 +24,9 @@ from .. import rule
 from .kernels import WIDTHS
 from .rows import SpanRowsKVCache
 
-KERNEL = "attend_rows"
+log = logging.getLogger(__name__)
+
+KERNEL, NO_KERNEL = "attend_rows", "no Metal kernel fits this model"
 CLOSE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 """Largest difference from MLX's own, which rounds as well, by the largest number."""
 
@@ -55,16 +58,21 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """What was chosen, in this process. `since_load`: for the heads that the newest load met."""
+    """What was chosen, in this process. `since_load`: for the heads that the newest load met. `misfits`: why
+    no kernel is for a call."""
 
     def __init__(self) -> None:
         self._of: dict[Heads, Choice] = {}
         self.since_load: dict[Heads | None, Choice] = {}
+        self.misfits: list[str] = []
 
     def note(self, call: AttentionCall) -> Choice:
         """Return what is chosen for such a call. Judges what it has not seen."""
         heads = heads_of(call)
-        if heads is None:
+        if isinstance(heads, str):
+            if heads not in self.misfits:
+                self.misfits.append(heads)
+                log.info("%s is not used: %s: %s", KERNEL, NO_KERNEL, heads)
             return self.since_load.setdefault(None, Choice())
         if heads not in self._of:
             self._of[heads] = _judged(heads)
@@ -105,23 +113,29 @@ class Choices:
         return Choice(*(all(each) for each in zip(*chosen, strict=True)))
 
 
-def heads_of(call: AttentionCall) -> Heads | None:
-    """The heads of a call that a cache's own KV is read by; None: the kernels know no such attention."""
+def heads_of(call: AttentionCall) -> Heads | str:
+    """Heads of a call that a cache's own KV is read by; a text: why the kernels know no such attention."""
     queries, keys, values, cache = call[:4]
     how = getattr(cache, "how", None)
     if not isinstance(cache, KVCache | RotatingKVCache) or keys is values:
-        return None
+        return f"a layer reads no KV of its own ({type(cache).__name__})"
     if isinstance(keys, list):
         if how is None:
-            return None
+            return "packed KV of another kind"
         keys, values = keys[1], values[1]
-    elif how is None and keys.shape[3] != queries.shape[3]:
-        return None
     heads, kv_heads, width = queries.shape[1], keys.shape[1], queries.shape[3]
     kind = queries.dtype if queries.dtype == keys.dtype else None
-    if keys.shape != values.shape or width not in WIDTHS or kind not in CLOSE or heads % kv_heads:
-        return None
+    if width not in WIDTHS:
+        return f"heads {width} wide ({', '.join(map(str, WIDTHS))} are known)"
+    if keys.shape != values.shape or (how is None and keys.shape[3] != width) or heads % kv_heads:
+        return f"{heads} query heads, {width} wide, over keys and values of other shapes"
+    if kind not in CLOSE:
+        return f"queries in {_word(queries.dtype)} over KV in {_word(keys.dtype)}"
     return Heads(heads, kv_heads, width, kind, how)
+
+
+def _word(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
 
 
 # --------------------------------------------------------------------------- judging
