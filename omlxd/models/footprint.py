@@ -451,7 +451,7 @@ def _layer_kv(text: dict[str, Any], kind: str = "full") -> int:
         dim = _int(text, "global_head_dim", default=dim)
         if text.get("attention_k_eq_v"):
             kv_heads = _int(text, "num_global_key_value_heads", default=kv_heads)
-    return 2 * kv_heads * dim
+    return 2 * kv_heads * dim + _int(text, "indexer_head_dim")
 
 
 def _kv_fixed(text: dict[str, Any], element: int) -> int:

@@ -415,6 +415,8 @@ VLM_TEXT: dict[str, Family] = {  # mlx-vlm has them, and mlx-lm has not
                 **_MOE,
                 **_QWEN3_5,
                 "model_type": "qwen4_exp_text",
+                "num_hidden_layers": 2,
+                "full_attention_interval": 2,
                 "eos_token_id": 2,
                 "shared_expert_intermediate_size": 32,
                 "hc_count": 2,
@@ -443,7 +445,9 @@ VLM_TEXT: dict[str, Family] = {  # mlx-vlm has them, and mlx-lm has not
                 **COMMON,
                 **_LATENTS_WITHOUT_ROPE,
                 "model_type": "glm5_next_text",
-                "num_hidden_layers": 4,
+                "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", *["deepseek_sparse_attention"] * 2],
+                "indexer_types": ["full", "full", "shared"],
                 "index_topk": 96,
                 "index_head_dim": 32,
                 "index_n_heads": 2,
@@ -481,5 +485,5 @@ VLM_TEXT: dict[str, Family] = {  # mlx-vlm has them, and mlx-lm has not
     ),
 }
 """`config`: of the whole model. Some see images too, which nothing here shows them."""
-NOT_REUSED = ("qwen4_exp", "glm5_next", "deepseek_v4")
+NOT_REUSED = ("glm5_next", "deepseek_v4")
 """Those of them that keep what omlxd can't store."""

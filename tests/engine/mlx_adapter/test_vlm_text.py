@@ -60,9 +60,8 @@ def test_what_is_not_reused_is_said(model: Path):
     if model.name not in NOT_REUSED:
         assert not loaded.kv_reuse and loaded.layout is not None
         return
-    name = {"qwen4_exp": "QSAKVCache"}.get(model.name, "PoolingCache")
-    assert loaded.kv_reuse == f"layers of this model keep {name}: state that omlxd can't store yet"
-    assert loaded.layout is None and loaded.batchable is (model.name != "qwen4_exp")
+    assert loaded.kv_reuse == "layers of this model keep PoolingCache: state that omlxd can't store yet"
+    assert loaded.layout is None and loaded.batchable
 
 
 # --------------------------------------------------------------------------- which it does not take

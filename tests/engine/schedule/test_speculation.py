@@ -13,7 +13,7 @@ import pytest
 from cold_run import prompt
 from daemon import wait_until
 from families import build_family
-from family_configs import CONFIGS
+from family_configs import CONFIGS, NOT_REUSED, VLM_TEXT
 from fast_or_slow import diagonal, rest_slow
 from guesses import check_always, guess_by, half_right
 from hypothesis import given
@@ -44,6 +44,7 @@ PENALISED = Sampling(temperature=0.9, seed=3, repetition_penalty=1.3, frequency_
 
 
 SAMPLINGS = {"greedy": GREEDY, "seeded": SAMPLED, "penalised": PENALISED}
+GUESSED = sorted({*CONFIGS, *VLM_TEXT} - {"recurrent_gemma", *NOT_REUSED})
 IN_8_BITS = [f"{name} 8" for name in ("qwen3", "gemma3_text", "qwen3_5")]
 
 
@@ -57,7 +58,7 @@ IN_8_BITS = [f"{name} 8" for name in ("qwen3", "gemma3_text", "qwen3_5")]
         ),
         *(
             pair
-            for pair in diagonal([*sorted({*CONFIGS} - {"recurrent_gemma"}), *IN_8_BITS], SAMPLINGS)
+            for pair in diagonal([*GUESSED, *IN_8_BITS], SAMPLINGS)
             if pair.values[0] not in ("qwen3", "qwen3_5")
         ),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-KVKind = Literal["kv", "packed", "mla", "index", "window", "state"]
+KVKind = Literal["kv", "packed", "mla", "index", "chosen", "window", "state"]
 
 
 def is_per_token(kind: KVKind) -> bool:
@@ -21,6 +21,7 @@ class KVSpec:
             packed  the same, in `bits` bits a number
             mla     latents of MLA, and the parts of keys that RoPE turns
             index   keys by which DeepSeek V3.2 chooses among latents
+            chosen  keys and values of each token, and keys by which Qwen Sparse Attention chooses among them
             window  keys and values of the last `window` tokens
             state   arrays that stand for all tokens before a position
     parts   names of its arrays, in order

@@ -31,6 +31,7 @@ from ..runtime.device import SAFETENSORS_DTYPE
 from .batch import EvenBatchKVCache, WindowBatchKVCache
 from .growth import round_up
 from .packed import Quantisation, is_packed, parts_of
+from .qsa_rows import PARTS, QSAKVCache, QSARowsKVCache
 from .rows import OwnRowsKVCache, RowBatch
 from .segments import Segment, SequenceKVCache, part_names, segmented_layers
 
@@ -161,19 +162,47 @@ def _put_numbered(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> No
     cache.cache = [arrays[f"state.{index}"] for index in range(len(cache.cache))]
 
 
+def _chosen(cache: Any) -> dict[str, Any]:
+    return {name: getattr(cache, name) for name in PARTS}
+
+
+def _put_chosen(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
+    _put_pair(cache, arrays, tokens)
+    cache.index, cache.index_block_keys = arrays["index"], None
+
+
 KINDS: dict[Any, CacheKind] = {
     KVCache: CacheKind("kv", _parts, _put_parts, EvenBatchKVCache, KVCache.trim),
     SequenceKVCache: CacheKind("kv", _parts, _put_parts, EvenBatchKVCache, KVCache.trim),
     RotatingKVCache: CacheKind("window", _window, _put_window, WindowBatchKVCache, _trim_window),
     ArraysCache: CacheKind("state", _numbered, _put_numbered, ArraysCache, None),
+    QSAKVCache: CacheKind("chosen", _chosen, _put_chosen, QSARowsKVCache, QSAKVCache.trim),
 }
 """By the class itself, no subclass. A batch has the row of its rows' class."""
-KINDS |= {kind.batch: kind for kind in KINDS.values() if kind.batch is not None}
+KINDS |= {
+    kind.batch: kind
+    for kind in KINDS.values()
+    if kind.batch is not None and not issubclass(kind.batch, RowBatch)  # Those have a spec.
+}
 
 
 def add_arrays_kind(type: Any) -> None:
-    """Add a row for mlx-vlm's own ArraysCache, which its models need and which is batched as mlx-lm's."""
-    KINDS[type] = CacheKind("state", _numbered, _put_numbered, type, None)
+    """Add a row for mlx-vlm's own ArraysCache, which its models need and which is batched as mlx-lm's.
+
+    Last tokens, as `qwen4_exp` keeps them, are of 64 bits there, and stored in 32.
+    """
+
+    def state_of(cache: Any) -> dict[str, Any]:
+        held = _numbered(cache)
+        return {
+            k: a.astype(mx.uint32) if a is not None and a.dtype == mx.int64 else a for k, a in held.items()
+        }
+
+    def restore(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
+        wide = {k: a.astype(mx.int64) if a.dtype == mx.uint32 else a for k, a in arrays.items()}
+        _put_numbered(cache, wide, tokens)
+
+    KINDS[type] = CacheKind("state", state_of, restore, type, None)
 
 
 def spec_of(leaf: Any) -> KVSpec | None:
@@ -186,6 +215,8 @@ def spec_of(leaf: Any) -> KVSpec | None:
         return KVSpec("packed", tuple(part_names(leaf.how)), bits=leaf.how.bits)
     if row.kind == "state":
         return KVSpec("state", tuple(row.state_of(leaf)))
+    if row.kind == "chosen":
+        return QSARowsKVCache.spec
     kind: KVKind = getattr(leaf, "mla_kind", None) or row.kind
     return KVSpec(kind, tuple(part_names(None)), window=getattr(leaf, "max_size", 0))
 
@@ -267,6 +298,8 @@ def quantise_obstacle(cache: Cache, how: Quantisation) -> str:
         names = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves(cache)}))
         return f"its layers keep {names} alone, which have no quantised form"
     for leaf in tokens:
+        if type(leaf) is QSAKVCache:
+            return "its layers keep QSAKVCache, which has no quantised form"
         keys, values = leaf.keys, leaf.values
         if keeps_latents(leaf):
             return "its KVCache holds the latent of MLA, which its attention expands itself"
@@ -559,7 +592,9 @@ def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.a
             continue
         if isinstance(leaf, RowBatch):
             held, segments = leaf.held_by(row)
-            arrays = zip(spec.parts, [*parts_of(held.keys), *parts_of(held.values)], strict=True)
+            kind = KINDS.get(type(held))
+            parts = [*parts_of(held.keys), *parts_of(held.values)]
+            arrays = kind.state_of(held) if kind is not None else zip(spec.parts, parts, strict=True)
             for tensor, array in _named(name, dict(arrays)).items():
                 part = _span(tensor, array, 0, segments, start, stop)
                 if not leaf.gives_views and (part.shape[1] == 1 or part.shape == array.shape):

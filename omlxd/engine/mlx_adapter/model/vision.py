@@ -35,6 +35,7 @@ from ....models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, visi
 from ..attention import hooks as attention
 from ..attention.backend import current
 from ..cache.kinds import Cache, add_arrays_kind, leaves, spec_of
+from ..cache.qsa_rows import QSAKVCache, attend_by_rows
 from ..cache.rows import RowBatch
 from . import tower
 
@@ -368,6 +369,9 @@ def _own(layer: Any) -> Any:
         return KVCache()
     if type(layer) is theirs.RotatingKVCache:
         return RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
+    if type(layer).__module__ == "mlx_vlm.models.qwen4_exp.language":
+        attend_by_rows(sys.modules[type(layer).__module__])
+        return QSAKVCache()
     if type(layer) is theirs.ArraysCache:
         add_arrays_kind(theirs.ArraysCache)
     return layer

@@ -79,8 +79,8 @@ class TextModel(nn.Module):
 def can_batch(cache: Cache) -> bool:
     """Whether rows of such caches may be put together, where mlx-vlm says that it can.
 
-    Its own classes for all families do it right in the families of the tests. One family's own class does
-    not: rows of unequal length of `qwen4_exp` attend to tokens that they did not choose.
+    Classes that its families share do it right in those of the tests. A family's own class may not: rows of
+    unequal length of `qwen4_exp` attend to tokens that they did not choose (cache/qsa_rows.py).
     """
     homes = {type(leaf).__module__ for _, leaf in leaves(cache)}
     return all(home == "mlx_vlm.models.cache" for home in homes if home.startswith("mlx_vlm."))
