@@ -100,6 +100,7 @@ def built(name: str, layers: int) -> Any:
     made, arguments = _get_classes(config)
     model = made(arguments.from_dict(config))
     model.set_dtype(mx.bfloat16)
+    model.eval()  # As mlx-lm loads it: a layer that trains uses no kernel of ours.
     nn.quantize(model, group_size=64, bits=4)
     mx.eval(model.parameters())
     hooks.install()

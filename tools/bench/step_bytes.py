@@ -31,7 +31,7 @@ class Model(NamedTuple):
     experts     (numbers of one, how many there are, how many a token has) a layer; zeros: none
     kv          numbers of KV a token and layer with attention
     state       numbers of state a row and layer without
-    launches    a layer, as launches.py counts them; hybrid: with the recurrence as plain operations
+    launches    a layer, as launches.py counts them
     """
 
     name: str
@@ -68,7 +68,7 @@ MODELS = (
         (3 * 2048 * 512, 512, 10),
         1024,
         32 * 128 * 128,
-        50,
+        30,
     ),
 )
 
