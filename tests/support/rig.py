@@ -260,6 +260,7 @@ class Rig:
         adapter: mlx_adapter.Adapter | None = None,
         labels: Seq[Seq[int]] = (),
         prediction: Seq[int] = (),
+        priority: int = 0,
     ) -> Output:
         output = output or Output()
         root = chain_root(self.namespace, salt)
@@ -268,7 +269,13 @@ class Rig:
         output.sequence = Sequence(
             id=0,
             tokens=list(tokens),
-            prompt=Prompt(len(tokens), root, images, keys, pins=pins, labels=labels, prediction=prediction),
+            prompt=Prompt(
+                *(len(tokens), root, images, keys),
+                pins=pins,
+                labels=labels,
+                prediction=prediction,
+                priority=priority,
+            ),
             sampling=SamplerRow(
                 params,
                 prompt=list(tokens) if params.penalised else (),

@@ -6,6 +6,9 @@ turn in PATIENCE + 1, and a number that begins to wait beside n others has one o
 (n + 1) * (PATIENCE + 1) turns, whatever comes after it. Requests of one number have the order that they have
 without any.
 
+Who has a slot and has begun nothing gives it back to a lower number that needs it, or its memory, `PATIENCE`
+times at most.
+
 Side requests of an agent (`is_side_request` of engine/prompt/sessions.py) go behind the others of their
 session that wait with the same number: for a slot, behind `PATIENCE` at most that came later; for passes, by
 the rule above.
@@ -50,6 +53,13 @@ class Levels(Generic[Level]):
 def session_of(sequence: Sequence) -> str:
     """Sub-agents' sessions are `session/agent`: one with their parent."""
     return sequence.prompt.session.partition("/")[0]
+
+
+def later_ones(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Return those of `running` that may give their slot back to one of `waiting`."""
+    fresh = [each for each in running if each.has_begun_nothing and each.gave_way < PATIENCE]
+    first = min((each.prompt.priority for each in waiting), default=None) if fresh else None
+    return [each for each in fresh if first is not None and each.prompt.priority > first]
 
 
 def pass_levels(sequences: Iterable[Sequence]) -> dict[Sequence, tuple[int, bool]]:

@@ -121,6 +121,10 @@ class RequestQueue:
     def add_request(self, sequence: Sequence) -> None:
         self._overtaken[sequence] = 0
 
+    def put_back(self, sequence: Sequence) -> None:
+        """Add one that had a slot, before all others: nobody overtakes it again."""
+        self._overtaken = {sequence: PATIENCE, **self._overtaken}
+
     def remove_request(self, sequence: Sequence) -> None:
         """Remove `sequence`, if it is there."""
         self._overtaken.pop(sequence, None)

@@ -30,6 +30,7 @@ from .decode_batch import DecodeBatch, best_batch
 from .forward import PromptPasses
 from .memory_admission import MemoryAdmission
 from .prefill import SMOOTHING, PrefillBudget, slice_seconds
+from .priority import later_ones
 from .queue import Inbox, RequestQueue, Watchdog
 
 log = logging.getLogger(__name__)
@@ -220,12 +221,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         stuck: Sequence | None = None
-        while len(self.running) < self._slots:
+        while len(self.running) < self._slots or later_ones(self.running, self.waiting):
             sequence = self.waiting.next_request(self.running, stuck)
-            if sequence is None:
+            if sequence is None or (len(self.running) >= self._slots and not self._give_way(sequence)):
                 break
             try:
                 if self.memory and not self.memory.has_room_for(sequence, self.running, stuck, self.waiting):
+                    if self._give_way(sequence):
+                        continue  # It had promised itself memory.
                     if stuck is not None:
                         break  # Nor is there memory for the shortest.
                     stuck = sequence
@@ -241,6 +244,17 @@ class Scheduler:
                 self.fail(sequence, error)
         self._short = stuck is not None
         self._tell_waiters(stuck)
+
+    def _give_way(self, sequence: Sequence) -> bool:
+        """Have one that has begun nothing, with a higher number than `sequence`, wait again for a slot."""
+        if not (later := later_ones(self.running, [sequence])):
+            return False
+        last = max(later, key=lambda each: (each.prompt.priority, each.stats.admitted))
+        self.bridges.finish(last)
+        self.running.remove(last)
+        last.state, last.stats.admitted, last.gave_way = State.WAITING, 0.0, last.gave_way + 1
+        self.waiting.put_back(last)
+        return True
 
     def _tell_waiters(self, stuck: Sequence | None) -> None:
         """A line for each that waits; who is next and waits for memory has its own (memory_admission.py)."""

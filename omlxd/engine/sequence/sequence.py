@@ -250,6 +250,7 @@ class Sequence:
     carried        its KV comes from a file or goes into one: no client's prompt, which nothing counts
     begun          its sink knows of how many tokens its KV was restored
     wait_logged    the log says that it waits behind others; never of an answer that is `again`
+    gave_way       how often it gave its slot back (engine/schedule/priority.py)
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
     """
 
@@ -269,6 +270,7 @@ class Sequence:
     timed_out: bool = False
     begun: bool = False
     wait_logged: bool = False
+    gave_way: int = 0
     deadline: float = math.inf
     arrival: int = field(default_factory=lambda: next(_arrivals))
 
@@ -278,6 +280,15 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt.length
+
+    @property
+    def has_begun_nothing(self) -> bool:
+        """Whether it has a slot, and no KV, no reads and no pass yet."""
+        idle = self.state is State.PREFILLING and not (self.begun or self.cancelled or self.stats.was_in_pass)
+        kv = self.kv
+        return idle and not (
+            kv.cache is not None or kv.compute_to or kv.restores or kv.checked or self.prompt.import_file
+        )
 
     @property
     def capacity(self) -> int:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cold_run import prompt
+from families import build_family
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_fakes import check_pool
+from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine.schedule.prefill import PrefillBudget
-from omlxd.engine.schedule.priority import PATIENCE, Levels
+from omlxd.engine.schedule.priority import PATIENCE, Levels, later_ones
 from omlxd.engine.schedule.queue import RequestQueue
 from omlxd.engine.sequence.sampling import UNNAMED, RowSampling, SamplerRow
-from omlxd.engine.sequence.sequence import Prompt, Sequence
+from omlxd.engine.sequence.sequence import Prompt, Sequence, State
 
 GREEDY = RowSampling.of(Sampling(temperature=0.0), UNNAMED)
 numbers = st.integers(-3, 3)
@@ -151,3 +159,65 @@ def test_a_title_has_its_pass_behind_its_sessions_prompt():
     assert budget.pick_sequence([title]) is title
     picked = [budget.pick_sequence([title, main]) for _ in range(2 * (PATIENCE + 1))]
     assert picked.count(title) == 2
+
+
+# --------------------------------------------------------------------------- slots that have begun nothing
+
+
+class Asked(Output):
+    """Notes whose first token comes when in `order`; calls `at_first` when its prompt's first pass is due."""
+
+    def __init__(self, name: str, order: list[str], at_first: Any = None):
+        super().__init__()
+        self.name, self._order, self._at_first = name, order, at_first
+
+    def progress(self, event: Any) -> None:
+        super().progress(event)
+        if self._at_first is not None:
+            call, self._at_first = self._at_first, None
+            call()
+
+    def token(self, token: int, likelihood: Any = None) -> None:
+        if not self.got:
+            self._order.append(self.name)
+        super().token(token, likelihood)
+
+
+@pytest.mark.parametrize("short_of", ["slots", "memory"])
+def test_who_has_begun_nothing_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_of):
+    """Two background requests hold all slots, or all memory is promised to them, when another comes."""
+    order = list[str]()
+    texts = {
+        name: prompt(6 * BLOCK + 9, seed=seed) for seed, name in enumerate(("one", "two", "three", "now"))
+    }
+    with Rig(build_family("qwen3", tmp_path / "model"), slots=2 if short_of == "slots" else 8) as rig:
+        alone = {name: rig.run(text, 3, salt="alone").tokens() for name, text in texts.items()}
+        if short_of == "memory":
+
+            class Memory:
+                def has_room_for(self, sequence: Any, running: list[Any], *_: Any) -> bool:
+                    return len(running) < 2
+
+                def __getattr__(self, name: str) -> Any:
+                    return lambda *_: None
+
+            rig.scheduler.memory = Memory()  # type: ignore[assignment]
+        now = Asked("now", order)
+        first = Asked("one", order, lambda: rig.start(texts["now"], 3, output=now))
+        outputs = {"one": first, "two": Asked("two", order), "three": Asked("three", order), "now": now}
+        rig.on_engine(
+            lambda: [rig.start(texts[n], 3, output=outputs[n], priority=1) for n in ("one", "two", "three")]
+        )
+        assert {name: output.tokens() for name, output in outputs.items()} == alone
+        rig.settle()
+        assert order == ["now", "one", "two", "three"]
+        assert [outputs[n].sequence.gave_way for n in ("one", "two", "three")] == [0, 1, 0]
+        rig.on_engine(lambda: check_pool(rig.pool))
+
+
+@pytest.mark.parametrize("often", [0, PATIENCE])
+def test_a_slot_is_given_back_patience_times_at_most(often):
+    lent = sequence(1)
+    lent.state, lent.gave_way = State.PREFILLING, often
+    assert later_ones([lent], [sequence(0)]) == ([] if often else [lent])
+    assert later_ones([lent], [sequence(1)]) == later_ones([lent], []) == []
