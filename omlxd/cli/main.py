@@ -46,6 +46,7 @@ VERBS = {
     ),
     "run": ("cli.chat.run", "talk to the model that is named first, as Ollama does; downloads it if need be"),
     "launch": ("cli.launch", "start Claude Code, Codex or another coding agent with this daemon's models"),
+    "mcp": ("cli.mcp.command", "let an agent manage this daemon's models, by the Model Context Protocol"),
     "memory": ("cli.watch.memory", "what each loaded model holds in memory; give some of it back"),
     "models": (
         "cli.models.command",

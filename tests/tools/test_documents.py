@@ -32,6 +32,7 @@ VERBS = (
     "chat",
     "engine",
     "launch",
+    "mcp",
     "models",
     "status",
     "top",

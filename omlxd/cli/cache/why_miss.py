@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     if args.json:
         print(as_json(result))
     elif isinstance(result, RecentList):
-        print("\n".join(_listed(result.requests)))
+        print("\n".join(as_list(result.requests)))
     else:
         print(as_text(result))
     return 0
@@ -200,7 +200,7 @@ def _other(other: OtherNamespace) -> str:
     return f"namespace {other.name[:8]} holds {other.tokens} tokens of it{whose}{differs}"
 
 
-def _listed(requests: list[RequestLine]) -> list[str]:
+def as_list(requests: list[RequestLine]) -> list[str]:
     if not requests:
         return ["no request has been made yet"]
     head = ("REQUEST", "WHEN", "MODEL", "PROMPT", "RESTORED", "OUTCOME", "SESSION")

@@ -194,10 +194,10 @@ def as_page(model: InstalledStatus) -> str:
         "process": f"that of {model.shares}" if model.shares else str(model.pid or "-"),
         "trouble": model.trouble or "none",
     }
-    return _facts(model.id, facts)
+    return facts_page(model.id, facts)
 
 
-def _facts(title: str, facts: Mapping[str, str], more: Sequence[str] = ()) -> str:
+def facts_page(title: str, facts: Mapping[str, str], more: Sequence[str] = ()) -> str:
     width = max(map(len, facts))
     return "\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in facts.items()), *more])
 
@@ -334,7 +334,7 @@ def _show_hub(args: argparse.Namespace, settings: Settings, installed: Sequence[
         raise ModelError(
             f"There is no model {args.model!r} on this machine{near}, and {error.message}"
         ) from error
-    _say(args, model, lambda: _facts(*hub_page(model)))
+    _say(args, model, lambda: facts_page(*hub_page(model)))
     return 0
 
 
