@@ -215,6 +215,6 @@ def _listed_row(each: RequestLine) -> tuple[str, ...]:
         each.model,
         str(each.prompt_tokens) if known else "-",
         str(each.cached_tokens) if known else "-",
-        each.outcome,
+        each.outcome + (f", priority {each.priority}" if each.priority else ""),
         (each.session if each.session.isprintable() else repr(each.session)) or "-",
     )

@@ -371,6 +371,7 @@ class RequestLine(msgspec.Struct):
     opening  the first words that its user said, cut
     client   the program that sent it
     turns    of the user
+    priority a lower one goes first
     logged   all that is left of it is a line of `--log-cache-misses`: its `session` may be a digest
     """
 
@@ -385,6 +386,7 @@ class RequestLine(msgspec.Struct):
     opening: str = ""
     client: str = ""
     turns: int = 0
+    priority: int = 0
     logged: bool = False
 
 

@@ -413,7 +413,7 @@ class PromptPasses:
     def _score(self, first: Sequence) -> None:
         """Score the labels of `first`, which stands at its prompt's end, and of others that do."""
         together, tokens = [first], tokens_to_score(first)
-        for other in sorted(self._running, key=lambda sequence: sequence.arrival):
+        for other in sorted(self._running, key=lambda each: (each.prompt.priority, each.arrival)):
             alone = first.prompt.images or other.prompt.images or not self._loaded.batchable
             if other is first or alone or not other.prompt.labels or other.state is not State.PREFILLING:
                 continue

@@ -254,6 +254,19 @@ def test_a_client_of_many_sessions_has_one_turn_in_two():
     lane.close()
 
 
+def test_what_a_client_asks_with_another_priority_has_turns_of_its_own():
+    lane, go, over = Lane("test", 1), threading.Event(), threading.Event()
+    order: list[int] = []
+    lane.put_work("me", "", lambda: go.wait(60) and None, 1)
+    for priority in (1, 1, 1, 0):
+        lane.put_work("me", "", functools.partial(order.append, priority), priority)
+    lane.put_work("me", "", over.set, 1)
+    go.set()
+    assert over.wait(60)
+    assert order.index(0) <= 1
+    lane.close()
+
+
 def test_work_that_fails_does_not_end_a_lane():
     lane, over = Lane("test", 1), threading.Event()
 

@@ -24,6 +24,8 @@ async def test_every_door_reads_it(path, caplog):
         for more in ({}, {"priority": 3}, {"priority": -(2**63)}, {"priority": 2.0}, {"priority": None}):
             assert (await http.post(path, json=body(path, **more))).status_code == 200
         assert [request.priority for request in engine.requests] == [0, 3, -(2**63), 2, 0]
+        listed = (await http.get("/omlxd/requests")).json()["requests"]
+        assert [each["priority"] for each in listed] == [0, 2, -(2**63), 3, 0], "the newest first"
         assert "priority" not in caplog.text, "it is no field that nobody reads"
         refused = await http.post(path, json=body(path, priority="high"))
         assert refused.status_code == 400 and "priority" in refused.text

@@ -35,6 +35,7 @@ class RecentRequest:
     size     bytes that count for it: of its body, or of itself where that is more
     opening  the first words that its user said
     turns    of the user
+    priority as the request has it
     """
 
     model_id: str
@@ -45,6 +46,7 @@ class RecentRequest:
     began: float
     opening: str
     turns: int = 0
+    priority: int = 0
 
     @property
     def request(self) -> GenerateRequest:
@@ -86,7 +88,8 @@ class RecentRequests:
         if size > self._kept.max_cost:
             return
         opening, turns = _said(request.prompt)
-        kept = RecentRequest(model_id, request.session, data, size, trace, time.time(), opening, turns)
+        began, priority = time.time(), request.priority
+        kept = RecentRequest(model_id, request.session, data, size, trace, began, opening, turns, priority)
         self._kept.put(trace.id, kept)
 
     def find_request(self, id: str = "", session: str = "") -> RecentRequest | None:

@@ -201,4 +201,5 @@ def _line(each: RecentRequest) -> RequestLine:
         opening=each.opening,
         client=client_of_request(each.trace.client, each.session),
         turns=each.turns,
+        priority=each.priority,
     )
