@@ -95,7 +95,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--quick", action="store_true", help="1k alone, and a shorter text for perplexity")
     parser.add_argument("--no-perplexity", action="store_true", help="measure no perplexity")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    add_flags(parser, "base_path", "model_dir")
+    add_flags(parser, "base_path", "model_dir", "metal_kernels")
     args = parser.parse_args(argv)
     wanted = _lengths(args.lengths) if args.lengths else (LENGTHS[:1] if args.quick else None)
     tokens = 0 if args.no_perplexity else QUICK_TOKENS if args.quick else PERPLEXITY_TOKENS
@@ -108,7 +108,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 def _named(args: argparse.Namespace) -> tuple[str, list[str]]:
     """Return the model, and further flags of a daemon that has it."""
-    given = {name: getattr(args, name) for name in ("config", "base_path", "model_dir")}
+    given = {name: getattr(args, name) for name in ("config", "base_path", "model_dir", "metal_kernels")}
     model: str = args.model
     if args.model_dir is None:
         model, given["model_dir"] = as_listed(model, settings_of(args, *given))

@@ -160,7 +160,8 @@ _HELP = {
     "cpu_blas": "on a Linux CPU: auto has OpenBLAS compute matrix products, if it is installed; off: MLX's "
     "own BLAS, which is slow",
     "no_cache": "compute every prompt from its first token: no RAM cache, no SSD cache",
-    "max_concurrent_requests": "requests that decode at the same time; more wait their turn",
+    "max_concurrent_requests": "requests that decode at the same time; more wait their turn; auto: 32 on a "
+    "GPU, 8 on a CPU",
     "request_timeout": "longest that a request may take, as 600 (seconds) or 1h; its answer then ends as one "
     "that is too long; 0: no limit",
     "seed": "where a model's random numbers begin when it is loaded, for requests without a seed of their "
@@ -171,7 +172,7 @@ _HELP = {
     "where kernels of omlxd's own read it; on: on any GPU, where steps may be slow; off: each holds its "
     "own",
     "metal_kernels": "auto: on Metal, kernels of omlxd's own compute what a load finds right and not slower "
-    "than MLX's own there; off: MLX's alone",
+    "than MLX's own there: the log and `omlxd doctor` say which; off: MLX's alone",
     "max_thinking_tokens": "most tokens that a model may think before it answers, whatever a request says; "
     "0: it does not think; none: as many as it likes",
     "loop_stop": "auto: reasoning, and then an answer, that surely repeats itself without end is ended; "
@@ -359,8 +360,16 @@ def _options() -> Iterable[Option]:
                     field=each.name,
                     type=each.type,
                     help=_HELP[each.encode_name],
-                    **{**meta.extra, "wrong": meta.extra["wrong"] or expected(each.type)},
+                    **{
+                        **meta.extra,
+                        "wrong": meta.extra["wrong"] or _expected(each.type, meta.extra["none"]),
+                    },
                 )
+
+
+def _expected(kind: Any, none: str | None) -> str:
+    wrong = expected(kind)
+    return f"neither {none} nor a{wrong[2:]}" if none and wrong.startswith("no whole") else wrong
 
 
 # Read in this order: a value may depend on those before it.

@@ -226,6 +226,12 @@ def test_what_is_overridden_is_checked_as_well(tmp_path: Path, capsys):
     assert settings({"port": "3"}, {"OMLXD_PORT": "2"}).overridden == ()
 
 
+def test_a_number_that_may_be_a_word(tmp_path: Path):
+    message = refused({"max_concurrent_requests": "AUTO2"}, home=tmp_path).message
+    assert message.endswith("'AUTO2' is neither auto nor a whole number from 1 to 1024.")
+    assert "neither none nor a whole number" in refused({"max_thinking_tokens": "x"}, home=tmp_path).message
+
+
 def test_a_flag_that_a_models_own_setting_overrides_is_told(tmp_path: Path):
     text = (
         '[serve]\nkv-bits = 4\n[models.a]\nmetal-kernels = "auto"\nkv-bits = 8\nhealing = true\nttl = "0"\n'

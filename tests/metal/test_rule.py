@@ -21,6 +21,7 @@ ONES = mx.ones((4, 8))
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "_verdicts", {})
+    monkeypatch.setattr(rule, "_notes", rule._Notes())
 
 
 def refuse(*_: Any) -> Any:
@@ -102,7 +103,6 @@ def test_a_gpu_fault_in_a_check_ends_the_process(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_kernel_that_ended_two_processes_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(rule, "_notes", rule._Notes())
     rule.use_folder(tmp_path / "kernels")
     case = rule.Case("fake", "z", lambda: [ONES], lambda: [ONES], 1e-3)
 
@@ -154,7 +154,6 @@ def test_a_kernel_that_ended_two_processes_is_left_alone(monkeypatch: pytest.Mon
 def test_a_stop_is_no_fault_of_a_kernel_unless_that_hangs(
     later_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(rule, "_notes", rule._Notes())
     rule.use_folder(tmp_path)
     began = time.monotonic()
     kept = list[int]()

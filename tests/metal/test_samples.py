@@ -9,13 +9,15 @@ import mlx.core as mx
 import pytest
 from metal import stand_ins
 
+from omlxd.cli.doctor.report import measure
 from omlxd.engine.mlx_adapter.attention import backend
 from omlxd.engine.mlx_adapter.metal import kernel, rule
 from omlxd.engine.mlx_adapter.metal.attention import choice
 from omlxd.engine.mlx_adapter.metal.backend import MetalBackend
 from omlxd.engine.mlx_adapter.metal.delta import layers, prompts
 from omlxd.engine.mlx_adapter.metal.products import install
-from omlxd.engine.server.measure.attention import kernels
+from omlxd.engine.server.measure.attention import KERNELS
+from omlxd.engine.server.measure.attention import kernel as measured
 
 
 def by_stand_in(some: kernel.Kernel, arrays: Any, template: Any = (), **how: Any) -> list[mx.array]:
@@ -46,8 +48,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_report_has_a_line_for_each_kernel(small: None):
-    lines = kernels().lines
-    assert [name for name, _ in lines] == ["kernels, large", *[""] * (len(lines) - 1)]
+    assert tuple(MetalBackend().samples) == KERNELS == measure.KERNELS
+    lines = [line for name in KERNELS for line in measured(name).lines]
+    assert [name for name, _ in lines] == list(KERNELS)
     said = [text for _, text in lines]
     for start in (
         "attend_rows is used (2 query heads, 1 KV heads, 64 wide, float32):",
@@ -59,4 +62,4 @@ def test_a_report_has_a_line_for_each_kernel(small: None):
     ):
         (line,) = (text for text in said if text.startswith(start))
         assert "the same in company" in line and "time by MLX's own: 0.75 (" in line and ": 0.75 ms)" in line
-    assert kernels().lines == []  # Judged once a process.
+    assert measured(KERNELS[0]).lines == []  # Judged once a process.

@@ -51,7 +51,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if args.report:
         if args.json:
             raise ConfigError("--report: it is a text, and has no --json.")
-        return report.write(settings, lambda line: print(line, flush=True), mistakes=mistakes)
+        disk_test = not args.no_disk_test
+        return report.write(
+            settings, lambda line: print(line, flush=True), mistakes=mistakes, disk_test=disk_test
+        )
     notes: dict[str, str] = {}
     if args.url or not (args.host or args.port):
         settings = _at_daemon(settings, args.url, notes)

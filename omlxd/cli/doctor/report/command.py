@@ -21,19 +21,22 @@ from .. import disk
 from . import agent, busy, folders, system
 from .bounds import Budget, ended_by_signals, within
 from .inside import Inside, surroundings
-from .measure import Measured, measure
+from .measure import KERNELS, Measured, measure
 from .privacy import Privacy
 from .system import ABSENT, Lines
 
 TOTAL_S = 110.0
 FACTS_S, FOLDERS_S, DISK_S, AGENT_S = 10.0, 30.0, 20.0, 60.0
-FIRST = ("device", "eval", "bandwidth", "model", "pass", "hits")
-LAST = ("kernels", "sdpa 512", "sdpa 4,096", "sdpa 16,384", "longest kernel")
+FIRST = ("device", "eval", "bandwidth", *KERNELS, "model", "pass", "hits")
+LAST = ("sdpa 512", "sdpa 4,096", "sdpa 16,384", "longest kernel")
 MOST_MODEL_BYTES = 25 * 10**8
+WRITES = ", and writes 268 MB beside the SSD cache, which it removes"
 TAKES = (
     "It opens Documents, Desktop, Downloads and iCloud Drive (macOS may ask you), and launchd runs its job.",
-    "It loads a model of up to 2.5 GB, and writes 268 MB beside the SSD cache, which it removes.",
+    f"It loads a model of up to 2.5 GB{WRITES}.",
+    "On a Mac it checks and times Metal kernels (--metal-kernels off: none).",
 )
+LEFT_OUT = "left out (--no-disk-test)"
 HEAD = "omlxd doctor --report: paths, prompts, keys and names are left out. Paste all of it into an issue."
 NO_FOLDER = (
     "not measured: no folder for temporary files can be written; make room, or set TMPDIR to another one"
@@ -47,14 +50,15 @@ class Report:
     def __init__(self, budget: Budget, show: Callable[[str], None], privacy: Privacy):
         self.budget, self._show, self._privacy = budget, show, privacy
         self.failed: list[str] = []
+        self.left_out: list[str] = []
         self.values: dict[str, float] = {}
 
     def line(self, name: str, text: str) -> None:
         self._show(f"{name:<{WIDTH}}  {self._privacy.clean(' '.join(text.split()))}".rstrip())
 
     def fail(self, name: str, why: str) -> None:
-        """Say why a part has no figures."""
-        self.failed.append(name)
+        """Say why a part has no figures: for lack of time, or it failed."""
+        (self.left_out if why.startswith("left out: ") else self.failed).append(name)
         self.line(name, self._privacy.error(why))
 
     def part(self, name: str, call: Callable[[], Lines], seconds: float = FACTS_S) -> None:
@@ -98,12 +102,13 @@ def write(
     show: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     mistakes: Sequence[str] = (),
+    disk_test: bool = True,
 ) -> int:
     """Print the report; returns the exit status: 1 if a part failed. `mistakes`: of the settings."""
     budget = Budget(TOTAL_S, clock)
     report = Report(budget, show, Privacy(more_secrets=[settings.api_key or ""], models=_names(settings)))
     for text in (HEAD, *TAKES):
-        show(text)
+        show(text if disk_test else text.replace(WRITES, ""))
     with ended_by_signals():
         with contextlib.suppress(OSError, ServiceError):
             agent.remove_leftovers()
@@ -111,7 +116,7 @@ def write(
         for text in mistakes:
             text = re.sub(r"^[~/].*? line (?=\d)", "the file's line ", text)
             report.fail("settings", f"not read: {text}")
-        _facts(report, settings)
+        _facts(report, settings, disk_test)
         try:
             made = tempfile.TemporaryDirectory(prefix=f"{agent.FOLDER}{os.getpid()}-")
         except OSError:
@@ -122,20 +127,26 @@ def write(
                 _measure(report, settings, Path(made.name))
         loads = f"load average {load} at the beginning, {busy.load()} at the end, of {os.cpu_count()} cores"
         report.part("busy", lambda: [("busy", "; ".join([loads, daemon, *busy.power(), busy.variables()]))])
-    names = list(dict.fromkeys(report.failed))
-    failed = f"{len(names) or 'no'} part{'s' * (len(names) > 1)} failed"
-    report.line("took", f"{budget.spent:.0f} s; " + ": ".join(filter(None, [failed, ", ".join(names)])))
+    report.line("took", f"{budget.spent:.0f} s; {_summary(report)}")
     return int(bool(report.failed))
 
 
-def _facts(report: Report, settings: Settings) -> None:
+def _summary(report: Report) -> str:
+    names, left = (list(dict.fromkeys(each)) for each in (report.failed, report.left_out))
+    failed = f"{len(names) or 'no'} part{'s' * (len(names) > 1)} failed"
+    lists = [(failed, names), (f"{len(left)} left out for lack of time", left)]
+    return "; ".join(": ".join(filter(None, [what, ", ".join(of)])) for what, of in lists[: 1 + bool(left)])
+
+
+def _facts(report: Report, settings: Settings, disk_test: bool) -> None:
     report.part("omlxd", system.programs)
     report.part("machine", system.machine)
     report.part("memory", system.memory)
     report.part("GPU limits", system.limits)
     report.part("surroundings", lambda: [("surroundings", surroundings())])
     report.part("folders", lambda: [("folders", folders.describe(folders.places(settings)))], FOLDERS_S)
-    report.part("disk", lambda: [("disk", disk.describe_rates(settings))], DISK_S)
+    rates = (lambda: disk.describe_rates(settings)) if disk_test else lambda: LEFT_OUT
+    report.part("disk", lambda: [("disk", rates())], DISK_S)
 
 
 def _measure(report: Report, settings: Settings, folder: Path) -> None:

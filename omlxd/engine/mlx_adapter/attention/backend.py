@@ -148,8 +148,9 @@ class AttentionBackend(Protocol):
         """Return why steps of the newest load do not read segments; "": they do, or nothing is known."""
         return ""
 
-    def judge_samples(self) -> list[str]:
-        """Judge the kernels at shapes of common models, and return a line for each."""
+    def judge_sample(self, name: str) -> list[str]:
+        """Judge a kernel at a shape of common models, and return a line for each verdict. `name`: one of
+        engine/server/measure/attention.py."""
         return []
 
     def decode_step(self, model: Any) -> DecodeStep:

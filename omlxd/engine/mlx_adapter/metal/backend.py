@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import mlx.core as mx
 from ....wire import Kernel
 from ..attention.backend import AttentionCall, MlxBackend
 from ..attention.kv_spec import KVSpec
+from ..cache.packed import Quantisation
 from . import rule
 from .attention.choice import KERNEL, NO_KERNEL, Choices
 from .attention.rows import SpanRowsKVCache, over_segments
@@ -51,11 +52,22 @@ class MetalBackend(MlxBackend):
         counts = {"metal_kernels_used": used.count(True), "metal_kernels_refused": used.count(False)}
         return {**counts, "metal_attention_kernel": float(self._attention.rows)}
 
-    def judge_samples(self) -> list[str]:
+    @property
+    def samples(self) -> dict[str, Callable[[], object]]:
+        """What `judge_sample` calls, by its names."""
+        return {
+            "attend_rows": lambda: self._attention.judge_sample(None),
+            "attend_rows 8bit": lambda: self._attention.judge_sample(Quantisation(8)),
+            "few rows 4 bits": lambda: products.judge_sample(4),
+            "few rows 8 bits": lambda: products.judge_sample(8),
+            "few rows experts": products.judge_experts,
+            "delta prompts": delta.judge_prompts,
+            "delta steps": delta.judge_steps,
+        }
+
+    def judge_sample(self, name: str) -> list[str]:
         known = set(rule.verdicts())
-        self._attention.judge_samples()
-        products.judge_samples()
-        delta.judge_samples()
+        self.samples[name]()
         return [verdict.told() for at, verdict in rule.verdicts().items() if at not in known]
 
     def forward(self, call: AttentionCall) -> mx.array | None:

@@ -17,6 +17,12 @@ GROUPS = (4, 8)
 UNEVEN = 7
 """Tokens by which each row is shorter than the one before."""
 NEW, CONTEXT = 2048, 32768
+KERNELS = (
+    *("attend_rows", "attend_rows 8bit"),
+    *("few rows 4 bits", "few rows 8 bits", "few rows experts"),
+    *("delta prompts", "delta steps"),
+)
+"""Kernels, each at a shape of common models: a part of its own, as one may end its process."""
 ENOUGH_S = 3.0
 """Seconds after which a length's second group is left out."""
 
@@ -55,10 +61,10 @@ def decode(length: int) -> Measured:
     return Measured([(f"sdpa {length:,}", "; ".join([head, *said]))])
 
 
-def kernels() -> Measured:
-    """Kernels of omlxd's own, judged at shapes of common models."""
-    said = mlx_adapter.attention_backend().judge_samples()
-    return Measured([("kernels, large" if at == 0 else "", line) for at, line in enumerate(said)])
+def kernel(name: str) -> Measured:
+    """A kernel of omlxd's own, judged at a shape of common models."""
+    said = mlx_adapter.attention_backend().judge_sample(name)
+    return Measured([(name if at == 0 else "", line) for at, line in enumerate(said)])
 
 
 def longest_kernel() -> Measured:

@@ -31,6 +31,8 @@ def load(engine: Engine, job: Job) -> Measured:
         words += f", {packing['bits']} bits"
     facts = f"{kind}: {engine.loaded.model_type}, {words}, {human(engine.loaded.weight_bytes)}"
     own = "attention is MLX's own: there is no kernel of omlxd's to check"
+    if job.metal_kernels == "off" and mlx_adapter.backend() == "metal":
+        own = "Metal kernels off (--metal-kernels): all is MLX's own"
     notes = engine.notes or ["nothing was measured"]
     return Measured(
         [

@@ -27,7 +27,7 @@ PARTS: dict[str, Callable[[Job], Measured]] = {
     "pass": lambda job: _engine(job).call(lambda: model.passes(_engine(job))),
     "hits": lambda job: reuse.hits(_engine(job)),
     **{f"sdpa {n:,}": lambda job, n=n: attention.decode(n) for n in attention.LENGTHS},
-    "kernels": lambda job: attention.kernels(),
+    **{name: lambda job, name=name: attention.kernel(name) for name in attention.KERNELS},
     "longest kernel": lambda job: attention.longest_kernel(),
 }
 

@@ -47,7 +47,7 @@ class Heads(NamedTuple):
 
 
 SAMPLE = 32, 8, 128, mx.float16
-"""Heads that `judge_samples` takes."""
+"""Heads that `judge_sample` takes."""
 
 
 class Choice(NamedTuple):
@@ -79,12 +79,11 @@ class Choices:
         self.since_load[heads] = self._of[heads]
         return self._of[heads]
 
-    def judge_samples(self) -> None:
-        """Judge the heads of an 8B model, its KV in 16 and in 8 bits."""
-        for how in (None, Quantisation(8)):
-            heads = Heads(*SAMPLE, how)
-            if heads not in self._of:
-                self._of[heads] = _judged(heads)
+    def judge_sample(self, how: Quantisation | None) -> None:
+        """Judge the heads of an 8B model, its KV packed so."""
+        heads = Heads(*SAMPLE, how)
+        if heads not in self._of:
+            self._of[heads] = _judged(heads)
 
     @property
     def rows(self) -> bool:

@@ -36,7 +36,7 @@ SAMPLE = {
     "linear_conv_kernel_dim": 4,
     "rms_norm_eps": 1e-6,
 }
-"""What `judge_samples` takes of a config."""
+"""What samples take of a config."""
 
 MIXED = ("in_proj_qkvz", "in_proj_qkvz", "in_proj_ba", "in_proj_ba")
 
@@ -54,14 +54,25 @@ def prepare(model: Any) -> None:
             _change(module, shape)
 
 
-def judge_samples() -> None:
-    """Judge the kernels at a layer with the heads of Qwen3-Next."""
+def judge_prompts() -> None:
+    """Judge MLX's kernel for prompts at a layer with the heads of Qwen3-Next."""
+    module = _sample()
+    if (shape := shape_of(module)) is not None:
+        prompts.prepare(module, shape)
+
+
+def judge_steps() -> None:
+    """Judge the step at a layer with the heads of Qwen3-Next."""
+    module = _sample()
+    if (shape := shape_of(module)) is not None:
+        _judged(module, shape, ArraysCache)
+
+
+def _sample() -> Any:
     module = Qwen3NextGatedDeltaNet(cast(Any, SimpleNamespace(**SAMPLE)))
     module.set_dtype(mx.float16)
     mx.eval(module.parameters())
-    if (shape := shape_of(module)) is not None:
-        prompts.prepare(module, shape)
-        _judged(module, shape, ArraysCache)
+    return module
 
 
 def shape_of(module: Any) -> Shape | None:

@@ -29,7 +29,7 @@ SORTED = 64
 
 
 SAMPLE, SAMPLE_EXPERTS = (4096, 4096), (2048, 768, 32)
-"""K and N, and how many experts, that `judge_samples` takes."""
+"""K and N, and how many experts, of `judge_sample` and `judge_experts`."""
 
 
 class Shape(NamedTuple):
@@ -75,13 +75,20 @@ def prepare(model: nn.Module) -> None:
         _patch()
 
 
-def judge_samples() -> None:
-    """Judge the kernels at a layer of an 8B model, in 4 and 8 bits, and of experts of a 30B one."""
-    layers = [nn.QuantizedLinear(*SAMPLE, False, 64, bits) for bits in (4, 8)]
-    for layer in (*layers, QuantizedSwitchLinear(*SAMPLE_EXPERTS, False, 64, 4)):
-        layer.set_dtype(mx.float16)
-        if (shape := shape_of(layer)) is not None:
-            _judge(shape, layer)
+def judge_sample(bits: int) -> None:
+    """Judge the kernel at a layer of an 8B model."""
+    _judge_sample(nn.QuantizedLinear(*SAMPLE, False, 64, bits))
+
+
+def judge_experts() -> None:
+    """Judge the kernel at a layer of a 30B model."""
+    _judge_sample(QuantizedSwitchLinear(*SAMPLE_EXPERTS, False, 64, 4))
+
+
+def _judge_sample(layer: nn.Module) -> None:
+    layer.set_dtype(mx.float16)
+    if (shape := shape_of(layer)) is not None:
+        _judge(shape, layer)
 
 
 def _judge(shape: Shape, layer: Any) -> Taken:
