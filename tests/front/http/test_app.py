@@ -27,6 +27,7 @@ def test_resolve_name():
     assert resolve_name("other", known) == "/models/other"
     assert resolve_name("claude-here", known, "org/tiny") == "claude-here"
     assert resolve_name("claude-opus-5-5", known, "org/tiny") == "org/tiny"
+    assert resolve_name("jev-latest", known, "org/tiny") == "org/tiny"
     for name in ("", "  ", "default", "Dummy", "local", "local-model", "default:latest"):
         assert resolve_name(name, known, "org/tiny") == "org/tiny"
         with pytest.raises(NotFound):
