@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,3 +44,38 @@ def test_a_queue_in_the_background_does_not_keep_an_interactive_request_waiting(
         print(before, order)
         refused = daemon.post("/v1/messages", {}, headers={HEADER: "now"})
         assert refused.status_code == 400
+
+
+@pytest.mark.slow
+def test_a_title_and_a_sub_agent_wait_for_their_session(tmp_path: Path):
+    """As opencode asks, the title first, while somebody else holds the only slot."""
+    title = ("system", "You are a title generator. You output ONLY a thread title. Nothing else.")
+    question = ("user", "Mend the bug in the kettle.")
+    long = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 50_000, "logit_bias": NO_END}
+    with Daemon(tmp_path, "--max-concurrent-requests", "1") as daemon, ThreadPoolExecutor(3) as pool:
+
+        def ask(session: str, *said: tuple[str, str]) -> int:
+            messages = [{"role": role, "content": text} for role, text in said]
+            asked = {
+                "model": daemon.model,
+                "messages": messages,
+                "max_tokens": 4,
+                "prompt_cache_key": session,
+            }
+            return daemon.post("/v1/chat/completions", asked).json()["usage"]["prompt_tokens"]
+
+        with daemon.stream("/v1/chat/completions", {"model": daemon.model, **long}) as slot:
+            lines = slot.iter_lines()
+            next(lines)
+            asked = []
+            for session, *said in (
+                ("s", title, ("user", "Generate a title for this conversation:\n"), question),
+                ("s/agent", question),
+                ("s", ("system", prose(300)), question),
+            ):
+                asked.append(pool.submit(ask, session, *said))
+                wait_until(lambda: daemon.figure("num_requests_waiting") == len(asked), why=daemon.logged)
+        of_title, of_agent, of_main = (each.result() for each in asked)
+        assert daemon.stop() == 0
+    answered = re.findall(r"outcome=ok prompt=(\d+)", daemon.logged())
+    assert [*map(int, answered)] == [of_main, of_title, of_agent]
