@@ -88,7 +88,7 @@ def _train(kind: str, module: Any, target: Path, texts: Sequence[Sequence[int]])
     positions.keep_layers(loaded.model, layers)
     states = []
     for each in texts:
-        loaded.model(mx.array([each]), cache=loaded.model.make_cache())
+        loaded.model(mx.array([each]), cache=mlx_adapter.new_cache(loaded.model, 1))
         states.append(mlx_adapter.take_hidden())
     positions.forget_hidden()
     mx.eval(states)

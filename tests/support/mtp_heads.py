@@ -24,6 +24,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
     "qwen3_next": {},
     "glm_moe_dsa": {"num_nextn_predict_layers": 1},
+    "qwen4_exp": {},
+    "glm5_next": {},
     "nemotron_h": {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*", "n_routed_experts": 4},
 }
 """Families with heads: what their configs say of them."""
@@ -59,9 +61,11 @@ def _write(folder: Path, drafter: Any) -> None:
     for name, array in tree_flatten(drafter.parameters()):
         if family.startswith("qwen3"):
             heads[f"mtp.{name}"] = array - 1 if name.endswith(NORMS) else array
-        elif family == "glm_moe_dsa":
-            name = name.removeprefix("mtp.").replace("shared_head_norm", "shared_head.norm")
-            heads[f"model.layers.{config['num_hidden_layers']}.{name}"] = array
+        elif family.startswith("glm"):
+            name = name.removeprefix("mtp.").removeprefix("mtp_block.")
+            name = name.replace("shared_head_norm", "shared_head.norm")
+            layers = config.get("text_config", config)["num_hidden_layers"]
+            heads[f"model.layers.{layers}.{name}"] = array
         else:
             heads[f"mtp.{name}"] = array
     mx.save_safetensors(str(folder / "mtp.safetensors"), heads)
@@ -77,7 +81,7 @@ def _train(drafter: Any, folder: Path, texts: Sequence[Sequence[int]], steps: in
     states = []
     positions.keep_hidden()
     for each in texts:
-        loaded.model(mx.array([each]), cache=loaded.model.make_cache())
+        loaded.model(mx.array([each]), cache=mlx_adapter.new_cache(loaded.model, 1))
         states.append(mlx_adapter.take_hidden())
     positions.forget_hidden()
     mx.eval(states)

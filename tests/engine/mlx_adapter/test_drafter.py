@@ -38,7 +38,7 @@ def test_guesses_are_those_of_mlx_vlms_own_loop(kind: str, tmp_path: Path):
     build_drafter(kind, tmp_path / kind, model)
     loaded = mlx_adapter.load(model)
     drafter = mlx_adapter.load_drafter(tmp_path / kind, loaded)
-    logits = loaded.model(mx.array([TOKENS]), cache=loaded.model.make_cache())
+    logits = loaded.model(mx.array([TOKENS]), cache=mlx_adapter.new_cache(loaded.model, 1))
     hidden: Any = mlx_adapter.take_hidden()
     assert hidden.shape == (1, len(TOKENS), 64 * (3 if kind == "eagle3" else 2))
     bonus = int(mx.argmax(logits[0, -1]).item())

@@ -16,16 +16,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache.kinds import Cache, arrays_of
+from ..cache.kinds import Cache, arrays_of, can_take_back
 from . import vision
-from .load import LoadedModel, tree_bytes
+from .load import LoadedModel, run_passes, tree_bytes
 from .positions import take_hidden
 
 Draw = Callable[[mx.array], mx.array]
 """Logits (1, vocabulary) of the next position → its token (1,)."""
-
-NEEDS = ("mlx_vlm", "PIL", "requests")
-"""Packages that drafters need."""
 
 _EMBEDDINGS = ("embed_tokens", "embeddings", "wte", "word_embeddings", "tok_embeddings")
 
@@ -57,7 +54,7 @@ class Drafter:
         drawn = self.draft(state, [0] * tokens, hidden, 2, lambda logits: self._check(logits))
         mx.eval(drawn)
         held = arrays_of([leaf.state for leaf in _leaves(state.cache)])
-        self.token_bytes = sum(array.nbytes // array.shape[2] for array in held if array.ndim == 4)
+        self.token_bytes = sum(array.nbytes for array in held) // tokens
 
     def _bind(self) -> None:
         """Take the target's embeddings and head, which are none of its own weights."""
@@ -123,9 +120,14 @@ def _leaves(cache: Cache) -> Iterator[Any]:
 
 
 def example_states(loaded: LoadedModel) -> mx.array:
-    """Hidden states (1, 2, any) of two tokens, as passes of `loaded` keep them."""
-    mx.eval(loaded.model(mx.array([[0, 1]]), cache=loaded.model.make_cache()))
+    """Hidden states (1, 2, any) of two tokens, as passes of `loaded` keep them.
+
+    Raises ValueError where they keep none, or can't be taken back.
+    """
+    cache, _ = run_passes(loaded.model, [[0, 1]])
     hidden = take_hidden()
+    if not can_take_back(cache, 1):
+        raise ValueError("the model's cache can't take back tokens, so nothing guesses for it")
     if hidden is None or hidden.ndim != 3:
         raise ValueError("the model's layers give no hidden states that can be read")
     return hidden
@@ -145,7 +147,7 @@ def embeddings_of(model: Any) -> tuple[Any, Any]:
     for name, module in model.named_modules():
         if "vision" in name or "per_layer" in name:
             continue
-        if embeddings is None and name.endswith(_EMBEDDINGS) and hasattr(module, "as_linear"):
+        if embeddings is None and name.split(".")[-1] in _EMBEDDINGS and hasattr(module, "as_linear"):
             embeddings = module
         if head is None and isinstance(own := getattr(module, "lm_head", None), nn.Module):
             head = own

@@ -15,16 +15,15 @@ Pinned to mlx-vlm 0.7.10. What this file relies on, each tested in tests/engine/
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ....models.drafters import drafter_kind
-from ....models.footprint import INSTALL_VISION, read_config
+from ....models.footprint import INSTALL_VISION, has_vlm, read_config
 from . import vision
-from .drafter import NEEDS, ChainDrafter, Drafter, DrafterState, Draw, example_states, hidden_size, target_of
+from .drafter import ChainDrafter, Drafter, DrafterState, Draw, example_states, hidden_size, target_of
 from .load import LoadedModel, make_float32
 from .mtp import mtp_of
 from .positions import keep_layers, last_positions
@@ -95,7 +94,7 @@ def load_drafter(path: Path, loaded: LoadedModel) -> Drafter:
     assert kind is not None
     if kind[0] == "refused":
         raise ValueError(kind[1])
-    if not all(map(find_spec, NEEDS)):
+    if not has_vlm():
         raise ValueError(f"it needs mlx-vlm: {INSTALL_VISION}")
     module = vision.import_vlm("utils").load_model(path, lazy=True)
     if kind[0] == "mtp":

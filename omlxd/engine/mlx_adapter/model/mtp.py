@@ -14,25 +14,24 @@ Pinned to mlx-vlm 0.7.10. What this file relies on, each tested in tests/engine/
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 
-from ....models.footprint import read_config
+from ....models.footprint import has_vlm, read_config
 from . import vision
-from .drafter import NEEDS, ChainDrafter, DrafterState, embeddings_of, example_states, hidden_size
+from .drafter import ChainDrafter, DrafterState, embeddings_of, example_states, hidden_size
 from .load import LoadedModel, make_float32
-from .positions import keep_hidden, keep_layers
+from .positions import keep_hidden, keep_streams
 
 FAMILIES: dict[str, Literal["normed", "streams"]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm_moe_dsa", "glm5_next"), "normed"),
-    **dict.fromkeys(("nemotron_h", "hy_v4"), "normed"),
-    **dict.fromkeys(("qwen4_exp", "deepseek_v4"), "streams"),
+    "nemotron_h": "normed",
+    "qwen4_exp": "streams",
 }
 """Families whose heads guess, by the hidden states that they read: what the model's own head takes, behind
-its last norm; or the last layer's output, in several streams."""
+its last norm; or the streams that go into its last mixer."""
 
 
 class MtpHeads(ChainDrafter):
@@ -66,7 +65,7 @@ def load_mtp(path: Path, loaded: LoadedModel) -> MtpHeads | None:
     Raises ValueError and what mlx-vlm raises, where the folder has heads that can't be loaded.
     """
     config = read_config(path)
-    if family(config.get("model_type")) not in FAMILIES or not all(map(find_spec, NEEDS)):
+    if family(config.get("model_type")) not in FAMILIES or not has_vlm():
         return None
     splitter = vision.import_vlm("speculative.drafters.mtp_split").get_mtp_splitter(source_config=config)
     if splitter is None or not any(
@@ -93,8 +92,5 @@ def mtp_of(module: Any, loaded: LoadedModel) -> MtpHeads:
     if loaded.float32:
         make_float32(module)
     mx.eval(module.parameters())
-    if reads == "normed":
-        keep_hidden()
-    else:
-        keep_layers(loaded.model, [len(loaded.model.layers) - 1])
+    (keep_hidden if reads == "normed" else keep_streams)()
     return MtpHeads(module, loaded, example_states(loaded))

@@ -44,13 +44,15 @@ def logits_at(
 class _Passes(threading.local):
     """What the pass under way on a thread gives beside its logits.
 
-    keeps   hidden states are kept: of `layers`, or what the head takes
+    keeps   hidden states are kept: of `layers`, `streams`, or what the head takes
+    streams  what mlx-vlm's language model itself calls its hidden states
     given   by the layers so far
     """
 
     positions = 1
     keeps = False
     layers: tuple[int, ...] = ()
+    streams = False
     hidden: mx.array | None = None
     of_rows: mx.array | None = None
     taken = False
@@ -64,13 +66,28 @@ passes = _Passes()
 
 def keep_hidden() -> None:
     """From now on passes on this thread keep what their head takes: `take_hidden` gives it."""
-    passes.keeps, passes.layers = True, ()
+    passes.keeps, passes.layers, passes.streams = True, (), False
+
+
+def keep_streams() -> None:
+    """From now on passes on this thread of language models of mlx-vlm (vlm_text.py) keep the streams that go
+    into their last mixer: `take_hidden` gives them, one behind the other."""
+    passes.keeps, passes.layers, passes.streams = True, (), True
+
+
+def keeps_streams() -> bool:
+    return passes.streams
+
+
+def give_streams(hidden: mx.array) -> None:
+    """`hidden`: (rows, tokens, any)."""
+    passes.hidden = hidden
 
 
 def keep_layers(model: Any, layers: Sequence[int]) -> None:
     """From now on passes on this thread keep what these layers of `model` give: `take_hidden` gives it, one
     layer's behind the other's."""
-    passes.keeps, passes.layers, passes.given = True, tuple(layers), {}
+    passes.keeps, passes.layers, passes.streams, passes.given = True, tuple(layers), False, {}
     for index in set(layers):
         layer = model.layers[index]
         layer.__class__ = _telling(type(layer), index)
@@ -93,7 +110,7 @@ def keeps_hidden() -> bool:
 
 def forget_hidden() -> None:
     """Passes on this thread keep no hidden states any more."""
-    passes.keeps, passes.layers, passes.given, passes.hidden = False, (), {}, None
+    passes.keeps, passes.layers, passes.streams, passes.given, passes.hidden = False, (), False, {}, None
 
 
 def take_hidden() -> mx.array | None:
@@ -102,16 +119,14 @@ def take_hidden() -> mx.array | None:
         given, passes.given = passes.given, {}
         if any(layer not in given for layer in passes.layers):
             return None
-        states = [given[layer] for layer in passes.layers]
-        states = [each.flatten(2) if each.ndim > 3 else each for each in states]  # Of several streams.
-        return states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
+        return mx.concatenate([given[layer] for layer in passes.layers], axis=-1)
     hidden, passes.hidden = passes.hidden, None
     return hidden
 
 
 def _last(x: mx.array) -> mx.array:
     """(batch, tokens, hidden) of positions that count: the last, but within `last_positions`, `logits_at`."""
-    if passes.keeps and not passes.layers:
+    if passes.keeps and not passes.layers and not passes.streams:
         passes.hidden = x
     if x.ndim == 3 and passes.of_rows is not None:
         passes.taken = True

@@ -2,7 +2,7 @@
 
 Pinned to mlx-vlm 0.7.10. What this file relies on, each tested in tests/engine/mlx_adapter/test_vlm_text.py:
 - the package `mlx_vlm.models.<model_type>` has the family, `Model(…).language_model` its language model, and
-  a call of that with `cache=` gives an object with `logits`;
+  a call of that with `cache=` gives an object with `logits`, with `return_hidden=True` also `hidden_states`;
 - its caches of the classes that `vision.own_cache` replaces keep what mlx-lm's do.
 
 What else such a language model must be, `TextModel.check` looks at: some of mlx-vlm's look both ways, as an
@@ -26,7 +26,7 @@ from ....models.footprint import INSTALL_VISION, VLM_VERSION, has_vlm, read_conf
 from ..cache.kinds import Cache, leaves
 from ..runtime.arrays import distance
 from . import vision
-from .positions import is_head
+from .positions import give_streams, is_head, keeps_streams
 
 FAR = 0.2
 """`distance` of logits from which on `TextModel.check` fails. In bfloat16 rounding may choose other experts;
@@ -51,11 +51,15 @@ class TextModel(nn.Module):
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         """Logits of `tokens` (rows, tokens). Nothing of a request stays in the model."""
-        inputs = {}
+        inputs: dict[str, Any] = {}
         if self._has_places and cache is not None:
             self.language_model._position_ids = self.language_model._rope_deltas = None
             inputs["position_ids"] = vision.positions(cache, tokens.shape)
-        return self.language_model(tokens, cache=cache, **inputs).logits
+        if not keeps_streams():
+            return self.language_model(tokens, cache=cache, **inputs).logits
+        out = self.language_model(tokens, cache=cache, return_hidden=True, **inputs)
+        give_streams(out.hidden_states[-1])
+        return out.logits
 
     def check(self) -> None:
         """Raise ModelError unless it gives what mlx-vlm's whole model does, token by token as at once.
