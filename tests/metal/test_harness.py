@@ -48,13 +48,33 @@ WRONG = {
     "past the end of y": I + "y[i + 1] = x[i];",
     "writes into its input x": I + "((device float*)x)[i] = 1; y[i] = 1;",
     "no thread writes 1 of 64 elements of y, first 3": I + "if (i != 3) y[i] = x[i];",
-    "depends on the order of threads": I + "threadgroup float a[64]; a[i] = x[i]; y[i] = a[63 - i];",
-    "two threads write the same": I + "y[i % 32] = x[i]; y[32 + i % 32] = 0;",
-    "y depends on the order of threads": I
+    "thread 32 writes what thread 31 has read, and no barrier": I
+    + "threadgroup float a[64]; a[i] = x[i]; y[i] = a[63 - i];",
+    "a race at y.0.: thread 32 writes what thread 0 has written, too": I
+    + "y[i % 32] = x[i]; y[32 + i % 32] = 0;",
+    "a race at a, byte 0 of 8: thread 1 reads what thread 0 has written": I
     + "threadgroup float a[2]; float all = 0; for (int turn = 0; turn < 3; turn++) {"
     " if (i % 32 == 0) a[i / 32] = x[i] + turn; threadgroup_barrier(mem_flags::mem_threadgroup);"
     " all += a[0] + a[1]; } y[i] = all;",  # The second barrier of a turn is missing.
-    "an index beyond an array, .* line 6: `const uint i": I
+    "a race at t, byte 0 of 32: thread 8 reads what thread 0 has": I  # Its sums are exact in any order.
+    + "threadgroup uint t[8]; if (i < 8) t[i] = 0; threadgroup_barrier(mem_flags::mem_threadgroup);"
+    " t[i % 8] += 1; threadgroup_barrier(mem_flags::mem_threadgroup); y[i] = t[i % 8];",
+    "a race at t, byte 0 of 4: thread 1 reads what": I
+    + "threadgroup float t[1]; if (i == 0) t[0] = 0; threadgroup_barrier(mem_flags::mem_threadgroup);"
+    " t[0] = max(t[0], x[i]); threadgroup_barrier(mem_flags::mem_threadgroup); y[i] = t[0];",
+    "thread 1 reads what thread 0 has written": I  # simd_sum is no barrier.
+    + "threadgroup float t[64]; t[i] = x[i]; const float all = simd_sum(x[i]); y[i] = t[i / 2 * 2] + all;",
+    "a race at y.63.: thread 0 reads what thread 63": I
+    + "y[i] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup); const float other = y[63 - i];"
+    " threadgroup_barrier(mem_flags::mem_threadgroup); y[i] = other;",
+    "reads y.0., of an output, before it is written": I + "y[i] += x[i];",
+    "depends on .* what nobody has written": I
+    + "threadgroup float t[8]; if (i < 2) t[i] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup);"
+    " float most = 0; for (int j = 0; j < 8; j++) most = max(most, t[j]); y[i] = most;",
+    "different places of simd_sum": I + "y[i] = i % 2 ? simd_sum(x[i]) : simd_sum(2 * x[i]);",
+    "different places of simd_max": I + "if (i % 2) y[i] = most(x[i]); else y[i] = most(2 * x[i]);",
+    "threads are at different barriers": I + "if (i < 32) { meet(); y[i] = 0; } else { meet(); y[i] = 1; }",
+    "an index beyond an array, .* line 9: `const uint i": I
     + "float a[4]; for (int j = 0; j < 5; j++) a[j] = x[i]; y[i] = a[i % 4];",
     "an address that is not aligned, ": I + "y[i] = (*(const device float4*)(x + i % 4)).x;",
     "an integer divided by 0": I + "y[i] = int(x[i]) / int(i);",
@@ -62,6 +82,11 @@ WRONG = {
     "does not compile: ‘nobody’ was not declared": I + "y[i] = nobody(x[i]);",
     "simd_shuffle of a lane that does not exist": I + "y[i] = simd_shuffle(x[i], 32);",
 }
+
+HELPERS = """
+float most(float a) { return simd_max(a); }
+METAL_FUNC void meet() { threadgroup_barrier(mem_flags::mem_threadgroup); }
+"""
 
 REFUSED = {
     "a threadgroup has 1056 threads": ("", "", 1056),
@@ -73,6 +98,20 @@ REFUSED = {
     ),
     "device float .' with an lvalue of type 'float": ("", "float a[2]; device float* q = a; y[i] = q[0];"),
     "a cast changes the address space": ("", "thread float* q = (thread float*)x; y[i] = q[0];"),
+    "cast changes the address space; line .*float4": ("", "y[i] = ((constant float4*)x)[0].x;"),
+    "cast changes the address space; line .*vec": (
+        "",
+        "threadgroup float t[64]; y[i] = ((device vec<float, 4>*)t)[0].x;",
+    ),
+    "size is no constant; line .*float a": ("", "int n = int(x[1]) + 2; float a[n]; a[0] = 1; y[i] = a[0];"),
+    "size is no constant; line .*threadgroup": (
+        "",
+        "int n = int(x[1]) + 2; threadgroup float a[n]; a[i % n] = 1; y[i] = 1;",
+    ),
+    "no static variables": ("", "static int n = 0; y[i] = n;"),
+    "no long long": ("", "long long n = 0; y[i] = n;"),
+    "kernel is a word of Metal's own": ("", "float kernel = 1; y[i] = kernel;"),
+    "vertex is a word of Metal's own": ("float f(float vertex) { return vertex; }", "y[i] = f(1.0f);"),
     "read-only variable is not assignable": ("", "constant float* q = (constant float*)x; q[i] = 1;"),
     "top of a kernel alone": ("", "if (i) { threadgroup float a[2]; a[0] = 1; y[i] = a[0]; }"),
     "no initial value": ("", "threadgroup float a[2] = {}; y[i] = a[0];"),
@@ -123,7 +162,7 @@ def floats(threads: int = 64) -> mx.array:
 @pytest.mark.parametrize("said", WRONG)
 def test_a_wrong_kernel_is_found(said: str):
     with pytest.raises(MetalError, match=said):
-        called(Kernel("wrong", ["x"], ["y"], WRONG[said]), floats())
+        called(Kernel("wrong", ["x"], ["y"], WRONG[said], HELPERS), floats())
 
 
 @pytest.mark.parametrize("said", REFUSED)
@@ -159,7 +198,7 @@ def test_what_kernels_are_made_of_has_metals_meaning(dtype: Any):
     const device T* p = x + i / 4 * 4;
     const device vec<T, 4>* four = (const device vec<T, 4>*)p;
     const float4 f = float4(four[0]);
-    own[1] = first<N>(x + 1, own, all, 2.0f) + FOUR + down<3>(2);
+    own[1] = first<N>(x + 1, own, all + i, 2.0f) + FOUR + down<3>(2);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (i == 0) more[1][2] = all[0];
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -347,7 +386,7 @@ def test_a_pretended_mac_takes_stand_ins_or_all_as_cpp(monkeypatch: pytest.Monke
 
 
 def test_what_does_not_end_and_what_is_written_beside_a_buffer_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(harness, "MOST_CPU_S", 0.1)
+    monkeypatch.setattr(harness, "MOST_STEPS", 100_000)
     with pytest.raises(MetalError, match="it does not end"):
         called(Kernel("endless", ["x"], ["y"], I + "for (uint a = i + 1; a; a += 2) y[i] = x[i];"), floats())
     with pytest.raises(MetalError, match="it writes before or behind y"):

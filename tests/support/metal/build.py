@@ -22,7 +22,12 @@ KERNEL = [
     *("-fvisibility=hidden", "-fno-gnu-unique", "-ftrivial-auto-var-init=pattern"),
     # Indices beyond arrays of a thread, addresses that are not aligned, division by 0.
     *("-fsanitize=bounds,alignment,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"),
+    # Each access and each step is a call of runtime.cpp's, and of no library. Code stays once: where threads
+    # wait for each other is known by its address.
+    *("-fsanitize=thread", "-fsanitize-coverage=trace-pc", "-nodefaultlibs"),
+    *("-fno-thread-jumps", "-fno-tree-dominator-opts"),
 ]
+LIBRARIES = ["-lm", "-lc"]
 
 
 class CompileError(Exception):
@@ -60,7 +65,7 @@ def _machine() -> str:
 def built(text: str, flags: Iterable[str]) -> Path:
     """Return the library of this C++. Several processes may ask at once."""
     flags = list(flags)
-    headers = "".join((HERE / name).read_text() for name in ("msl_on_cpu.h", "runtime.h"))
+    headers = "".join((HERE / name).read_text() for name in ("msl_on_cpu.h", "races.h", "runtime.h"))
     name = hashlib.sha256("\0".join([text, headers, *flags, _machine()]).encode()).hexdigest()[:24]
     library = folder() / f"{name}.so"
     if not library.exists():
@@ -68,7 +73,7 @@ def built(text: str, flags: Iterable[str]) -> Path:
             file, out = Path(own) / "kernel.cpp", Path(own) / "kernel.so"
             file.write_text(text)
             made = subprocess.run(
-                [compiler() or "g++", *flags, f"-I{HERE}", str(file), "-o", str(out)],
+                [compiler() or "g++", *flags, f"-I{HERE}", str(file), "-o", str(out), *LIBRARIES],
                 capture_output=True,
                 text=True,
             )

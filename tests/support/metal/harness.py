@@ -15,6 +15,7 @@ order of threads, a kernel that does not end, a limit of Apple's (limits.py).
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import shutil
 import subprocess
@@ -35,10 +36,14 @@ Sizes = tuple[int, int, int]
 
 ORDERS = (0, 1, 2)
 """0: simdgroups one after the other, from the first thread on, and buffers end at a fence; 1: from the last
-thread on, and buffers begin at one; others: by chance, by turns."""
+thread on, and buffers begin at one; others: by chance, by turns. Races are looked for in the
+first of them."""
 
-MOST_CPU_S = 120.0
-"""Of one run, before it is said not to end."""
+FILLS = (0xFF, 0x77, 0xF7)
+"""What memory that nobody has written is full of, by orders: NaNs or -1, large numbers, their negatives."""
+
+MOST_STEPS = 2_000_000_000
+"""Of all threads, before a kernel is said not to end. A step is a piece of code without a branch."""
 
 
 class MetalError(Exception):
@@ -48,12 +53,17 @@ class MetalError(Exception):
 class Report(ctypes.Structure):
     _fields_ = (
         ("text", ctypes.c_char * 400),
+        ("array", ctypes.c_char * 100),
         ("line", ctypes.c_int),
         ("other", ctypes.c_int),
         ("address", ctypes.c_uint64),
         ("code", ctypes.c_uint64),
         ("threadgroup_bytes", ctypes.c_uint64),
     )
+
+
+class Written(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("size", ctypes.c_uint64), ("is_output", ctypes.c_uint64))
 
 
 _running = threading.Lock()
@@ -84,7 +94,10 @@ def run(
         raise MetalError(f"{kernel.name}: {wrong}")
     launch = _Launch(kernel, arrays, source, grid, threadgroup)
     with _running:
-        runs = [launch.run(order, output_shapes, output_dtypes) for order in orders]
+        runs = [
+            launch.run(order, output_shapes, output_dtypes, looks_for_races=order == orders[0])
+            for order in orders
+        ]
     unwritten = [np.logical_and.reduce([run[at][1] for run in runs]) for at in range(len(runs[0]))]
     for name, nobody in zip((*kernel.outputs, *kernel.writes), unwritten, strict=True):
         if all_written and nobody.any():
@@ -98,7 +111,7 @@ def run(
             if apart.any():
                 raise MetalError(
                     f"{kernel.name}: {name} depends on the order of threads, in {apart.sum()} of {apart.size}"
-                    f" elements (order {order}): a barrier is missing, or two threads write the same"
+                    f" elements (order {order}), or on what nobody has written"
                 )
     results = [array for array, _ in runs[0]]
     for name, result in zip(kernel.writes, results[len(kernel.outputs) :], strict=True):
@@ -121,6 +134,7 @@ class _Launch:
             ) from None
         self._inputs = {name: as_numpy(array) for name, array in zip(kernel.inputs, arrays, strict=True)}
         spans = {name: _memory(array) for name, array in self._inputs.items()}
+        self._offs = {name: (start - _start_of_arrays()) % 16 for name, (start, _) in spans.items()}
         for name, (start, size) in ((name, spans[name]) for name in kernel.writes):
             for other, (at, length) in spans.items():
                 if (at, length) != (start, size) and at < start + size and start < at + length:
@@ -132,14 +146,19 @@ class _Launch:
             self._numbers[f"{name}_strides"] = np.array(array.strides or (0,), np.int64) // array.itemsize
 
     def run(
-        self, order: int, output_shapes: Sequence[Sequence[int]], output_dtypes: Sequence[Any]
+        self,
+        order: int,
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[Any],
+        *,
+        looks_for_races: bool,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return outputs, then written inputs, each with where nobody wrote, in one order of threads."""
-        kernel, begun = self._kernel, dict[str, np.ndarray]()
+        kernel, begun, fill = self._kernel, dict[str, np.ndarray](), FILLS[order % len(FILLS)]
         for name, shape, dtype in zip(kernel.outputs, output_shapes, output_dtypes, strict=True):
             begun[name] = np.empty(tuple(shape), _NUMPY[dtype])
-            begun[name].reshape(-1).view(np.uint8)[...] = 0x77 if order % 2 else 0xFF
-        held = self._fenced(self._inputs | self._numbers | begun, bool(order % 2))
+            begun[name].reshape(-1).view(np.uint8)[...] = fill
+        held = self._fenced(self._inputs | self._numbers | begun, fill, bool(order % 2))
         in_order = [parameter for parameter in self._source.parameters if parameter.buffer is not None]
         in_order.sort(key=lambda parameter: parameter.buffer or 0)
         pointers = (ctypes.c_void_p * len(in_order))(*[held[each.name].address for each in in_order])
@@ -147,7 +166,12 @@ class _Launch:
         call = build.runtime().msl_run
         call.restype = None
         body, sizes = ctypes.cast(self._library.body, ctypes.c_void_p), [three(*size) for size in self._sizes]
-        call(body, pointers, *sizes, order, ctypes.c_double(MOST_CPU_S), ctypes.byref(report))
+        outputs = {held[name].address for name in kernel.outputs}
+        written = {each.address: each for each in held.values() if each.is_writable}
+        watched = [Written(at, each.array.nbytes, at in outputs) for at, each in written.items()]
+        marks = (Written * len(watched))(*watched), len(watched), looks_for_races
+        steps = ctypes.c_int64(MOST_STEPS)
+        call(body, pointers, *sizes, order, fill, steps, *marks, ctypes.byref(report))
         if report.text:
             raise MetalError(f"{kernel.name}: {self._told(report, list(held.values()))}")
         for fenced in held.values():
@@ -158,7 +182,7 @@ class _Launch:
         ]
         return outputs + [(held[name].array, np.zeros(held[name].array.size, bool)) for name in kernel.writes]
 
-    def _fenced(self, given: dict[str, np.ndarray], at_start: bool) -> dict[str, Fenced]:
+    def _fenced(self, given: dict[str, np.ndarray], fill: int, at_start: bool) -> dict[str, Fenced]:
         """Copies by name. Inputs that are one array are one copy."""
         held, by_memory = dict[str, Fenced](), dict[tuple[int, int], Fenced]()
         written = {_memory(given[name]) for name in self._kernel.writes}
@@ -168,7 +192,8 @@ class _Launch:
             name, memory = parameter.name, _memory(given[parameter.name])
             is_writable = name in self._kernel.outputs or memory in written
             if memory not in by_memory:
-                by_memory[memory] = Fenced(name, given[name], at_start=at_start, is_writable=is_writable)
+                how = {"fill": fill, "at_start": at_start, "is_writable": is_writable}
+                by_memory[memory] = Fenced(name, given[name], off=self._offs.get(name, 0), **how)
             held[name] = by_memory[memory]
         return held
 
@@ -178,6 +203,10 @@ class _Launch:
         if text == "fault":
             told = (fenced.told(report.address) for fenced in buffers)
             text = next(filter(None, told), "it reads or writes where there is no buffer")
+            if array := report.array.decode():
+                text = f"it reads or writes outside of {array}"
+        here = (fenced.element(report.address) for fenced in buffers)
+        text = text.replace("@", report.array.decode() or next(filter(None, here), ""))
         if report.code:
             lines = [self._line_of(report.code)]
         told_lines = (f"line {line}: `{_line(self._source.text, line)}`" for line in lines if line > 0)
@@ -217,10 +246,19 @@ def memory_of(array: mx.array) -> np.ndarray:
 
 
 def as_numpy(array: mx.array) -> np.ndarray:
-    """Return it row-contiguous, as MLX gives arrays to kernels."""
+    """Return it row-contiguous, as MLX gives it to a kernel: x[1:] where it lies, x[:, 1:] copied."""
     plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     mx.eval(plain)
-    return np.ascontiguousarray(np.asarray(plain)).reshape(array.shape)
+    if not np.asarray(plain).flags.c_contiguous:
+        plain = mx.contiguous(plain)
+        mx.eval(plain)
+    return np.asarray(plain).reshape(array.shape)
+
+
+@functools.cache
+def _start_of_arrays() -> int:
+    """Where MLX's arrays begin here, beyond an address of 16. On a Mac it is 0."""
+    return _memory(as_numpy(mx.zeros(64)))[0] % 16
 
 
 def as_mlx(array: np.ndarray, dtype: Any) -> mx.array:

@@ -10,7 +10,8 @@ By clang, to which address spaces are types of their own (msl_spaces.h), at the 
 - a variable outside of functions that is not `constant`
 - a barrier without `mem_threadgroup`, in a kernel that has such memory
 - what C++14 lacks, but for `if constexpr`
-- double, exceptions, virtual, new, goto, asm, std::, lambdas, pointers to functions, recursion
+- double, long long, exceptions, virtual, new, goto, asm, std::, lambdas, pointers to functions, recursion
+- arrays whose size is no constant, static variables of a function, variables named as a kind of function
 
 An input of fewer than 8 elements comes as `constant`, not `device`: a kernel that takes it for the other is
 refused at just such sizes.
@@ -36,16 +37,18 @@ MOST_BUFFERS = 31
 MOST_THREADS = 1024
 HEADER = Path(__file__).with_name("msl_spaces.h")
 ARGUMENTS = ["-target", "x86_64-linux-gnu", "-std=c++14", "-ffreestanding", "-ferror-limit=0"]
-ARGUMENTS += ["-Wno-everything", "-Wc++17-extensions", "-Wc++20-extensions"]
+ARGUMENTS += ["-Wno-everything", "-Wvla", "-Wc++17-extensions", "-Wc++20-extensions"]
 """MSL up to 3.2 is C++14, and MLX itself relies on `if constexpr`."""
 
 REFUSED = {word: word for word in ("double", "virtual", "dynamic_cast", "typeid", "new", "delete", "goto")}
 REFUSED |= {word: word for word in ("thread_local", "asm", "noexcept", "register")}
 REFUSED |= dict.fromkeys(("try", "catch", "throw"), "exceptions")
+KINDS = ("kernel", "vertex", "fragment")
+"""Of functions."""
 SHIFT = 2
 """Lines before the kernel's."""
 FUNCTIONS = ("FUNCTION_DECL", "FUNCTION_TEMPLATE", "CXX_METHOD")
-SAID_OF_SPACES = re.compile(r"address space|\b(device|constant|threadgroup)\b|read-only|const-qualified")
+SAID = re.compile(r"address space|\b(device|constant|threadgroup)\b|read-only|const-qualified")
 SPACES = re.compile(r"\b(device|constant|thread|threadgroup|auto)\b")
 MADE = re.compile(
     r"(?<![\w:])(?:metal::)?(?:(float|half|bfloat|u?int|u?short|u?char)([234])|vec<([^<>,]+),\s*([^<>,]+)>)\s*\((?!\s*&)"
@@ -122,8 +125,10 @@ class _Reading:
         for found in self._unit.diagnostics:
             told = [_named(text.spelling) for text in (found, *found.children)]
             line = found.location.line - SHIFT
-            if found.severity >= 3 and any(map(SAID_OF_SPACES.search, told)):
+            if found.severity >= 3 and any(map(SAID.search, told)):
                 yield "; ".join(told[:2]), line
+            elif found.option.startswith("-Wvla"):
+                yield "an array's size is no constant", line
             elif "extensions" in found.option and "constexpr if" not in told[0]:
                 yield f"{told[0]}, and Metal 3 is C++14", line
         trees = (
@@ -141,7 +146,12 @@ class _Reading:
                 yield f"Metal has no {what}", self._lines[at] - SHIFT
             if word == "threadgroup_barrier" and "threadgroup" in self._words:
                 yield from self._barrier(at)
-            if word == "std" and self._words[at + 1 : at + 2] == ["::"]:
+            before, behind = self._words[at - 1 : at], self._words[at + 1 : at + 2]
+            if word == "long" and behind == ["long"]:
+                yield "Metal has no long long", self._lines[at] - SHIFT
+            if word in KINDS and before != ["["] and behind != ["void"]:
+                yield f"{word} is a word of Metal's own, and names nothing", self._lines[at] - SHIFT
+            if word == "std" and behind == ["::"]:
                 yield "Metal has no std::", self._lines[at] - SHIFT
 
     def _barrier(self, at: int) -> Iterator[tuple[str, int]]:
@@ -160,6 +170,8 @@ class _Reading:
         for cursor in self._cursors:
             if cursor.kind.name == "LAMBDA_EXPR":
                 yield "Metal has no lambdas", cursor
+            if self._is_static_local(cursor):
+                yield "Metal has no static variables of a function", cursor
             if cursor.kind.name not in ("VAR_DECL", "PARM_DECL", "FIELD_DECL"):
                 continue
             kind = re.sub(
@@ -169,6 +181,11 @@ class _Reading:
                 yield "Metal has no pointers to functions", cursor
             elif re.search(r"[*&]", kind) and not SPACES.search(self._declared(cursor)):
                 yield f"{cursor.spelling} points to no named address space", cursor
+
+    def _is_static_local(self, cursor: Any) -> bool:
+        if cursor.kind.name != "VAR_DECL" or cursor.storage_class.name != "STATIC":
+            return False
+        return cursor.semantic_parent.kind.name in FUNCTIONS and not cursor.type.get_address_space()
 
     def _casts(self) -> Iterator[tuple[str, Any]]:
         for cursor in self._cursors:
@@ -180,7 +197,8 @@ class _Reading:
                 continue
             inner = [child for child in cursor.get_children() if child.kind.is_expression()][-1:]
             kinds = [some.type.get_canonical() for some in (cursor, *inner)]
-            spaces = {kind.get_pointee().get_address_space() for kind in kinds if kind.spelling.endswith("*")}
+            pointed = [kind.get_pointee() for kind in kinds]
+            spaces = {kind.get_address_space() for kind in pointed if kind.spelling}
             if len(spaces) > 1:
                 yield "a cast changes the address space", cursor
 

@@ -10,28 +10,31 @@ import numpy as np
 LIBC = ctypes.CDLL(None)
 PAGE = mmap.PAGESIZE
 NONE, READ, WRITE = 0, 1, 2
-AROUND = 0xFF
-"""What the bytes between a buffer and its fences are: a NaN, or -1."""
 
 
 class Fenced:
     """A copy of `array`, at the fence behind it or at the one before it.
 
     name         for messages
+    off          bytes beyond an address of 16
+    fill         what the bytes between it and its fences are
     is_writable  whether the kernel may write; else a write is a fault
     """
 
-    def __init__(self, name: str, array: np.ndarray, *, at_start: bool, is_writable: bool):
-        self.name, self.is_writable = name, is_writable
+    def __init__(
+        self, name: str, array: np.ndarray, *, off: int, fill: int, at_start: bool, is_writable: bool
+    ):
+        self.name, self.is_writable, self._fill = name, is_writable, fill
         size = array.nbytes
-        room = -(-max(1, size) // PAGE) * PAGE
+        room = -(-max(1, size + off) // PAGE) * PAGE
         self._pages = mmap.mmap(-1, room + 2 * PAGE)
         self.start = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         self.end = self.start + room + 2 * PAGE
         self._inside = np.frombuffer(self._pages, np.uint8, room, PAGE)
-        self._inside[...] = AROUND
-        # Loads of 16 bytes need an address of 16: what is left behind an odd size are NaNs.
-        before = 0 if at_start else (room - size) // 16 * 16
+        self._inside[...] = fill
+        # MLX gives a kernel a slice where it lies: loads of 16 bytes need an address of 16 there, too. Up to
+        # 15 bytes are left between the array and its fence.
+        before = off if at_start else (room - size - off) // 16 * 16 + off
         self._before, self._size = before, size
         self.array = self._inside[before : before + size].view(array.dtype).reshape(array.shape)
         self.array[...] = array
@@ -44,7 +47,12 @@ class Fenced:
     def is_clean(self) -> bool:
         """Whether nothing was written between it and its fences."""
         around = self._inside[: self._before], self._inside[self._before + self._size :]
-        return all(bool((part == AROUND).all()) for part in around)
+        return all(bool((part == self._fill).all()) for part in around)
+
+    def element(self, address: int) -> str | None:
+        """Return the name of the element at `address`, if it is here."""
+        byte = address - self.address
+        return f"{self.name}[{byte // self.array.itemsize}]" if 0 <= byte < self._size else None
 
     def told(self, address: int) -> str | None:
         """Return what an access to `address` did, if it is here."""

@@ -309,10 +309,10 @@ template <typename T> requires is_integral_v<T> inline T mulhi(T a, T b) { retur
 // ---- what threads do together
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4, mem_device_and_threadgroup = 3 };
 inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
-inline void threadgroup_barrier(mem_flags, int line = __builtin_LINE()) { msl::barrier(line); }
-inline void simdgroup_barrier(mem_flags, int line = __builtin_LINE()) {
+inline void threadgroup_barrier(mem_flags flags, int line = __builtin_LINE()) { msl::barrier(int(flags), line); }
+inline void simdgroup_barrier(mem_flags flags, int line = __builtin_LINE()) {
   const char nothing = 0;
-  msl::exchange(&nothing, 1, msl::SIMDGROUP_BARRIER, line);
+  msl::exchange(&nothing, 1, msl::SIMDGROUP_BARRIER, line, int(flags));
 }
 }  // namespace metal
 namespace msl {

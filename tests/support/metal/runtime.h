@@ -24,9 +24,9 @@ struct alignas(16) Slot { unsigned char bytes[32]; };
 // What the first lane makes of all lanes' values, for the others.
 struct Joined { bool done; Slot value; };
 extern Joined* joined;
-const Slot* const* exchange(const void* mine, size_t size, Operation what, int line);
-void barrier(int line);
+const Slot* const* exchange(const void* mine, size_t size, Operation what, int line, int flags = 0);
+void barrier(int flags, int line);
 [[noreturn]] void fail(const char* what, int line);
-// The threadgroup's array with this number: NaNs, or all ones, as a threadgroup begins.
-void* shared(size_t size, int number, int line);
+// The threadgroup's array with this number, full of `fill` as a threadgroup begins.
+void* shared(size_t size, int number, const char* name, int line);
 }  // namespace msl

@@ -170,7 +170,7 @@ def with_shared_arrays(text: str) -> str:
         kind, out = match[1], []
         for name, sizes in re.findall(r"(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:,|$)", match[2]):
             count += 1
-            memory = f"msl::shared(sizeof({kind} {sizes}), {count}, __LINE__)"
+            memory = f'msl::shared(sizeof({kind} {sizes}), {count}, "{name}", __LINE__)'
             out.append(f"{kind} (&{name}){sizes} = *({kind} (*){sizes}){memory};")
         return " ".join(out) + "\n" * match[0].count("\n")
 
