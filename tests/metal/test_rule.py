@@ -16,6 +16,7 @@ from omlxd.engine.mlx_adapter.metal import rule
 from omlxd.engine.mlx_adapter.runtime import gpu_faults
 
 ONES = mx.ones((4, 8))
+TWO = mx.array([[1000.0] * 4, [1e-3] * 4])
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,15 @@ def refuse(*_: Any) -> Any:
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "right": ({}, "fake is used (4 × 8): it equals MLX's own, the same in company; judged"),
+    "right": ({}, "fake is used (4 × 8): it equals MLX's own, the same in company; not timed"),
+    "alone": ({"company": lambda: ()}, "it equals MLX's own, not compared in company; not timed; judged"),
+    "a small row": ({"ours": lambda: [TWO * mx.array([[1], [9]])], "mlx": lambda: [TWO]}, "own by 8"),
+    "a shape": (
+        {"ours": lambda: [ONES[:1]]},
+        "results are float32 of (1, 8), and MLX's own float32 of (4, 8)",
+    ),
+    "a type": ({"ours": lambda: [ONES.astype(mx.float16)]}, "its results are float16 of (4, 8), and"),
+    "nothing": ({"ours": lambda: [], "mlx": lambda: []}, "its results are none, and MLX's own none"),
     "other numbers": ({"ours": lambda: [ONES * 1.1]}, "its numbers differ from MLX's own by 0.1"),
     "no numbers": ({"ours": lambda: [ONES * float("nan")]}, "its numbers differ from MLX's own by inf"),
     "company": ({"company": lambda: [(ONES, ONES + 1e-6)]}, "a row's bits depend on the other rows"),
@@ -41,11 +50,12 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_line_says_what_came_out(name: str, caplog: pytest.LogCaptureFixture):
     changes, said = CASES[name]
-    how: dict[str, Any] = {"ours": lambda: [ONES], "mlx": lambda: [ONES], "close": 1e-3} | changes
+    how: dict[str, Any] = {"ours": lambda: [ONES], "mlx": lambda: [ONES], "close": 1e-3}
+    how |= {"company": lambda: [(ONES, ONES)]} | changes
     caplog.set_level(logging.INFO)
     verdict = rule.judged(rule.Case("fake", "4 × 8", **how))
     assert said in verdict.told() and verdict.told() in caplog.text
-    assert verdict.is_right == verdict.is_used == (name == "right")
+    assert verdict.is_right == verdict.is_used == (name in ("right", "alone"))
     assert rule.judged(rule.Case("fake", "4 × 8", **how | {"ours": refuse})) is verdict  # Once a process.
     assert list(rule.verdicts().values()) == [verdict]
 

@@ -58,7 +58,7 @@ class Case:
     shape    in words, nothing of which is a path or a name of the user's
     ours     results of the kernel; called once, it compiles what the model needs
     mlx      the same by MLX's own operations
-    close    largest difference, by the largest number of MLX's own
+    close    largest difference, by the largest number of MLX's own in that row (the first axis)
     company  pairs of arrays that must have the same bits: a row's result alone, and in company
     timed    cases whose time decides; a caller may use a kernel in some of them alone
     """
@@ -78,7 +78,8 @@ class Verdict:
 
     is_right  it ran, its numbers are MLX's, and company changes no bit
     seconds   of the kernel, and of MLX's own, by the names of `Case.timed`
-    far       the largest difference, by the largest number; None: it did not run
+    far       the largest difference, by the largest number of its row; None: it did not run
+    company   whether bits were compared in company
     why       it is not right
     note      file that keeps it from being judged
     """
@@ -88,6 +89,7 @@ class Verdict:
     is_right: bool = False
     seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
     far: float | None = None
+    company: bool = False
     why: str = ""
     note: str = ""
     took: float = 0.0
@@ -110,12 +112,12 @@ class Verdict:
         """Return the line of the log."""
         if not self.is_right:
             return f"{self.kernel} is not used ({self.shape}): {self.why}"
-        times = f"; {self._times()}" if self.seconds else ""
+        times = f"; {self._times()}" if self.seconds else "; not timed"
         is_used = "is used" if self.is_used else "is not used"
         if self.is_used and not all(map(self.pays, self.ratios)):
             is_used += " where it is not slower"
         near = f"it is within {self.far:.2g} of MLX's own" if self.far else "it equals MLX's own"
-        near += ", the same in company"
+        near += ", the same in company" if self.company else ", not compared in company"
         return f"{self.kernel} {is_used} ({self.shape}): {near}{times}; judged in {self.took:.2f} s"
 
     def _times(self) -> str:
@@ -260,13 +262,18 @@ def _sources() -> str:
 
 
 def _judge(case: Case, verdict: Verdict, clock: Clock) -> None:
-    verdict.far = max(
-        (_far(got, want) for got, want in zip(case.ours(), case.mlx(), strict=True)), default=0.0
-    )
+    ours, mlx = list(case.ours()), list(case.mlx())
+    kinds = [[(array.shape, array.dtype) for array in each] for each in (ours, mlx)]
+    if not ours or kinds[0] != kinds[1]:
+        verdict.why = f"its results are {_kinds(ours)}, and MLX's own {_kinds(mlx)}"
+        return
+    verdict.far = max(_far(got, want) for got, want in zip(ours, mlx, strict=True))
     if not verdict.far < case.close:  # NaN too
         verdict.why = f"its numbers differ from MLX's own by {verdict.far:.3g}"
         return
-    if not all(mx.array_equal(alone, company).item() for alone, company in case.company()):
+    pairs = list(case.company())
+    verdict.company = bool(pairs)
+    if not all(mx.array_equal(alone, company).item() for alone, company in pairs):
         verdict.why = "a row's bits depend on the other rows of its pass"
         return
     verdict.is_right = True
@@ -281,10 +288,18 @@ def times_of(timed: Timed, clock: Clock = time.perf_counter) -> tuple[float, flo
 
 
 def _far(got: mx.array, want: mx.array) -> float:
-    """Return the largest difference by the largest number; infinite for NaN."""
-    a, b = got.astype(mx.float32), want.astype(mx.float32)
-    apart: Any = (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1e-12)).item()
+    """Return the largest difference by the largest number of its row; infinite for NaN."""
+    a, b = (
+        each.astype(mx.float32).reshape(each.shape[0] if each.ndim > 1 else 1, -1) for each in (got, want)
+    )
+    rows = mx.abs(a - b).max(axis=1) / mx.maximum(mx.abs(b).max(axis=1), 1e-12)
+    apart: Any = rows.max().item()
     return apart if apart == apart else float("inf")
+
+
+def _kinds(arrays: Sequence[mx.array]) -> str:
+    each = [f"{str(array.dtype).rpartition('.')[2]} of {array.shape}" for array in arrays]
+    return ", ".join(each[:4]) or "none"
 
 
 def _short(error: Exception) -> str:
