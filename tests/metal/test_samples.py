@@ -19,8 +19,12 @@ from omlxd.engine.mlx_adapter.metal.products import install
 from omlxd.engine.server.measure.attention import KERNELS
 from omlxd.engine.server.measure.attention import kernel as measured
 
+called = set[str]()
+"""Names of kernels."""
+
 
 def by_stand_in(some: kernel.Kernel, arrays: Any, template: Any = (), **how: Any) -> list[mx.array]:
+    called.add(some.name)
     function = stand_ins.of(some)
     assert function is not None, some.name
     by_name = dict(zip(some.inputs, arrays, strict=True))
@@ -63,3 +67,11 @@ def test_a_report_has_a_line_for_each_kernel(small: None):
         (line,) = (text for text in said if text.startswith(start))
         assert "the same in company" in line and "time by MLX's own: 0.75 (" in line and ": 0.75 ms)" in line
     assert measured(KERNELS[0]).lines == []  # Judged once a process.
+    for part in (
+        "attention_spans",
+        "attention_packed",
+        "few_row_product",
+        "gathered",
+        "gated_delta_net_step",
+    ):
+        assert any(part in name for name in called), part

@@ -72,6 +72,7 @@ def _sample() -> Any:
     module = Qwen3NextGatedDeltaNet(cast(Any, SimpleNamespace(**SAMPLE)))
     module.set_dtype(mx.float16)
     mx.eval(module.parameters())
+    module.eval()  # As a load has it: layers that are trained keep MLX's own steps.
     return module
 
 
@@ -212,8 +213,10 @@ class _Trial:
 
     def call(self, rows: Sequence[int], new: int, ours: bool = True) -> list[mx.array]:
         """What a pass gives, and the states behind it."""
-        held = self._cache(rows)
-        out = self._twin(rows, new, ours)(self.first(len(rows), new), None, held)
+        twin, held, first = self._twin(rows, new, ours), self._cache(rows), self.first(len(rows), new)
+        if ours and not _takes(twin, first, held):
+            raise RuntimeError("the kernel does not take what this layer gives it")
+        out = twin(first, None, held)
         return [out, held[0], held[1]]
 
 
