@@ -38,14 +38,17 @@ def exact(array: mx.array) -> np.ndarray:
 
 
 class Net:
-    """A layer, and drawn tokens and states: a row's are the same in any company."""
+    """A layer, and drawn tokens and states: a row's are the same in any company.
 
-    def __init__(self, shape: Shape):
-        self.shape, dtype = shape, shape.dtype
+    small  queries, keys and steps are almost 0, as epsilons and log(1 + x) are for
+    """
+
+    def __init__(self, shape: Shape, *, small: bool = False):
+        self.shape, dtype, self._small = shape, shape.dtype, small
         self.weights = Weights(
             draw(1, shape.channels, shape.taps, 1, dtype=dtype) * 0.5,
             draw(2, shape.width, dtype=dtype),
-            rates_of(draw(3, shape.heads), draw(4, shape.heads)),
+            rates_of(draw(3, shape.heads) + 12 * small, draw(4, shape.heads)),
         )
 
     def tokens(self, rows: Sequence[int], new: int) -> list[mx.array]:
@@ -54,10 +57,14 @@ class Net:
         sizes = (
             [(shape.key_heads, shape.key_width)] * 2 + [(shape.heads, shape.width)] * 2 + [(shape.heads,)] * 2
         )
-        return [
+        drawn = [
             mx.concatenate([draw(10 * row + at, 1, 8, *size, dtype=shape.dtype)[:, :new] for row in rows])
             for at, size in enumerate(sizes, 100)
         ]
+        if self._small:
+            q, k, v, z, b, a = drawn
+            drawn = [q / 1000, k / 1000, v, z, b, a - 14]
+        return drawn
 
     def held(self, rows: Sequence[int]) -> list[mx.array]:
         shape, dtype = self.shape, self.shape.dtype
@@ -66,7 +73,7 @@ class Net:
             mx.concatenate([draw(10 * row + at, 1, *size) for row in rows])
             for at, size in enumerate(sizes, 106)
         )
-        return [conv.astype(dtype), state]
+        return [(conv / 1000 if self._small else conv).astype(dtype), state]
 
     def given(self, tokens: Sequence[mx.array]) -> list[mx.array]:
         """As projections give them."""
@@ -124,11 +131,13 @@ def test_a_step_is_that_of_float64_and_a_rows_bits_its_own(name: str, on_cpu: An
 
 
 def test_a_kernel_with_a_fault_is_found(on_cpu: Any, monkeypatch: pytest.MonkeyPatch):
-    net = Net(Shape(1, 2, 64, 32, 4, True, mx.float32, 1e-6))
+    shape = Shape(1, 2, 64, 32, 4, True, mx.float32, 1e-6)
+    net, small = Net(shape), Net(shape, small=True)
 
     def check(kernel: Kernel) -> None:
         monkeypatch.setattr(module, "step_kernel", lambda: kernel)
         net.check([0, 1], 3)
+        small.check([0], 3)
 
     barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
     edits = [
@@ -141,6 +150,8 @@ def test_a_kernel_with_a_fault_is_found(on_cpu: Any, monkeypatch: pytest.MonkeyP
         ("key_head * table[G_GROUP] + own", "key_head * table[G_GROUP]"),
         ("lane * EACH;", "lane;"),
         ("+ table[A_AT]", ""),
+        (" + 1e-6f", ""),
+        ("one == 1 ? small : log(one) * (small / (one - 1))", "log(one)"),
         ("+ own * DV;\n    const size_t to", "+ own;\n    const size_t to"),
     ]
     assert survivors(module.step_kernel(), edits, check) == []
