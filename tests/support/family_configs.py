@@ -451,14 +451,13 @@ VLM_TEXT: dict[str, Family] = {  # mlx-vlm has them, and mlx-lm has not
                 "index_topk": 96,
                 "index_head_dim": 32,
                 "index_n_heads": 2,
-                "linear_head_dim": 32,
-                "linear_num_heads": 2,
+                "linear_attn_config": {"num_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4},
                 "hc_mult": 2,
                 "hc_sinkhorn_iters": 2,
             },
             "vision_config": {**_SMALL_TOWER, "projection_intermediate_size": 32},
         },
-        frozenset({"ArraysCache", "CacheList"}),
+        frozenset({"ArraysCache", "PooledKVCache", "LatentKVCache"}),
         fp32_only=True,
         promise="tokens",
     ),
@@ -485,5 +484,5 @@ VLM_TEXT: dict[str, Family] = {  # mlx-vlm has them, and mlx-lm has not
     ),
 }
 """`config`: of the whole model. Some see images too, which nothing here shows them."""
-NOT_REUSED = ("glm5_next", "deepseek_v4")
+NOT_REUSED = ("deepseek_v4",)
 """Those of them that keep what omlxd can't store."""

@@ -21,7 +21,7 @@ class KVSpec:
             packed  the same, in `bits` bits a number
             mla     latents of MLA, and the parts of keys that RoPE turns
             index   keys by which DeepSeek V3.2 chooses among latents
-            chosen  keys and values of each token, and keys by which Qwen Sparse Attention chooses among them
+            chosen  keys and values of each token, and that by which attention chooses among them
             window  keys and values of the last `window` tokens
             state   arrays that stand for all tokens before a position
     parts   names of its arrays, in order

@@ -29,9 +29,9 @@ from ..attention import backend
 from ..attention.kv_spec import KVKind, KVSpec, is_per_token
 from ..runtime.device import SAFETENSORS_DTYPE
 from .batch import EvenBatchKVCache, WindowBatchKVCache
+from .chosen import ChosenKVCache, ChosenRowsKVCache, LatentKVCache, PooledKVCache, QSAKVCache
 from .growth import round_up
 from .packed import Quantisation, is_packed, parts_of
-from .qsa_rows import PARTS, QSAKVCache, QSARowsKVCache
 from .rows import OwnRowsKVCache, RowBatch
 from .segments import Segment, SequenceKVCache, part_names, segmented_layers
 
@@ -163,12 +163,13 @@ def _put_numbered(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> No
 
 
 def _chosen(cache: Any) -> dict[str, Any]:
-    return {name: getattr(cache, name) for name in PARTS}
+    return {name: getattr(cache, name) for name in cache.parts}
 
 
 def _put_chosen(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
-    _put_pair(cache, arrays, tokens)
-    cache.index, cache.index_block_keys = arrays["index"], None
+    keys = arrays["keys"]
+    cache.keys, cache.values = keys, arrays.get("values", mx.zeros((*keys.shape[:3], 0), keys.dtype))
+    cache.index, cache.blocks, cache.offset = arrays.get("index"), None, tokens
 
 
 KINDS: dict[Any, CacheKind] = {
@@ -176,9 +177,10 @@ KINDS: dict[Any, CacheKind] = {
     SequenceKVCache: CacheKind("kv", _parts, _put_parts, EvenBatchKVCache, KVCache.trim),
     RotatingKVCache: CacheKind("window", _window, _put_window, WindowBatchKVCache, _trim_window),
     ArraysCache: CacheKind("state", _numbered, _put_numbered, ArraysCache, None),
-    QSAKVCache: CacheKind("chosen", _chosen, _put_chosen, QSARowsKVCache, QSAKVCache.trim),
 }
 """By the class itself, no subclass. A batch has the row of its rows' class."""
+_CHOSEN = CacheKind("chosen", _chosen, _put_chosen, ChosenRowsKVCache, ChosenKVCache.trim)
+KINDS |= dict.fromkeys((QSAKVCache, PooledKVCache, LatentKVCache), _CHOSEN)
 KINDS |= {
     kind.batch: kind
     for kind in KINDS.values()
@@ -216,7 +218,7 @@ def spec_of(leaf: Any) -> KVSpec | None:
     if row.kind == "state":
         return KVSpec("state", tuple(row.state_of(leaf)))
     if row.kind == "chosen":
-        return QSARowsKVCache.spec
+        return KVSpec("chosen", leaf.parts)
     kind: KVKind = getattr(leaf, "mla_kind", None) or row.kind
     return KVSpec(kind, tuple(part_names(None)), window=getattr(leaf, "max_size", 0))
 
@@ -298,8 +300,8 @@ def quantise_obstacle(cache: Cache, how: Quantisation) -> str:
         names = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves(cache)}))
         return f"its layers keep {names} alone, which have no quantised form"
     for leaf in tokens:
-        if type(leaf) is QSAKVCache:
-            return "its layers keep QSAKVCache, which has no quantised form"
+        if isinstance(leaf, ChosenKVCache):
+            return f"its layers keep {type(leaf).__name__}, which has no quantised form"
         keys, values = leaf.keys, leaf.values
         if keeps_latents(leaf):
             return "its KVCache holds the latent of MLA, which its attention expands itself"
@@ -583,7 +585,7 @@ def copied(cache: Cache) -> Cache:
 def keeps_latents(leaf: Any) -> bool:
     """Whether a leaf with tokens in it keeps latents of MLA."""
     spec = spec_of(leaf)
-    if spec is None or not spec.per_token or spec.bits or leaf.keys is None:
+    if spec is None or not spec.per_token or spec.kind == "chosen" or spec.bits or leaf.keys is None:
         return False
     return leaf.keys.shape[1] == 1 and leaf.keys.shape[3] != leaf.values.shape[3]
 

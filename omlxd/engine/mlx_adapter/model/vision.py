@@ -34,8 +34,8 @@ from ....errors import ModelError
 from ....models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
 from ..attention import hooks as attention
 from ..attention.backend import current
+from ..cache.chosen import LatentKVCache, PooledKVCache, QSAKVCache, attend_by_rows
 from ..cache.kinds import Cache, add_arrays_kind, leaves, spec_of
-from ..cache.qsa_rows import QSAKVCache, attend_by_rows
 from ..cache.rows import RowBatch
 from . import tower
 
@@ -356,8 +356,20 @@ def positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None =
 def own_cache(language: Any) -> Cache:
     """An empty cache of a language model of mlx-vlm: of mlx-lm's classes, if all of its layers have such."""
     made = import_vlm("models.cache").make_prompt_cache(language)
-    own = [_own(layer) for layer in made]
+    module = sys.modules[type(language).__module__]
+    own = [_chosen(layer, module) or _own(layer) for layer in made]
     return own if all(spec_of(leaf) is not None for _, leaf in leaves(own)) else made
+
+
+def _chosen(layer: Any, module: Any) -> Any:
+    """The cache of a layer that chooses what it looks at; None: it is no such, as far as we know."""
+    if module.__name__ == "mlx_vlm.models.qwen4_exp.language" and isinstance(layer, module.QSAKVCache):
+        attend_by_rows(module)
+        return QSAKVCache()
+    if module.__name__ == "mlx_vlm.models.glm5_next.language" and isinstance(layer, module.CacheList):
+        attend_by_rows(module)
+        return PooledKVCache(layer[2].ratio) if len(layer.caches) == 4 else LatentKVCache()
+    return None
 
 
 def _own(layer: Any) -> Any:
@@ -369,9 +381,6 @@ def _own(layer: Any) -> Any:
         return KVCache()
     if type(layer) is theirs.RotatingKVCache:
         return RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
-    if type(layer).__module__ == "mlx_vlm.models.qwen4_exp.language":
-        attend_by_rows(sys.modules[type(layer).__module__])
-        return QSAKVCache()
     if type(layer) is theirs.ArraysCache:
         add_arrays_kind(theirs.ArraysCache)
     return layer

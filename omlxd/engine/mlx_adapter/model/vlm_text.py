@@ -84,7 +84,7 @@ def can_batch(cache: Cache) -> bool:
     """Whether rows of such caches may be put together, where mlx-vlm says that it can.
 
     Classes that its families share do it right in those of the tests. A family's own class may not: rows of
-    unequal length of `qwen4_exp` attend to tokens that they did not choose (cache/qsa_rows.py).
+    unequal length of `qwen4_exp` attend to tokens that they did not choose (cache/chosen.py).
     """
     homes = {type(leaf).__module__ for _, leaf in leaves(cache)}
     return all(home == "mlx_vlm.models.cache" for home in homes if home.startswith("mlx_vlm."))
