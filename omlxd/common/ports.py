@@ -9,6 +9,8 @@ import sys
 from typing import Any
 
 CONNECT_S = 1.0
+PEER_PORT = 8077
+"""At which an omlxd shares its SSD cache, unless told otherwise."""
 
 
 def bind(family: int, address: Any) -> socket.socket:
@@ -48,3 +50,21 @@ def _bound(family: int, address: Any) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def peer_address(text: str) -> tuple[str, int]:
+    """Return (host, port) of a peer: `HOST`, `HOST:PORT`, an IPv6 address, or `[IPV6]:PORT`.
+
+    Raises ValueError.
+    """
+    host, port = text, ""
+    if text.startswith("["):
+        host, _, port = text[1:].partition("]")
+        if port and not port.startswith(":"):
+            raise ValueError(text)
+        port = port[1:]
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    if not host or (port and not (port.isascii() and port.isdigit() and int(port) < 65536)):
+        raise ValueError(text)
+    return host, int(port) if port else PEER_PORT

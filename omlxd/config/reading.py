@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from msgspec.structs import replace
 
 from ..common.files import read_small
+from ..common.ports import PEER_PORT, peer_address
 from ..common.units import counted, disk_total, human, total_ram
 from ..errors import ConfigError
 from .keys import keys_path, read_keys
@@ -224,9 +225,20 @@ def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) ->
         problem = f"{value!r} is more than this machine's RAM ({human(total_ram())})"
     elif option.name == "log_file_size" and not got:
         problem = "a size is needed, as 10MB"
+    elif option.name == "peer_listen" and got:
+        problem = _why_no_peer_address(got)
     if problem:
         raise ConfigError(f"{place}: {problem}.")
     return got
+
+
+def _why_no_peer_address(text: str) -> str:
+    try:
+        host, _ = peer_address(text)
+    except ValueError:
+        return f"{text!r} is no address; write 192.168.1.5, or 192.168.1.5:{PEER_PORT} with a port"
+    every = host in ("0", "0.0.0.0", "::", "*")
+    return f"{host} is every network of this machine; name the address in one of them" if every else ""
 
 
 def _config_file(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -23,7 +22,7 @@ from msgspec.structs import replace
 from ...chat import GenerateRequest
 from ...errors import OmlxdError
 from ...kv.checkpoint import checkpoint_name
-from ...kv.files.namespace import NamespaceInfo, read_namespace
+from ...kv.files.namespace import NamespaceInfo, differences, read_namespace
 from ...kv.files.paths import block_path, is_namespace_dir, namespace_dir
 from ...kv.hashing import BlockHash, ExtraKey, chain_root, hash_blocks
 from ...wire.explanation import Explanation, OtherNamespace
@@ -221,7 +220,7 @@ class Explainer:
             paths = (self.root / block_path(other, block_hash) for block_hash in hashes[:limit])
             held = size * sum(1 for _ in takewhile(Path.is_file, paths))
             if held > chain * self.block_size:
-                differs = _differences(own.facts if own else {}, info.facts)
+                differs = differences(own.facts if own else {}, info.facts)
                 whose = _whose(info, own) if own and "adapter" in differs else ""
                 differs.pop("adapter", None)
                 others.append(
@@ -258,25 +257,6 @@ def _whose(other: NamespaceInfo, own: NamespaceInfo) -> str:
     if other.adapter == own.adapter:
         return f"the adapter {name} with other files"
     return f"the adapter {other.adapter if name == Path(own.adapter).name else name}"
-
-
-def _differences(own: dict[str, Any], other: dict[str, Any]) -> dict[str, str]:
-    """The facts that differ, by name, in words; of weights, the files."""
-    if not own or not other:
-        return {}
-    names: dict[str, str] = {}
-    for name in sorted(own.keys() | other.keys()):
-        here, there = own.get(name), other.get(name)
-        if here == there:
-            continue
-        if isinstance(here, dict) and isinstance(there, dict):
-            parts = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-            names[name] = f"{name} ({', '.join(parts)})"
-        elif isinstance(here, (int, str)) and isinstance(there, (int, str)):
-            names[name] = f"{name} ({there}, now {here})"
-        else:
-            names[name] = name
-    return names
 
 
 # --------------------------------------------------------------------------- without an engine

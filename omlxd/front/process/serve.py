@@ -38,6 +38,7 @@ from ..http.settings import KeyRing
 from .logs import Logs
 from .notify import Notifier
 from .own_process import allow_many_files, leave, make_base, pool_and_stop, what_to_do
+from .peers import open_peer_socket, share_cache
 from .sockets import AT_ONCE, CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, urls_of
 
 if TYPE_CHECKING:  # Imported once the socket listens.
@@ -73,6 +74,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     remove_leftovers(settings.base_path / "models")
     keys = KeyRing(settings.api_key, keys_path(settings.base_path))
     try:
+        for_peers = open_peer_socket(settings)
         sockets = open_sockets(settings, guarded=keys.required)
     except CannotListen as error:
         print(f"omlxd: {error}", file=sys.stderr)
@@ -81,7 +83,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     os.environ.pop("OMLXD_API_KEY", None)  # No engine needs it, nor a program that a model might run.
     with asyncio.Runner() as runner:
         runner.run(offer_default_model(settings))
-        status = runner.run(_serve(settings, sockets, keys, logs, read if reloads else None))
+        status = runner.run(_serve(settings, sockets, for_peers, keys, logs, read if reloads else None))
         forget_address(settings.base_path)
         leave(status)
 
@@ -114,6 +116,7 @@ def _stop_with_stdin(stop: asyncio.Event) -> None:
 async def _serve(
     settings: Settings,
     sockets: list[socket.socket],
+    for_peers: socket.socket | None,
     keys: KeyRing,
     logs: Logs,
     read: Callable[[], Settings] | None,
@@ -134,6 +137,7 @@ async def _serve(
     if status is not None:
         return status
     pool.start()
+    await asyncio.to_thread(share_cache, settings, for_peers)
     # On a thread, so that the engine is started meanwhile: its imports take five times as long.
     await asyncio.to_thread(_import_http)
     if stop.is_set():

@@ -142,6 +142,25 @@ def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:
     return replace(info, model_id=last.model_id, model_path=last.model_path, adapter=last.adapter)
 
 
+def differences(own: dict[str, Any], other: dict[str, Any]) -> dict[str, str]:
+    """The facts that differ, by name, in words; of weights, the files."""
+    if not own or not other:
+        return {}
+    names: dict[str, str] = {}
+    for name in sorted(own.keys() | other.keys()):
+        here, there = own.get(name), other.get(name)
+        if here == there:
+            continue
+        if isinstance(here, dict) and isinstance(there, dict):
+            parts = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+            names[name] = f"{name} ({', '.join(parts)})"
+        elif isinstance(here, (int, str)) and isinstance(there, (int, str)):
+            names[name] = f"{name} ({there}, now {here})"
+        else:
+            names[name] = name
+    return names
+
+
 class Installed:
     """Namespaces of installed models. `root`: the cache dir; namespaces are folder names."""
 

@@ -1,0 +1,51 @@
+"""Shares the SSD cache with omlxd that are paired with this one (--peer-listen)."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from typing import TYPE_CHECKING
+
+from ...common.ports import peer_address
+from ...config import Settings
+from ...errors import ConfigError
+from .sockets import CannotListen, bind
+
+if TYPE_CHECKING:
+    from ...peer.server import PeerServer
+
+
+def open_peer_socket(settings: Settings) -> socket.socket | None:
+    """Open the socket of --peer-listen; None without one. Raises CannotListen, ConfigError."""
+    if not settings.peer_listen:
+        return None
+    place = settings.sources["peer_listen"]
+    if not settings.has_ssd_cache:
+        raise ConfigError(f"{place}: it shares the SSD cache, and this daemon has none.")
+    host, port = peer_address(settings.peer_listen)
+    try:
+        made = bind(host, port)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            why = f"{host} is no address of this machine"
+        raise CannotListen(f"{place}: {why}; port {port} of {host} is for peers.") from error
+    if ipaddress.ip_address(made.getsockname()[0].partition("%")[0]).is_unspecified:
+        made.close()
+        raise ConfigError(
+            f"{place}: {host} is every network of this machine; name the address in one of them."
+        )
+    return made
+
+
+def share_cache(settings: Settings, listening: socket.socket | None) -> PeerServer | None:
+    """Begin to answer peers. Raises OSError."""
+    if listening is None:
+        return None
+    from ...peer.identity import Identity
+    from ...peer.server import PeerServer
+
+    server = PeerServer(Identity(settings.base_path), settings.paged_ssd_cache_dir, listening)
+    server.start()
+    return server

@@ -1,0 +1,104 @@
+"""Asks another omlxd: for a pairing, which files it has, and for them. Blocks the calling thread, bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .frames import VERSION, Channel, Found, Hello, Look, Pair, PairedWith, Piece, Read
+from .identity import Identity, PeerError, plain_code, proof
+
+CONNECT_S, STEP_S = 1.0, 3.0
+"""Seconds for a connection, and for the other side to say something."""
+
+
+@contextlib.contextmanager
+def _connected(address: tuple[str, int], context: ssl.SSLContext) -> Iterator[Channel]:
+    """Raises PeerError, in words, for whatever fails inside."""
+    try:
+        with socket.create_connection(address, CONNECT_S) as plain:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.settimeout(STEP_S)
+            with context.wrap_socket(plain) as tls:
+                channel = Channel(tls, STEP_S)
+                if (version := channel.expect(Hello).version) != VERSION:
+                    raise PeerError(f"it speaks version {version} of this protocol, and this omlxd {VERSION}")
+                yield channel
+    except ssl.SSLError as error:
+        raise PeerError(_why(error)) from error
+    except TimeoutError as error:
+        raise PeerError("it does not answer in time") from error
+    except OSError as error:
+        raise PeerError(error.strerror or str(error)) from error
+
+
+def _why(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return "it ended the connection"
+    if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
+        return (
+            "the two do not trust each other; `omlxd peer code` there and `omlxd peer pair` here pairs them"
+        )
+    return f"what listens there is no omlxd that shares its cache ({error.reason or error})"
+
+
+def pair(identity: Identity, address: tuple[str, int], typed: str) -> str:
+    """Pair with the omlxd at `address` by the code that it showed; returns its name.
+
+    Raises PeerError and OSError.
+    """
+    own, code = identity.own_certificate(), plain_code(typed)
+    with _connected(address, identity.for_client(pairing=True)) as channel:
+        assert isinstance(channel.socket, ssl.SSLSocket)
+        theirs = channel.socket.getpeercert(binary_form=True) or b""
+        channel.send(Pair(socket.gethostname()[:64], own, proof(code, "client", theirs, own)))
+        answer = channel.expect(PairedWith)
+    if not hmac.compare_digest(answer.proof, proof(code, "server", theirs, own)):
+        raise PeerError("it does not know the code: another program may stand in between")
+    identity.add(answer.name, theirs)
+    return answer.name
+
+
+class Connection:
+    """To a paired omlxd, about one namespace. Each call raises PeerError."""
+
+    def __init__(self, channel: Channel, namespace: bytes):
+        self._channel, self._namespace = channel, namespace
+
+    def look(self, names: Sequence[bytes], model: str, facts: dict[str, Any]) -> tuple[list[bool], str]:
+        """Return which of the files are there, and what keeps KV of the same model from being used."""
+        self._channel.send(Look(self._namespace, tuple(names), model, facts))
+        found = self._channel.expect(Found)
+        if len(found.there) != len(names):
+            raise PeerError("it answered something else")
+        return [bool(each) for each in found.there], found.differs
+
+    def read(self, names: Sequence[bytes], sizes: Sequence[int]) -> Iterator[bytearray]:
+        """Yield the bytes of the files in order; none for those that are gone. `sizes`: of each."""
+        self._channel.send(Read(self._namespace, tuple(names)))
+        for size in sizes:
+            nbytes = self._channel.expect(Piece).nbytes
+            if nbytes not in (0, size):
+                raise PeerError(f"it has a file of {nbytes} bytes where {size} belong")
+            yield self._channel.read(nbytes)
+
+
+@contextlib.contextmanager
+def connected(
+    identity: Identity, address: tuple[str, int], namespace: bytes, deadline: float
+) -> Iterator[Connection]:
+    """Connect. All of it ends at `deadline`, by time.monotonic().
+
+    Raises PeerError, also for what fails inside.
+    """
+    try:
+        context = identity.for_client()
+    except (OSError, ssl.SSLError) as error:
+        raise PeerError(f"the own key can't be read: {error}") from error
+    with _connected(address, context) as channel:
+        channel.deadline = deadline
+        yield Connection(channel, namespace)
