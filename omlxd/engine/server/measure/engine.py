@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -88,6 +89,7 @@ class Engine:
         log, notes = logging.getLogger(mlx_adapter.__name__), _Notes(self.notes)
         log.addHandler(notes)
         log.setLevel(logging.INFO)
+        log.getChild("metal.rule").setLevel(logging.DEBUG)
         try:
             host = EngineHost(load, OutputThread(self._take), lease)
         except Exception as error:
@@ -138,12 +140,16 @@ class Engine:
 
 
 class _Notes(logging.Handler):
+    """Notes lines; what is judged goes to standard error, whose last line tells with what a process ended."""
+
     def __init__(self, notes: list[str]):
-        super().__init__(logging.INFO)
+        super().__init__()
         self._notes = notes
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not (text := record.getMessage()).startswith("judging"):
+        if (text := record.getMessage()).startswith("judging"):
+            print(text, file=sys.stderr, flush=True)
+        else:
             self._notes.append(text)
 
 
