@@ -163,7 +163,7 @@ def footprint_of(config: dict[str, Any], weights: int, element: int, blind: str 
     tied = {**text, **config}.get("tie_word_embeddings", True)
     return Footprint(
         weights=weights,
-        kv_per_token=_kinds(text).count("full") * _layer_kv(text) * element,
+        kv_per_token=_token_kv(text) * element,
         kv_fixed=_kv_fixed(text, element),
         working=_working(text, element),
         context_length=_context(config),
@@ -440,6 +440,20 @@ def _full_layers(text: dict[str, Any]) -> set[int] | None:
     return None
 
 
+def _token_kv(text: dict[str, Any]) -> int:
+    """Return the numbers that one token adds to all layers."""
+    if not (ratios := _ratios(text)):
+        return _kinds(text).count("full") * _layer_kv(text)
+    dim, index = _int(text, "head_dim"), _int(text, "index_head_dim")
+    return sum((dim + index) // 4 if ratio == 4 else dim // 128 for ratio in ratios if ratio in (4, 128))
+
+
+def _ratios(text: dict[str, Any]) -> list[Any]:
+    """Return how many tokens each layer of DeepSeek V4 keeps as one, beside a window."""
+    ratios = text.get("compress_ratios")
+    return ratios[:MOST_LAYERS] if isinstance(ratios, list) else []
+
+
 def _layer_kv(text: dict[str, Any], kind: str = "full") -> int:
     """Return the numbers that one token adds to one attention layer."""
     if rank := _int(text, "kv_lora_rank"):
@@ -451,11 +465,12 @@ def _layer_kv(text: dict[str, Any], kind: str = "full") -> int:
         dim = _int(text, "global_head_dim", default=dim)
         if text.get("attention_k_eq_v"):
             kv_heads = _int(text, "num_global_key_value_heads", default=kv_heads)
-    return 2 * kv_heads * dim + _int(text, "indexer_head_dim")
+    values = 0 if _ratios(text) else dim  # Or keys are the values, too.
+    return kv_heads * (dim + values) + _int(text, "indexer_head_dim")
 
 
 def _kv_fixed(text: dict[str, Any], element: int) -> int:
-    kinds = _kinds(text)
+    kinds = ["window" for _ in _ratios(text)] or _kinds(text)
     window = _int(text, "sliding_window", "attention_window_size")
     windows = kinds.count("window") * window * _layer_kv(text, "window") * element
     # Models that put a recurrent layer beside each attention have no name for it.

@@ -65,7 +65,9 @@ def test_the_estimate_of_the_command_is_what_a_cpu_loads(tmp_path: Path, monkeyp
 
 
 def test_known_models(tmp_path: Path):
-    """Llama 3.1 8B: 128 KiB a token. DeepSeek V3: 61 layers of 576 numbers."""
+    """Llama 3.1 8B: 128 KiB a token. DeepSeek V3: 61 layers of 576 numbers. V4: 512 numbers each 128 tokens,
+    or 640 each 4.
+    """
     llama = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
@@ -76,7 +78,14 @@ def test_known_models(tmp_path: Path):
         "max_position_embeddings": 131072,
     }
     deepseek = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}
-    for config, per_token in ((llama, 131072), (deepseek, 61 * 576 * 2), ({"text_config": llama}, 131072)):
+    v4 = {"head_dim": 512, "index_head_dim": 128, "sliding_window": 128, "num_key_value_heads": 1}
+    v4 |= {"compress_ratios": [0, 128, 4, 128, 4, 0], "num_hidden_layers": 6, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(v4))
+    assert footprint(tmp_path).kv_fixed == 6 * 128 * 512 * 2
+    for config, per_token in (
+        *((llama, 131072), (deepseek, 61 * 576 * 2), (v4, 2 * (512 // 128 + 640 // 4) * 2)),
+        ({"text_config": llama}, 131072),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert footprint(tmp_path).kv_per_token == per_token
     assert footprint(tmp_path).context_length == 131072 and footprint(tmp_path).pair == 32 * 2

@@ -46,6 +46,12 @@ def test_tokens_are_those_of_mlx_vlm(model: Path):
     assert len(set(got)) > 6
 
 
+def test_nothing_is_written_beside_an_array(model: Path):
+    """MLX keeps an array's size in front of it. A load has passes of 1 and 2 tokens."""
+    mlx_adapter.load(model)
+    assert mx.get_active_memory() < 2**40
+
+
 def test_in_company_as_alone(model: Path):
     """Rows of unequal length, that join while others decode and leave before them."""
     asked = [prompt(30 + 50 * at, seed=at) for at in range(3)]
@@ -123,6 +129,7 @@ class _Odd(nn.Module):
         (lambda tokens, held: mx.cumsum(held)[-tokens.shape[1] :], ""),
         (lambda tokens, held: mx.broadcast_to(tokens.sum(), tokens.shape)[0], "looks ahead"),
         (lambda tokens, held: mx.cumsum(tokens[0]), "does not go on from its cache"),
+        (lambda tokens, held: tokens.pixels, "does not compute a text by itself: .*pixels"),
     ],
 )
 def test_what_is_no_language_model_is_refused(seen: Any, why: str):

@@ -12,6 +12,7 @@ each row attends by itself: `attend_by_rows` changes the functions that do.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -195,8 +196,25 @@ def attend_by_rows(module: Any) -> None:
     if hasattr(module, "Glm5NextAttention"):
         _by_rows(module.Glm5NextAttention, "__call__", _glm)
         return
+    _choose_no_token_before(module.Qwen4ExpQSAIndexer)
     _by_rows(module.Qwen4ExpAttention, "__call__", _qwen)
     _by_rows(module.Qwen4ExpBatchInvariantForward, "_qsa_attention", _qwen_step)
+
+
+def _choose_no_token_before(indexer: Any) -> None:
+    """Have masks of `indexer` leave out blocks -1, which are none.
+
+    mlx-vlm marks their tokens, -4 to -1, as chosen. Behind 2 tokens that is a byte in front of the mask's
+    memory: MLX keeps an array's size there, and said that 2**64 bytes were in use.
+    """
+    own = indexer.build_mask
+
+    def build_mask(self: Any, selection: Any) -> mx.array:
+        mended, blocks = copy.copy(selection), selection.selected_blocks
+        mended.selected_blocks = mx.where(blocks < 0, selection.key_len, blocks)
+        return own(self, mended)
+
+    indexer.build_mask = build_mask
 
 
 def _by_rows(kind: Any, name: str, of_batch: Callable[..., Any]) -> None:

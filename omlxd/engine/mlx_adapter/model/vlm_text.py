@@ -68,6 +68,13 @@ class TextModel(nn.Module):
         """
         whole: Any = self.whole
         object.__delattr__(self, "whole")
+        try:
+            self._compare(whole)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            reason = shorten(str(error), 300, placeholder=" …")
+            raise ModelError(f"mlx-vlm's model does not compute a text by itself: {reason}") from error
+
+    def _compare(self, whole: Any) -> None:
         first, other = (self(mx.array([tokens]), cache=self.make_cache()) for tokens in ([1, 2], [1, 3]))
         if not distance(other[:, 0], first[:, 0]) < FAR:
             raise ModelError("its language model looks ahead: it does not continue a text token by token")
