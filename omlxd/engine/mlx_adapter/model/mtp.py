@@ -23,7 +23,7 @@ from ....models.footprint import has_vlm, read_config
 from . import vision
 from .drafter import ChainDrafter, DrafterState, embeddings_of, example_states, hidden_size
 from .load import LoadedModel, make_float32
-from .positions import keep_hidden, keep_streams
+from .positions import forgotten_on_error, keep_hidden, keep_streams
 
 FAMILIES: dict[str, Literal["normed", "streams"]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm_moe_dsa", "glm5_next"), "normed"),
@@ -93,4 +93,5 @@ def mtp_of(module: Any, loaded: LoadedModel) -> MtpHeads:
         make_float32(module)
     mx.eval(module.parameters())
     (keep_hidden if reads == "normed" else keep_streams)()
-    return MtpHeads(module, loaded, example_states(loaded))
+    with forgotten_on_error():
+        return MtpHeads(module, loaded, example_states(loaded))
