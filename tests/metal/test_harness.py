@@ -350,6 +350,16 @@ def test_inputs_that_are_one_array_are_one_for_the_kernel():
         kernel([x, x[8:]], output_dtypes=[mx.float32], **how)
 
 
+def test_a_slice_lies_where_it_is_in_its_array():
+    kernel = Kernel("four", ["x"], ["y"], I + "y[i] = ((const device half4*)x)[i / 4][i % 4];")
+    x = mx.arange(72).astype(mx.float16)
+    for first in (0, 4, 8):
+        assert mx.array_equal(called(kernel, x[first : first + 64]), x[first : first + 64])
+    with pytest.raises(MetalError, match="an address that is not aligned"):
+        called(kernel, x[1:65])
+    assert called(kernel, x.reshape(2, 36)[:, 1:33])[0] == 1  # MLX copies what is not contiguous.
+
+
 def test_an_output_may_have_elements_that_nobody_writes(on_cpu: Callable[..., None]):
     on_cpu(all_written=False)
     got = called(Kernel("some", ["x"], ["y"], I + "if (i != 3) y[i] = x[i];"), floats())

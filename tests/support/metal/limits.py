@@ -214,11 +214,10 @@ class _Reading:
                     declared.hash for statement in statements for declared in statement.get_children()
                 }
         for cursor in self._cursors:
-            if cursor.kind.name == "VAR_DECL" and re.match(
-                r"(extern )?threadgroup [^*&]*$", self._declared(cursor)
-            ):
-                if cursor.hash not in outermost:
-                    yield "threadgroup memory is declared at the top of a kernel alone", cursor
+            if cursor.kind.name != "VAR_DECL" or cursor.hash in outermost:
+                continue
+            if re.match(r"(extern )?threadgroup [^*&]*$", self._declared(cursor)):
+                yield "threadgroup memory is declared at the top of a kernel alone", cursor
 
     def _declared(self, cursor: Any) -> str:
         """Return a declaration up to its value. Clang leaves out a macro that it begins with."""
