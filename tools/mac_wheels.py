@@ -82,7 +82,7 @@ def run(*command: str, given: str = "") -> str:
 def names_used(folder: Path = ROOT / "omlxd") -> set[str]:
     """Return what stands behind `mx.` in `folder`, as `fast.rms_norm`; in programs that are strings, too."""
     texts = [file.read_text() for file in folder.rglob("*.py")]
-    return {name for text in texts for name in re.findall(r"\bmx\.([a-zA-Z]\w*(?:\.[a-z]\w*)?)", text)}
+    return {name for text in texts for name in re.findall(r"\bmx\.([a-zA-Z]\w*(?:\.[a-zA-Z]\w*)?)", text)}
 
 
 def stubs_of(wheel: Path) -> dict[str, str]:

@@ -25,6 +25,7 @@ Hoist = Literal["auto", "always", "never"]
 Reserve = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Thought = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SharePrefix = Literal["auto", "on", "off"]
+Ranks = Annotated[int, Meta(ge=1, le=64)]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 Images = Annotated[int, Meta(ge=1, le=100_000)]
 PREFIX = "OMLXD_"
@@ -93,6 +94,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_images: Images | None = None
     speculation: Literal["auto", "off"] | None = None
     share_prefix: SharePrefix | None = None
+    ranks: Ranks | None = None
     metal_kernels: Literal["auto", "off"] | None = None
     hoist_system: Hoist | None = None
     request_timeout: Limit | None = None
@@ -173,6 +175,8 @@ _HELP = {
     "share_prefix": "auto: running requests that begin alike hold the KV of that once, on a CPU and on a GPU "
     "where kernels of omlxd's own read it; on: on any GPU, where steps may be slow; off: each holds its "
     "own",
+    "ranks": "processes of this machine that share a model, a GPU each where there are several: room for a "
+    "larger one, not speed; 1: one has all of it",
     "metal_kernels": "auto: on Metal, kernels of omlxd's own compute what a load finds right and not slower "
     "than MLX's own there: the log and `omlxd doctor` say which; off: MLX's alone",
     "max_thinking_tokens": "most tokens that a model may think before it answers, whatever a request says; "
@@ -276,6 +280,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ]
     speculation: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
     share_prefix: Annotated[SharePrefix, _option("WHAT=auto")]
+    ranks: Annotated[Ranks, _option("N=1")]
     metal_kernels: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
     max_thinking_tokens: Annotated[Thought | None, _option("N=none", none="none")]
     loop_stop: Annotated[Literal["auto", "off"], _option("WHAT=auto")]

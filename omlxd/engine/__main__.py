@@ -20,6 +20,7 @@ from .process.prepare import prepare_mlx
 def main() -> None:
     parser = argparse.ArgumentParser(prog="omlxd.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="connected Unix socket")
+    parser.add_argument("--follow", action="store_true", help="be another rank of the engine at the socket")
     parser.add_argument("--mlx-blas", action="store_true", help="leave matrix products to MLX's own BLAS")
     args = parser.parse_args()
     _log_to_stderr()
@@ -33,11 +34,15 @@ def main() -> None:
     # What is imported stays: collecting while its 70,000 objects are made takes 60 ms of processor time,
     # and looking at all of them once more when a model is loaded as much again.
     gc.disable()
-    from .server.service import EngineService  # after logging is set up: it imports MLX
+    # After logging is set up: these import MLX.
+    if args.follow:
+        from .server.follower import Follower as Service
+    else:
+        from .server.service import EngineService as Service
 
     gc.freeze()
     gc.enable()
-    service, status = EngineService(sock), 0
+    service, status = Service(sock), 0
     signal.signal(signal.SIGTERM, lambda number, frame: service.terminate())
     try:
         service.run()

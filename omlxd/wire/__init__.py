@@ -135,6 +135,7 @@ class Load(Struct, frozen=True, tag="load"):
                 copied as it grows
     weights_mmap  whether weights are views of their files (engine/mlx_adapter/runtime/mapped.py)
     pass_limit  tokens of a prompt that a pass computes, at most; 0: as suits the device
+    ranks   processes of this machine that share the model (wire/plan.py)
     """
 
     model_path: str
@@ -155,6 +156,7 @@ class Load(Struct, frozen=True, tag="load"):
     kv_reserve: int | None = None
     weights_mmap: str = "off"
     pass_limit: int = 0
+    ranks: int = 1
 
 
 class LoadAdapter(Struct, frozen=True, tag="load_adapter"):
@@ -311,6 +313,7 @@ class ModelInfo(Struct, frozen=True):
     """What a loaded model is. `kv_reuse` empty: prefixes are reused; else the reason why not.
 
     images  it takes images; `blind`: why a vision model takes none
+    shares  folders of the KV of its other ranks, beside `namespace`; weights and KV are those of all
     """
 
     model_id: str
@@ -330,6 +333,7 @@ class ModelInfo(Struct, frozen=True):
     speed: str = ""
     images: bool = False
     blind: str = ""
+    shares: tuple[str, ...] = ()
     layers: int = 0
     hidden_size: int = 0
     kernels: tuple[Kernel, ...] = ()

@@ -70,7 +70,7 @@ class _OwnCache:
         return mlx_adapter.state_tensors(sequence.kv.cache)
 
 
-_OWN_CACHE = _OwnCache()
+OWN_CACHE = _OwnCache()
 
 
 class KVBridge:
@@ -113,10 +113,10 @@ class KVBridge:
         if sequence.kv.table is None or (batch is None and sequence.kv.cache is None):
             return
         if batch is None:
-            self._offer_blocks(sequence, _OWN_CACHE)
+            self._offer_blocks(sequence, OWN_CACHE)
             if self.states is not None:
                 last = sequence.last_boundary(self._block)
-                self.states.after_chunk(sequence, last, lambda: _OWN_CACHE.row_states(sequence))
+                self.states.after_chunk(sequence, last, lambda: OWN_CACHE.row_states(sequence))
             return
         self._hold_state(sequence, batch)
         due = sequence.kv.length - sequence.kv.offered * self._block >= OFFER_TOKENS
@@ -141,7 +141,7 @@ class KVBridge:
                 sequence.kv.last_checkpoint = None
                 self._withdraw(sequence)
             elif batch is not None or sequence.kv.cache is not None:
-                rows = _OWN_CACHE if batch is None else batch
+                rows = OWN_CACHE if batch is None else batch
                 self._offer_blocks(sequence, rows, last=True)
                 if sequence.kv.length < len(sequence.tokens):  # Else it goes, and would push one out before.
                     self._hold_state(sequence, rows)

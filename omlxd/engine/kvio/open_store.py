@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], None]], None]
 """Runs a call on the engine thread, soon."""
+
+Bridge = TypeVar("Bridge", bound=KVBridge)
 
 KV_FORMAT = 1
 """Part of the namespace: raise it when the meaning of stored bytes changes."""
@@ -117,10 +119,13 @@ class ModelStore:
                 f"{self._load.adapter}: a file has changed while it was being loaded; load it again"
             )
 
-    def open(self, lease: Lease, post: Post) -> KVBridge:
-        """`lease`: where the cold tier gets its room. The model must have a layout."""
-        bridge = self.bridge = self._build(lease, post)
-        self._describe(bridge.store.cold)
+    def open(self, lease: Lease, post: Post, kind: type[Bridge] = KVBridge, lead: str = "") -> Bridge:
+        """`lease`: where the cold tier gets its room. The model must have a layout.
+
+        lead  of a rank's share: folder of rank 0's namespace
+        """
+        bridge = self.bridge = self._build(lease, post, kind)
+        self._describe(bridge.store.cold, lead)
         if (flusher := bridge.store.flusher) is not None:
             threading.Thread(target=self._tick, args=(flusher, post), name="kv-clock", daemon=True).start()
         return bridge
@@ -209,7 +214,7 @@ class ModelStore:
             )
         return namespace_of(self._facts)
 
-    def _describe(self, cold: ColdTier | None) -> None:
+    def _describe(self, cold: ColdTier | None, lead: str) -> None:
         """Say in the namespace's folder whose it is, for `omlxd cache`."""
         load = self._load
         if cold is not None:
@@ -222,10 +227,11 @@ class ModelStore:
                 block_bytes=cold.bytes_per_block,
                 facts_digest=self.namespace.hex(),
                 facts=self._facts,
+                lead=lead,
             )
             describe_namespace(Path(load.cache.cold_dir), info, self._fs)
 
-    def _build(self, lease: Lease, post: Post) -> KVBridge:
+    def _build(self, lease: Lease, post: Post, kind: type[Bridge]) -> Bridge:
         loaded, settings = self._loaded, self._settings
         assert loaded.layout is not None
         pool = BlockPool(settings.initial_blocks)
@@ -264,7 +270,7 @@ class ModelStore:
             cold_limit=settings.cold_cache_bytes,
         )
         states = self._checkpointer(store)
-        return KVBridge(loaded.model, loaded.layout, store, post, states, segments=loaded.segments)
+        return kind(loaded.model, loaded.layout, store, post, states, segments=loaded.segments)
 
     def _checkpointer(self, store: KVStore) -> Checkpointer | None:
         """For a model with state that exists only at a position."""

@@ -54,7 +54,7 @@ from .model.prompt_cache_file import (
     unwritable,
     write_prompt_cache,
 )
-from .model.split import Group, check_split, join_group
+from .model.split import Group, check_split, join_group, rank_environment
 from .model.vision import VLM_VERSION, blindness
 from .runtime.arrays import (
     blank_arrays,

@@ -104,8 +104,10 @@ class DecodeBatch:
         speculation: Speculation | None = None,
         grid: int = 0,
         compiled: DecodeStep | None = None,
+        on_ranks: Callable[[Sequence, int, list[int], mlx_adapter.Cache], mx.array] | None = None,
     ):
         self._model = model
+        self._on_ranks = on_ranks
         self._compiled = compiled
         self._steps = 0  # Since the rows changed.
         self._grid = grid
@@ -521,6 +523,9 @@ class DecodeBatch:
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """Logits of `tokens` (rows, n), whose KV goes into the cache."""
+        if self._on_ranks is not None:  # Of one row.
+            row = self.rows[0]
+            return self._on_ranks(row, row.kv.length, cast(list[int], tokens[0].tolist()), self._cache)
         if self._compiled is not None and self._is_plain():
             logits = self._compiled(tokens, self._cache, self._steps)
             self._steps += 1

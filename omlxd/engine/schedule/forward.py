@@ -51,14 +51,20 @@ class Interrupted(Exception):
     """The requests whose pass is being computed have been cancelled."""
 
 
+OnRanks = Callable[[Sequence, int, list[int], mlx_adapter.Cache], mx.array]
+"""Called as (row, tokens that its cache holds, tokens, cache); gives the logits, evaluated."""
+
+
 class Turn(Protocol):
     """The scheduler as a pass sees it, in whose turn it is computed.
 
     memory   is told of chunks; None: nobody looks after it
     decodes  whether any sequence does
+    on_ranks  computes a pass of one row where several ranks share the model; None: this process has all of it
     """
 
     memory: MemoryAdmission | None
+    on_ranks: OnRanks | None
 
     @property
     def decodes(self) -> bool: ...
@@ -240,7 +246,10 @@ class PromptPasses:
         began, decoded = time.perf_counter(), self._counts.decode_s
         compared = clock()
         with self._looking_up([sequence], stop - start):
-            logits = compute_chunk(self._loaded.model, sequence, stop, last_alone=self.last_alone)
+            on_ranks = self._turn.on_ranks
+            logits = compute_chunk(
+                self._loaded.model, sequence, stop, last_alone=self.last_alone, on_ranks=on_ranks
+            )
         if self._speculation is not None and decoded == self._counts.decode_s:
             mx.eval(logits if stop == length else [])
             self._speculation.times.record_prompt(stop - start, clock() - compared)
@@ -449,7 +458,8 @@ class PromptPasses:
         Raises Interrupted, the caches half written, once all of them are cancelled.
         """
         hook = self._loaded.hook
-        if self._turn.decodes or self._is_long(tokens):
+        # What several ranks compute is not interrupted: they are all in it.
+        if self._turn.on_ranks is None and (self._turn.decodes or self._is_long(tokens)):
             hook.call = self.between_layers
         self.computing, self.pass_tokens = sequences, tokens
         self._looked_at = time.perf_counter()
@@ -465,7 +475,9 @@ class PromptPasses:
         self._looked_at = time.perf_counter()
 
 
-def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool) -> mx.array:
+def compute_chunk(
+    model: Any, sequence: Sequence, stop: int, *, last_alone: bool, on_ranks: OnRanks | None = None
+) -> mx.array:
     """Compute the KV of `sequence` from where it stands to `stop`, into its cache.
 
     Returns the logits (1, tokens, vocabulary) of its last pass, not evaluated: before the prompt's
@@ -474,16 +486,19 @@ def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool
     start, length = sequence.kv.length, sequence.prompt.length
     assert sequence.kv.cache is not None
     if last_alone and start < length - 1 and stop == length and sequence.may_end(stop - 1):
-        _pass(model, sequence, start, stop - 1)
+        _pass(model, sequence, start, stop - 1, on_ranks)
         mx.eval(mlx_adapter.state_arrays(sequence.kv.cache))
         start = stop - 1
-    logits = _pass(model, sequence, start, stop)
+    logits = _pass(model, sequence, start, stop, on_ranks)
     if stop < length:
         mx.eval(mlx_adapter.state_arrays(sequence.kv.cache), sequence.kv.hidden or ())
     return logits
 
 
-def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
+def _pass(model: Any, sequence: Sequence, start: int, stop: int, on_ranks: OnRanks | None = None) -> mx.array:
+    if on_ranks is not None:
+        assert sequence.kv.cache is not None
+        return on_ranks(sequence, start, sequence.tokens[start:stop], sequence.kv.cache)
     inputs = sequence.prompt.images.inputs(start, stop) if sequence.prompt.images is not None else {}
     chunk = mlx_adapter.attention_backend().chunk(final=stop >= sequence.prompt.length)
     with mlx_adapter.row_adapters([sequence.adapter]), chunk:

@@ -22,10 +22,12 @@ from ...chat import Conversation, GenerateRequest, RawPrompt, Sampling, first_im
 from ...common.units import CPU_SLOTS, SLOTS
 from ...errors import ModelError, PromptTooLong, bad_field
 from ...kv.cold.writer import Lease
+from ...kv.files.paths import namespace_dir
 from ...models.footprint import Footprint, footprint
 from ...wire.explanation import Explanation
 from ...wire.token_bytes import COUNTED_CONTEXTS
 from .. import mlx_adapter
+from ..kvio.bridge import KVBridge
 from ..kvio.fingerprint import file_identities
 from ..kvio.open_store import ModelStore
 from ..output.parser import prepare
@@ -35,6 +37,8 @@ from ..prompt.pipeline import PromptPipeline, RenderedPrompt
 from ..prompt.sessions import Lineage, Sessions, Standing, is_side_request, lineage_of
 from ..prompt.template.template import TOOLS_AS_TEXT
 from ..prompt.turn_memory import Answer, Scope
+from ..ranks.lead import Lead, share
+from ..ranks.lead_bridge import LeadBridge
 from ..schedule.memory_admission import MemoryAdmission
 from ..schedule.rehearsal import rehearse
 from ..schedule.scheduler import Scheduler
@@ -58,6 +62,7 @@ class EngineHost:
     """`lease`: where the cold tier gets its room. `output`: where events go.
 
     want  asks the front for memory, which answers by `set_budget`
+    lead  of the ranks that share the model; None: this process has all of it
     """
 
     def __init__(
@@ -66,18 +71,21 @@ class EngineHost:
         output: OutputThread,
         lease: Lease,
         want: Callable[[wire.Wants], None] = lambda wants: None,
+        lead: Lead | None = None,
     ):
         mlx_adapter.set_limits(0, load.budget)
         # Of this thread, which is the one that samples: MLX's own begin with the time of day.
         mx.random.seed(secrets.randbits(63) if load.seed is None else load.seed)
         self._load = load
         self._output = output
+        self._lead = lead
         self._load_model(load)
         prints = footprint(Path(load.model_path), self.loaded.float32)
         self._open_store(load, prints, lease, want)
         self._make_prompts(load)
         takes_images = self.images is not None
-        self.info = model_info(load, self.loaded, self.namespace, prints, self.prompts, takes_images)
+        others = lead.others if lead is not None else []
+        self.info = model_info(load, self.loaded, self.namespace, prints, self.prompts, takes_images, others)
         kv_off = self.info.kv_reuse if self.scheduler.bridge is None else None
         self._checks = RequestChecks(self.loaded, self.prompts, load.cache.block_size, kv_off, self._unopened)
         self._sequences = SequenceMaker(load, self.loaded)
@@ -95,7 +103,7 @@ class EngineHost:
         idle = mlx_adapter.attention_backend().loads_beside_cpu
         digests = aside.submit(ModelStore.weight_digests, load) if idle else None
         aside.shutdown(wait=False)
-        self.loaded = load_model(load)
+        self.loaded = load_model(load, self._lead and self._lead.join())
         self.scheduler = Scheduler(
             self.loaded,
             None,
@@ -105,8 +113,9 @@ class EngineHost:
             pass_limit=load.pass_limit,
         )
         mlx_adapter.set_limits(self.loaded.weight_bytes, load.budget)
-        rate = rehearse(self.loaded, load.cache.block_size, load.pass_limit)
-        self.scheduler.prefill_budget.begin_with(rate)
+        if self._lead is None:
+            rate = rehearse(self.loaded, load.cache.block_size, load.pass_limit)
+            self.scheduler.prefill_budget.begin_with(rate)
         self._store = ModelStore(load, self.loaded, files, digests)
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
@@ -128,13 +137,24 @@ class EngineHost:
             speculation = self.scheduler.speculation
             memory.draft_model = speculation and speculation.draft_model
             memory.take_budget(load.budget)
+        if self._lead is not None and self.loaded.layout is None:
+            raise ModelError(f"several ranks can't serve this model: {self.loaded.kv_reuse}", param="--ranks")
         if self.loaded.layout is not None and load.cache.enabled:
-            self.scheduler.bridge = bridge = self._store.open(lease, self.scheduler.post)
+            bridge = self._open_bridge(lease)
             bridge.reads.warm_up()
             bridge.weights_changed = self.loaded.mapped.changed
             if memory is not None:
                 memory.store = bridge.store
                 self._store.leave_room_for(lambda: memory.promised([*self.scheduler.running]))
+
+    def _open_bridge(self, lease: Lease) -> KVBridge:
+        if self._lead is None:
+            self.scheduler.bridge = self._store.open(lease, self.scheduler.post)
+            return self.scheduler.bridge
+        bridge = self._store.open(lease, self.scheduler.post, LeadBridge)
+        bridge.lead, self.scheduler.bridge, self.scheduler.on_ranks = self._lead, bridge, bridge.compute
+        self._lead.begin(self.loaded.model, namespace_dir(self.namespace), self.scheduler.post)
+        return bridge
 
     def _make_prompts(self, load: wire.Load) -> None:
         """What reads prompts and images, and remembers of them."""
@@ -335,6 +355,10 @@ class EngineHost:
     def set_budget(self, budget: wire.Budget) -> None:
         """What this engine may hold from now on. Any thread."""
 
+        if self._lead is not None:
+            budget = share(budget, self._lead.world)
+            self._lead.send(budget)
+
         def take() -> None:
             if self.scheduler.memory is not None:
                 self.scheduler.memory.take_budget(budget)
@@ -397,8 +421,12 @@ class EngineHost:
     def close(self, deadline_s: float) -> None:
         """Flush the stores. The scheduler must have stopped."""
         end = time.monotonic() + deadline_s
+        if self._lead is not None:
+            self._lead.quit(deadline_s)
         for store in (self._store, *self.adapters.stores()):
             store.close(max(0.0, end - time.monotonic()))
+        if self._lead is not None:
+            self._lead.wait_closed(max(0.0, end - time.monotonic()))
 
 
 def _is_turn(sampling: Sampling) -> bool:

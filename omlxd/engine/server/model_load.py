@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
 
@@ -18,8 +19,9 @@ from ...kv.files.paths import KERNELS_NAME, namespace_dir
 from ...kv.hashing import BlockHash
 from ...models.drafters import drafter_kind
 from ...models.footprint import Footprint, read_config
+from ...wire.plan import Ready
 from .. import mlx_adapter
-from ..mlx_adapter import LoadedModel, Quantisation
+from ..mlx_adapter import Group, LoadedModel, Quantisation
 from ..process import blas
 from ..prompt.pipeline import PromptPipeline
 from ..speculate.controller import Speculation
@@ -32,8 +34,8 @@ log = logging.getLogger(__name__)
 KERNELS_OFF = "Metal kernels off (--metal-kernels)"
 
 
-def load_model(load: wire.Load) -> LoadedModel:
-    """Raises ModelError."""
+def load_model(load: wire.Load, group: Group | None = None) -> LoadedModel:
+    """`group`: of ranks that load it together. Raises ModelError."""
     backend, cache = mlx_adapter.backend(), load.cache
     if _has_kernels_off(load):
         mlx_adapter.use_mlx_alone()
@@ -50,6 +52,7 @@ def load_model(load: wire.Load) -> LoadedModel:
         load.weights_mmap,
         mlx_adapter.SEGMENT if shares and mlx_adapter.SEGMENT % cache.block_size == 0 else 0,
         load.share_prefix == "auto",
+        group,
     )
     if why := _why_not_shared(load, loaded, shares):
         level = logging.WARNING if load.share_prefix == "on" else logging.INFO
@@ -82,8 +85,7 @@ def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None
     times = PassTimes(first_tells=mlx_adapter.backend() == "cpu")
     speculation = Speculation(repeatable=load.seed is not None, times=times)
     if load.draft_path and is_drafter(Path(load.draft_path)):
-        drafter = load_drafter(Path(load.draft_path), loaded, load.model_id)
-        return _with_drafter(speculation, DrafterModel(drafter), loaded)
+        return _with_drafter(speculation, load_drafter(Path(load.draft_path), loaded, load.model_id), loaded)
     if load.draft_path:
         folder, float32 = Path(load.draft_path), load.budget.float32 and mlx_adapter.backend() == "cpu"
         draft = DraftModel(mlx_adapter.load(folder, None, float32), folder.name, loaded, load.model_id)
@@ -98,7 +100,7 @@ def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None
         return speculation
     if heads is not None:
         log.info("%s: its MTP heads guess for it", load.model_id)
-        _with_drafter(speculation, DrafterModel(heads, is_named=False), loaded)
+        _with_drafter(speculation, heads, loaded)
     return speculation
 
 
@@ -120,9 +122,9 @@ def load_drafter(folder: Path, loaded: LoadedModel, model_id: str) -> mlx_adapte
         ) from error
 
 
-def _with_drafter(speculation: Speculation, model: DrafterModel, loaded: LoadedModel) -> Speculation:
-    loaded.weight_bytes += model.drafter.weight_bytes
-    speculation.draft_model = model
+def _with_drafter(speculation: Speculation, drafter: mlx_adapter.Drafter, loaded: LoadedModel) -> Speculation:
+    loaded.weight_bytes += drafter.weight_bytes
+    speculation.draft_model = DrafterModel(drafter)
     return speculation
 
 
@@ -133,8 +135,9 @@ def model_info(
     prints: Footprint,
     prompts: PromptPipeline,
     images: bool,
+    others: Sequence[Ready] = (),
 ) -> wire.ModelInfo:
-    """`images`: whether the model takes them."""
+    """`images`: whether the model takes them. `others`: ranks that hold the rest of it."""
     reason = loaded.kv_reuse if load.cache.enabled else "--no-cache"
     if reason:
         log.warning("%s: prefixes are not reused: %s", load.model_id, reason)
@@ -143,8 +146,9 @@ def model_info(
         model_type=loaded.model_type,
         context_length=loaded.context_length,
         vocab_size=loaded.vocab_size,
-        weight_bytes=loaded.weight_bytes,
-        kv_bytes_per_token=loaded.layout.nbytes(1) if loaded.layout else 0,
+        weight_bytes=loaded.weight_bytes + sum(other.weight_bytes for other in others),
+        kv_bytes_per_token=(loaded.layout.nbytes(1) if loaded.layout else 0)
+        + sum(other.kv_bytes_per_token for other in others),
         kv_reuse=reason,
         namespace=namespace_dir(namespace) if loaded.layout else "",
         block_size=load.cache.block_size,
@@ -158,6 +162,7 @@ def model_info(
         images=images,
         blind=loaded.blind or "",
         token_bytes=prompts.tokens.bound.token_bytes,
+        shares=tuple(other.namespace for other in others),
         layers=prints.layers,
         hidden_size=prints.hidden_size,
         kernels=mlx_adapter.attention_backend().kernels(),

@@ -89,6 +89,13 @@ class RequestChecks:
         tokens   of the prompt, images' included
         context  tokens of prompt and answer at most
         """
+        if self._loaded.split and (
+            request.labels or request.keys_file or request.import_file or request.export_to
+        ):
+            raise InvalidRequest(
+                "Several ranks share this model (--ranks): they score no labels, show no keys, and take and "
+                "write no prompt caches."
+            )
         file = self._open_cache(request, len(tokens)) if request.import_file else None
         if file is not None:
             tokens = tokens[: file.tokens]

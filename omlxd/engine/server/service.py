@@ -34,6 +34,7 @@ from typing import Any
 
 import mlx.core as mx
 import psutil
+from msgspec.structs import replace
 
 from ... import wire
 from ...chat import Conversation, Event, RawPrompt, TextPart, ToolResultPart, media_of
@@ -44,6 +45,7 @@ from .. import mlx_adapter
 from ..kvio.hot_budget import memory
 from ..kvio.lease import FrontLease
 from ..output.sink import OutputThread
+from ..ranks.lead import Lead, share_of_load
 from ..sequence.sequence import Sequence
 from .embedding import EmbedderHost
 from .host import EngineHost
@@ -307,7 +309,7 @@ class EngineService:
             self._send(wire.LoadProgress(stage="loading"))
             folder = Path(load.model_path)
             if kind_of(folder, read_config(folder)) == "chat":
-                host = EngineHost(load, self._output, self._lease, self._send)
+                host = self._make_host(load)
             else:
                 host = EmbedderHost(load, self._send, self._fail)
         except Exception as error:
@@ -334,6 +336,22 @@ class EngineService:
             mlx_adapter.release_memory()
             os._exit(4)
         mlx_adapter.release_memory(idle=True)
+
+    def _make_host(self, load: wire.Load) -> EngineHost:
+        """Start the other ranks, if the model has some, and load."""
+        lead = None
+        if load.ranks > 1:
+            load = share_of_load(load)
+            lead = Lead(load, self._lease, self._end_for_rank)
+
+        def want(wants: wire.Wants) -> None:
+            self._send(replace(wants, nbytes=wants.nbytes * load.ranks))
+
+        return EngineHost(load, self._output, self._lease, want, lead)
+
+    def _end_for_rank(self, why: str, lasting: bool) -> None:
+        """End this process, since another rank has. Any thread."""
+        self._leave(why, wire.LoadFailed(message=why, lasting=lasting), 5)
 
     def _pulse(self) -> None:
         """Say that work gets done: a long tool call or a restore sends no events. A PDF on its way has a
@@ -408,6 +426,8 @@ class EngineService:
             host = self._host.result()
             if not isinstance(host, EngineHost):
                 raise AdapterError("This model takes no adapters.", param="model")
+            if host.loaded.split:
+                raise AdapterError("Several ranks (--ranks) serve no adapters.", param="model")
             info = host.adapters.add(message).info
             self._send(wire.Loaded(info=info, channel=message.channel))
         except BaseException as error:  # A library may panic.

@@ -463,6 +463,7 @@ def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir
         draft_path=str(engine.draft_folder or ""),
         speculate=(own.speculation or settings.speculation) == "auto",
         share_prefix=own.share_prefix or settings.share_prefix,
+        ranks=own.ranks or settings.ranks,
         metal_kernels=own.metal_kernels or settings.metal_kernels,
         prompts=wire.PromptSettings(
             healing=not settings.no_healing if own.healing is None else own.healing,

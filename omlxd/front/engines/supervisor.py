@@ -462,7 +462,10 @@ class Supervisor:
             log.info("%s: %s", self.model_id, message.stage)
         elif isinstance(message, wire.Loaded):
             if life.account is not None:
-                life.account.model_loaded(message.info.namespace, life.load.adapter or life.load.model_path)
+                info = message.info
+                life.account.model_loaded(
+                    info.namespace, life.load.adapter or life.load.model_path, info.shares
+                )
             self._loaded(message.info)
             if life.load.pass_limit != self.restarts.pass_limit:  # The owner lifted it meanwhile.
                 self.send(wire.PassLimit(self.restarts.pass_limit))

@@ -75,6 +75,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     facts_digest  the namespace's digest, 64 hex digits; the folder's name is its first half
     facts         what it is the digest of; {} in a description that an older version wrote
     copies        models that used it, the last one first
+    lead          of a rank's share: folder of rank 0's, and an orphan if that is one
     """
 
     model_id: str
@@ -87,6 +88,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     created: float = 0.0
     adapter: str = ""
     copies: tuple[Copy, ...] = ()
+    lead: str = ""
 
     def __post_init__(self) -> None:
         if not self.copies:
@@ -183,9 +185,12 @@ class Installed:
         return {namespace for namespace in namespaces if self._is_orphan(namespace)}
 
     def _is_orphan(self, namespace: str) -> bool:
+        info = read_namespace(self._root, namespace)
+        if info is not None and info.lead and info.lead != namespace:
+            namespace = info.lead
+            info = read_namespace(self._root, namespace)
         if self._in_use[namespace] > 0:
             return False
-        info = read_namespace(self._root, namespace)
         return info is None or not any(
             self._loaded_as.get(copy.folder, namespace) == namespace and copy.is_here()
             for copy in info.copies

@@ -88,7 +88,8 @@ class MatchPlan:
 
 
 class ColdReads:
-    """As `KVBridge`, whose part it is. `threads`: that read. `recomputed`: tokens, counted at the end."""
+    """As `KVBridge`, whose part it is. `threads`: that read. `recomputed`: tokens, counted at the end.
+    `reads_all`: whatever is cached is read, even where computing it would be faster."""
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class ColdReads:
         self.threads = threads
         self.readers: Executor = ThreadPoolExecutor(threads, thread_name_prefix="kv-reader")
         self.recomputed = 0
+        self.reads_all = False
         self._under_way: list[_Shared] = []
         self._tails: dict[Sequence, tuple[TailRead[MLXPayload], _Shared]] = {}
 
@@ -195,7 +197,7 @@ class ColdReads:
         """
         assert sequence.kv.table is not None
         room = self.store.hot_budget() >= self.layout.nbytes(len(sequence.kv.table.blocks) * self._block)
-        return self.states is None and sequence.prompt.images is None and room
+        return not self.reads_all and self.states is None and sequence.prompt.images is None and room
 
     def _is_slow(self, sequence: Sequence, names: Set[BlockHash]) -> bool:
         """Whether reading them alone would be."""
@@ -218,8 +220,10 @@ class ColdReads:
         """
         if self.states is None:
             return splits and self.rates.both_pay(read_s, blocks)
-        return sequence.prompt.images is None and self.rates.computing_pays(
-            read_s, sequence.kv.resume_at - hot
+        return (
+            not self.reads_all
+            and sequence.prompt.images is None
+            and self.rates.computing_pays(read_s, sequence.kv.resume_at - hot)
         )
 
     # ----------------------------------------------------------------- reading all of it

@@ -48,6 +48,15 @@ def join_group(rank: int, hosts: Sequence[str]) -> Group:
         return mx.distributed.init(strict=True, backend="ring")
 
 
+def rank_environment(rank: int) -> dict[str, str]:
+    """Variables of another rank's process on this machine: on CUDA it sees a GPU of its own."""
+    environ = dict(os.environ)
+    if backend() == "cuda":
+        seen = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        environ["CUDA_VISIBLE_DEVICES"] = seen[rank] if rank < len(seen) else str(rank)
+    return environ
+
+
 def check_split(config: dict[str, Any], world: int) -> None:
     """Raise ModelError if `world` ranks can't share the model of this config. Reads no weights."""
     try:

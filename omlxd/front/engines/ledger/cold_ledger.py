@@ -500,16 +500,18 @@ class Account:
                 lambda granted: self._reply(Grant(ticket, granted.result(), self._owner.capacity()))
             )
 
-    def model_loaded(self, namespace: str, model_path: str) -> None:
+    def model_loaded(self, namespace: str, model_path: str, shares: Iterable[str] = ()) -> None:
         """Note that the engine has loaded the model, or adapter, in folder `model_path`.
 
         namespace  "": it has no blocks to keep
+        shares     namespaces of the engine's other ranks, which write under its grants
         """
 
         def settle(ledger: Ledger) -> int:
             self._namespace = namespace
             if self._host is not self:
                 self._host._adapters.add(namespace)
+            self._adapters.update(shares)
             ledger.engine_loaded(namespace, model_path)
             return 0
 

@@ -1,0 +1,2 @@
+"""Several processes that share one model: rank 0 decides and samples, the others make the same calls on KV of
+their own. No rule of scheduling and no format of files belongs here."""

@@ -1,0 +1,285 @@
+"""Rank 0's side: it starts the other ranks, tells them each call before it makes it, and watches them.
+
+| thread    | does                                                                                |
+|-----------|-------------------------------------------------------------------------------------|
+| engine    | sends the plan, computes rank 0's share of each pass                                |
+| ranks     | starts the others and pings them, as long as this process lives: on Linux the kernel |
+|           | ends them with the thread that started them                                         |
+| rank-N    | reads what rank N says; its end ends the engine                                     |
+| lease-N   | asks the front for rank N's space on SSD                                            |
+
+A rank that ends, or is silent for `SILENCE_S`, ends the engine: the others wait in a sum for it, and no call
+in one can be broken off. The front starts the engine again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from msgspec.structs import replace
+
+from ... import wire
+from ...common.ports import free_on_loopback
+from ...errors import ModelError
+from ...kv.cold.writer import Lease
+from ...models.footprint import read_config
+from ...wire import plan
+from .. import mlx_adapter
+from ..mlx_adapter import Cache, Group
+from ..sequence.sequence import Sequence
+from .compute import compute
+from .link import PING_S, Link
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0
+"""Seconds that a rank may take until MLX is there."""
+LOAD_S = 3600.0
+"""Seconds that it may take to load its share after rank 0 has."""
+
+_COMMAND = (sys.executable, "-m", "omlxd.engine", "--follow")
+
+
+def share(budget: wire.Budget, world: int) -> wire.Budget:
+    """A rank's part of what the engine may hold."""
+
+    def part(nbytes: int | None) -> int | None:
+        return None if nbytes is None else nbytes // world
+
+    hot, live, most, freed = map(part, (budget.hot, budget.live, budget.most, budget.freed))
+    return replace(budget, hot=hot, live=live, most=most, freed=freed)
+
+
+def share_of_load(load: wire.Load) -> wire.Load:
+    """What each rank is to load. Raises ModelError for what several ranks can't do."""
+    folder = Path(load.model_path)
+    mlx_adapter.check_split(read_config(folder), load.ranks)
+    wrong = {
+        "a LoRA adapter": load.adapter,
+        "a draft model": load.draft_path,
+        "--no-cache": not load.cache.enabled,
+        "images": mlx_adapter.blindness(folder) == "",
+    }
+    if what := next((what for what, is_so in wrong.items() if is_so), ""):
+        raise ModelError(
+            f"{load.ranks} ranks can't serve a model with {what}; serve it with --ranks 1", param="--ranks"
+        )
+    cache = load.cache
+    hot = None if cache.hot_cache_bytes is None else cache.hot_cache_bytes // load.ranks
+    cache = replace(cache, hot_cache_bytes=hot, cold_cache_bytes=cache.cold_cache_bytes // load.ranks)
+    return replace(
+        load, cache=cache, budget=share(load.budget, load.ranks), speculate=False, share_prefix="off"
+    )
+
+
+class _Rank:
+    """Another rank: its process, and what it has said."""
+
+    def __init__(self, number: int, process: subprocess.Popen[bytes], link: Link):
+        self.number, self.process, self.link = number, process, link
+        self.said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.asks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+
+class Lead:
+    """The other ranks of `load`, as `share_of_load` gives it.
+
+    end    ends this process, with a reason and whether it lasts. Any thread
+    lease  the engine's own
+    others  what they hold, once they are loaded
+    """
+
+    def __init__(self, load: wire.Load, lease: Lease, end: Callable[[str, bool], None]):
+        self._load, self._lease, self._end = load, lease, end
+        self.world = load.ranks
+        self.others: list[plan.Ready] = []
+        self._post: Callable[[Callable[[], None]], None] = lambda call: None
+        self._model: Any = None
+        self._ranks: list[_Rank] = []
+        self._rows = 0
+        self._matches: dict[int, Callable[[int, int], None]] = {}
+        self._closing = False
+        started = threading.Event()
+        threading.Thread(target=self._start_and_watch, args=(started,), name="ranks", daemon=True).start()
+        started.wait()
+
+    # ----------------------------------------------------------------- start and watch
+
+    def _start_and_watch(self, started: threading.Event) -> None:
+        try:
+            for number in range(1, self.world):
+                self._ranks.append(self._start(number))
+        except Exception as error:
+            self.end(f"rank {len(self._ranks) + 1} can't be started: {error}")
+        started.set()
+        while True:
+            time.sleep(PING_S)
+            for rank in self._ranks:
+                rank.link.send(plan.Ping())
+                if rank.link.is_silent and not self._closing:
+                    self.end(f"rank {rank.number} (process {rank.process.pid}) does not answer")
+
+    def _start(self, number: int) -> _Rank:
+        ours, theirs = socket.socketpair()
+        environ = mlx_adapter.rank_environment(number)
+        blas = [word for word in sys.argv if word == "--mlx-blas"]
+        with theirs:
+            process = subprocess.Popen(
+                [*_COMMAND, "--fd", str(theirs.fileno()), *blas],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environ,
+            )
+        rank = _Rank(number, process, Link(ours, plan.FromRank))
+        for name, work in ((f"rank-{number}", self._read), (f"lease-{number}", self._grant)):
+            threading.Thread(target=work, args=(rank,), name=name, daemon=True).start()
+        rank.link.send(plan.Follow(number, self._load))
+        return rank
+
+    def end(self, why: str, lasting: bool = False) -> None:
+        """End this engine, and the other ranks whatever state they are in."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.process.kill()
+        self._end(why, lasting)
+
+    def _read(self, rank: _Rank) -> None:
+        def take(message: Any) -> None:
+            if isinstance(message, plan.Broken):
+                self.end(f"rank {rank.number}: {message.message}", message.lasting)
+            elif isinstance(message, plan.Matched):
+                self._post(lambda: self._matched(message.row, rank.number, message.tokens))
+            elif isinstance(message, plan.Here | plan.Ready | plan.Closed):
+                rank.said.put(message)
+            else:
+                rank.asks.put(message)
+
+        try:
+            rank.link.read(take)
+        except ValueError:
+            log.exception("rank %d says what makes no sense", rank.number)
+        if not self._closing:
+            self.end(f"rank {rank.number} (process {rank.process.pid}) has ended")
+        rank.said.put(None)
+
+    def _grant(self, rank: _Rank) -> None:
+        """Space on SSD for a rank, of the engine's own lease: the front counts all of its files."""
+        while True:
+            match rank.asks.get():
+                case wire.Reserve(ticket=ticket, nbytes=most, least=least):
+                    granted = next((n for n in (most, least) if n and self._lease.take(n)), 0)
+                    rank.link.send(wire.Grant(ticket, granted, self._lease.capacity))
+                case wire.Released(nbytes=nbytes):
+                    self._lease.give_back(nbytes)
+                case wire.Stored(files=files):
+                    for path, nbytes in files:
+                        self._lease.stored(path, nbytes)
+                case wire.Dropped(files=files):
+                    for path in files:
+                        self._lease.dropped(path)
+                case wire.Touched(files=files):
+                    self._lease.touched(files)
+                case other:
+                    log.warning("unexpected frame %s of rank %d", type(other).__name__, rank.number)
+
+    def _hear(self, rank: _Rank, seconds: float) -> Any:
+        """What the rank says next. None: it has ended, or says nothing for so long."""
+        try:
+            return rank.said.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return None
+
+    # ----------------------------------------------------------------- load
+
+    def join(self) -> Group:
+        """The group of all ranks, which load from here on. Engine thread. Raises ModelError, RuntimeError."""
+        for rank in self._ranks:
+            if self._hear(rank, START_S) is None:
+                raise ModelError(f"rank {rank.number} did not start", code="unavailable")
+        hosts = free_on_loopback(self.world)
+        self.send(plan.Join(tuple(hosts)))
+        return mlx_adapter.join_group(0, hosts)
+
+    def begin(self, model: Any, namespace: str, post: Callable[[Callable[[], None]], None]) -> None:
+        """Rank 0's share is loaded: wait for the others', and open the stores. Raises ModelError.
+
+        namespace  folder of rank 0's. `post`: runs a call on the engine thread
+        """
+        self._model, self._post = model, post
+        for rank in self._ranks:
+            said = self._hear(rank, LOAD_S)
+            if not isinstance(said, plan.Ready):
+                raise ModelError(f"rank {rank.number} did not load its share", code="unavailable")
+            self.others.append(said)
+        self.send(plan.Begin(namespace))
+
+    # ----------------------------------------------------------------- the plan; engine thread
+
+    def send(self, message: Any) -> None:
+        for rank in self._ranks:
+            rank.link.send(message)
+
+    def open_row(self, sequence: Sequence) -> int:
+        """Begin a row; returns its number."""
+        self._rows += 1
+        prompt = sequence.prompt
+        self.send(
+            plan.Open(
+                self._rows,
+                prompt.root,
+                tuple(sequence.tokens),
+                sequence.capacity - prompt.length,
+                tuple(prompt.pins),
+            )
+        )
+        return self._rows
+
+    def match(self, row: int, limit: int, take: Callable[[int, int], None]) -> None:
+        """Have the others restore at most `limit` blocks. `take(rank, tokens)` follows for each."""
+        self._matches[row] = take
+        self.send(plan.Match(row, limit))
+
+    def _matched(self, row: int, rank: int, tokens: int) -> None:
+        self._matches[row](rank, tokens)
+
+    def forget(self, row: int) -> None:
+        self._matches.pop(row, None)
+
+    def compute(self, row: int, start: int, tokens: list[int], cache: Cache) -> mx.array:
+        """Logits of a pass over `tokens` of a row, behind `start` others, on all ranks."""
+        self.send(plan.Pass(row, start, tuple(tokens)))
+        try:
+            return compute(self._model, tokens, cache)
+        except Exception as error:
+            # The others are in the same pass, which nothing but their end can break off.
+            log.exception("a pass of rank 0 failed")
+            self.end(f"a pass over {len(tokens)} tokens failed: {error}")
+            raise
+
+    # ----------------------------------------------------------------- the end
+
+    def quit(self, deadline_s: float) -> None:
+        """Have the others flush their stores, and end."""
+        self._closing = True
+        self.send(wire.Quit(deadline_s))
+
+    def wait_closed(self, deadline_s: float) -> None:
+        """Until all have, or the deadline is over: then they are killed."""
+        until = time.monotonic() + deadline_s
+        for rank in self._ranks:
+            if self._hear(rank, until - time.monotonic()) is None:
+                log.warning("rank %d has not stored all before the deadline", rank.number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, until - time.monotonic()))
+            rank.process.kill()

@@ -1,0 +1,220 @@
+"""A rank that follows: rank 0's calls, in its order, on its own share of the model and of the KV.
+
+| thread | does                                                                                        |
+|--------|---------------------------------------------------------------------------------------------|
+| main   | loads the share, then makes the calls one by one; asleep without any                        |
+| rank-0 | reads frames and answers pings; its end, or rank 0's silence, ends this process             |
+| kv-…   | read and write block files                                                                  |
+
+It has no scheduler, draws no token and serves nobody. What goes wrong here ends the engine on all ranks,
+since the others wait in a sum for this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ... import wire
+from ...errors import ModelError, OmlxdError
+from ...kv.files.paths import namespace_dir
+from ...kv.hashing import hash_blocks
+from ...wire import plan
+from .. import mlx_adapter
+from ..kvio.bridge import OWN_CACHE
+from ..kvio.fingerprint import file_identities
+from ..kvio.lease import FrontLease
+from ..kvio.open_store import ModelStore
+from ..kvio.split_bridge import SplitBridge
+from ..ranks.compute import compute
+from ..ranks.link import PING_S, Link
+from ..sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
+from .model_load import load_model
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 5.0
+"""Seconds without a call after which memory is given back."""
+
+
+class Follower:
+    """One rank over one connected socket. `run` returns when the program should exit."""
+
+    def __init__(self, sock: socket.socket):
+        self._link = Link(sock, plan.ToRank)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lease = FrontLease(self._link.send)
+        self._parent = os.getppid()
+        self._rank = 0
+        self._load: wire.Load
+        self._loaded: mlx_adapter.LoadedModel
+        self._store: ModelStore
+        self._bridge: SplitBridge
+        self._rows: dict[int, Sequence] = {}
+        self._over = False
+        self.terminated = False
+
+    def run(self) -> None:
+        for name, work in (("rank-0", self._read), ("watch", self._watch)):
+            threading.Thread(target=work, name=name, daemon=True).start()
+        worked = False
+        while not self._over:
+            try:
+                call = self._calls.get(timeout=IDLE_S if worked else None)
+            except queue.Empty:
+                worked = False
+                self._give_memory_back()
+                continue
+            worked = True
+            try:
+                call()
+            except Exception as error:
+                self._break(error)
+
+    def terminate(self) -> None:
+        """End at once: rank 0 notices."""
+        os._exit(1)
+
+    def release_memory(self) -> None:
+        mlx_adapter.release_memory()
+
+    def _break(self, error: Exception) -> None:
+        """Say why this rank ends, and end."""
+        if not isinstance(error, OmlxdError):
+            log.exception("rank %d ends", self._rank, exc_info=error)
+        reason = error.message if isinstance(error, OmlxdError) else f"{type(error).__name__}: {error}"
+        self._link.send(plan.Broken(reason, isinstance(error, ModelError) and error.code == ModelError.code))
+        mlx_adapter.release_memory()
+        os._exit(3)
+
+    # ----------------------------------------------------------------- beside the calls
+
+    def _read(self) -> None:
+        def take(message: Any) -> None:
+            if isinstance(message, wire.Grant):
+                self._lease.granted(message)  # A writer's thread waits for it, perhaps beside a long pass.
+            else:
+                self._calls.put(partial(self._handle, message))
+
+        try:
+            self._link.read(take)
+        except ValueError:
+            log.exception("rank 0 says what makes no sense")
+        mlx_adapter.release_memory()
+        os._exit(0 if self._over else 1)
+
+    def _watch(self) -> None:
+        """End rank 0, too, if it is stopped: nobody else notices soon."""
+        while True:
+            time.sleep(PING_S)
+            if self._link.is_silent:
+                log.error("rank %d ends: rank 0 (process %d) does not answer", self._rank, self._parent)
+                if os.getppid() == self._parent:
+                    os.kill(self._parent, signal.SIGKILL)
+                mlx_adapter.release_memory()
+                os._exit(1)
+
+    def _give_memory_back(self) -> None:
+        if hasattr(self, "_bridge"):
+            self._bridge.store.trim_hot()
+        mlx_adapter.give_memory_back()
+
+    # ----------------------------------------------------------------- the calls
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case plan.Pass():
+                self._compute(message)
+            case plan.Offer():
+                sequence = self._rows[message.row]
+                sequence.tokens += message.tokens
+                self._bridge.offer(sequence, OWN_CACHE if message.answers else None)
+            case plan.Open():
+                self._open(message)
+            case plan.Match():
+                sequence, row = self._rows[message.row], message.row
+                self._bridge.restore(
+                    sequence,
+                    message.limit,
+                    lambda: self._link.send(plan.Matched(row, sequence.kv.length)),
+                )
+            case plan.Finish():
+                self._finish(message)
+            case plan.Follow():
+                self._rank, self._load = message.rank, message.load
+                logging.getLogger("omlxd").setLevel(message.load.log_level.upper())
+                self._link.send(plan.Here())
+            case plan.Join():
+                self._load_share(message.hosts)
+            case plan.Begin():
+                self._bridge = self._store.open(self._lease, self._calls.put, SplitBridge, message.lead)
+                self._bridge.reads.warm_up()
+                self._bridge.weights_changed = self._loaded.mapped.changed
+                self._store.read_newest(self._calls.put)
+            case wire.Budget():
+                self._store.share_hot(message.hot)
+                mlx_adapter.set_limits(self._loaded.weight_bytes, message)
+            case wire.LogLevel():
+                logging.getLogger("omlxd").setLevel(message.level.upper())
+            case wire.Quit():
+                self._close(message.deadline_s)
+            case _:
+                log.warning("unexpected frame %s", type(message).__name__)
+
+    def _load_share(self, hosts: tuple[str, ...]) -> None:
+        load = self._load
+        files = file_identities(Path(load.model_path), "")
+        mlx_adapter.set_limits(0, load.budget)
+        self._loaded = load_model(load, mlx_adapter.join_group(self._rank, hosts))
+        mlx_adapter.set_limits(self._loaded.weight_bytes, load.budget)
+        if (layout := self._loaded.layout) is None:
+            raise ModelError(f"several ranks can't serve this model: {self._loaded.kv_reuse}")
+        self._store = ModelStore(load, self._loaded, files)
+        self._link.send(
+            plan.Ready(namespace_dir(self._store.namespace), self._loaded.weight_bytes, layout.nbytes(1))
+        )
+
+    def _open(self, message: plan.Open) -> None:
+        tokens = [*message.tokens]
+        hashes = hash_blocks(message.root, tokens, self._load.cache.block_size)
+        self._rows[message.row] = Sequence(
+            id=message.row,
+            tokens=tokens,
+            prompt=Prompt(len(tokens), message.root, pins=message.pins),
+            sampling=SamplerRow(None, max_new=message.room, reserve=message.room),
+            kv=SequenceKV(hashes),
+            name=f"row {message.row}",
+        )
+
+    def _compute(self, message: plan.Pass) -> None:
+        sequence = self._rows[message.row]
+        if sequence.kv.length != message.start:
+            raise RuntimeError(f"{sequence.name} is at {sequence.kv.length}, and rank 0's at {message.start}")
+        if sequence.kv.cache is None:
+            sequence.kv.cache = mlx_adapter.new_cache(self._loaded.model, sequence.capacity)
+        compute(self._loaded.model, message.tokens, sequence.kv.cache)
+        sequence.kv.length += len(message.tokens)
+
+    def _finish(self, message: plan.Finish) -> None:
+        sequence = self._rows.pop(message.row)
+        sequence.tokens += message.tokens
+        sequence.kv.length, sequence.cancelled = message.length, message.cancelled
+        if not message.kept:
+            sequence.kv.cache = None
+        self._bridge.finish(sequence, spoiled=message.spoiled)
+
+    def _close(self, deadline_s: float) -> None:
+        if hasattr(self, "_store"):
+            self._store.close(deadline_s)
+            self._lease.release_all()
+        self._link.send(plan.Closed())
+        self._over = True

@@ -1,0 +1,123 @@
+"""Whether the rank at the other end lives, and what ranks agree on. No process, no clock but the test's."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from daemon import family_model
+
+from omlxd import wire
+from omlxd.engine.ranks.lead import share_of_load
+from omlxd.engine.ranks.lead_bridge import MOST_ROUNDS, _Agreement
+from omlxd.engine.ranks.link import SILENCE_S, Link
+from omlxd.errors import ModelError
+from omlxd.wire import plan
+
+
+def test_a_rank_that_is_heard_lives():
+    """Pings are answered by the thread that reads, whatever the others do; silence counts from the first
+    frame on, as a rank that starts says nothing for seconds."""
+    now = [100.0]
+    ours, theirs = socket.socketpair()
+    lead = Link(ours, plan.FromRank, lambda: now[0])
+    other = Link(theirs, plan.ToRank, lambda: now[0])
+    heard: list[Any] = []
+    came = threading.Event()
+
+    def take(message: Any) -> None:
+        heard.append(message)
+        came.set()
+
+    threads = [threading.Thread(target=link.read, args=(take,)) for link in (lead, other)]
+    threads[1].start()
+    now[0] += 100 * SILENCE_S
+    assert not lead.is_silent
+    lead.send(plan.Ping())
+    threads[0].start()
+    other.send(plan.Matched(7, 64))
+    assert came.wait(30)
+    assert heard == [plan.Matched(7, 64)]  # Neither Ping nor Pong.
+    assert not lead.is_silent
+    now[0] += SILENCE_S + 0.1
+    assert lead.is_silent
+    ours.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    lead.send(plan.Ping())  # The other end is gone: nothing is raised.
+
+
+class _Ranks:
+    """A bridge and a lead; `finds`: blocks that each rank finds within a limit, round by round."""
+
+    def __init__(self, *finds: list[int]):
+        self.finds, self.limits = finds, list[int]()
+        self.store = SimpleNamespace(block_size=64)
+        self.lead = SimpleNamespace(world=len(finds), match=self._match, forget=lambda row: None)
+        self._later: list[Callable[[], None]] = []
+
+    def _found(self, rank: int, limit: int) -> int:
+        found = self.finds[rank]
+        return 64 * min(limit, found.pop(0) if len(found) > 1 else found[0])
+
+    def _match(self, row: int, limit: int, take: Callable[[int, int], None]) -> None:
+        self.limits.append(limit)
+        for rank in range(1, len(self.finds)):
+            self._later.append(lambda rank=rank, limit=limit: take(rank, self._found(rank, limit)))
+
+    def restore(self, sequence: Any, limit: int, done: Callable[[], None]) -> None:
+        sequence.kv.length = self._found(0, limit)
+        done()
+
+    def agree(self) -> int:
+        sequence = SimpleNamespace(kv=SimpleNamespace(length=0))
+        ready: list[int] = []
+        _Agreement(self, sequence, 1, lambda: ready.append(sequence.kv.length)).restore(20)  # type: ignore[arg-type]
+        while self._later:
+            assert not ready
+            self._later.pop(0)()
+        assert len(ready) == 1
+        return ready[0] // 64
+
+
+@pytest.mark.parametrize(
+    ("finds", "agreed", "limits"),
+    [
+        ([[9], [9]], 9, [20]),
+        ([[9], [5]], 5, [20, 5]),
+        ([[3], [9], [5]], 3, [20, 3]),
+        ([[9], [0]], 0, [20, 0]),
+        ([[8, 4], [7]], 4, [20, 7, 4]),  # Blocks went, or a checkpoint stands earlier.
+        ([[9, 8, 6, 5], [8, 7, 5, 4]], 0, [20, 8, 7, 0]),  # They would go on for ever.
+    ],
+)
+def test_a_hit_is_what_all_ranks_have(finds: list[list[int]], agreed: int, limits: list[int]):
+    ranks = _Ranks(*finds)
+    assert ranks.agree() == agreed
+    assert ranks.limits == limits
+    assert len(ranks.limits) <= MOST_ROUNDS + 1
+
+
+def test_what_several_ranks_can_not_do(tmp_path: Path):
+    model = str(family_model("llama"))
+    load = wire.Load(model, "m", wire.CacheSettings(hot_cache_bytes=100, cold_cache_bytes=90), ranks=2)
+    shared = share_of_load(load)
+    assert (shared.cache.hot_cache_bytes, shared.cache.cold_cache_bytes) == (50, 45)
+    assert (shared.speculate, shared.share_prefix) == (False, "off")
+    for more, why in (
+        ({"adapter": "/somewhere"}, "LoRA adapter"),
+        ({"draft_path": "/somewhere"}, "draft model"),
+        ({"cache": wire.CacheSettings(enabled=False)}, "--no-cache"),
+        ({"model_path": str(family_model("gemma3_text"))}, "mlx-lm splits the heads of"),
+        ({"ranks": 3}, "which 3 does not divide"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            share_of_load(
+                wire.Load(**{"model_path": model, "model_id": "m", "cache": load.cache, "ranks": 2} | more)
+            )

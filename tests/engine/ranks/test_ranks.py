@@ -1,0 +1,119 @@
+"""A daemon whose model several processes of this machine share, by MLX's ring over loopback.
+
+Tokens are those of a cold run of the same split, whatever of the prompt comes from where, and whichever rank
+was killed or stopped before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from daemon import Daemon, alive, family_model, own_usage, prose, restored, wait_until
+
+pytestmark = pytest.mark.slow
+
+PROMPT, LONGER = prose(60, seed=3), prose(60, seed=3) + prose(40, seed=9)
+CAP = 2_000_000
+
+
+class Ranks(Daemon):
+    def pids(self) -> list[int]:
+        """Of rank 0 and the others, in no order of these."""
+        lead = psutil.Process(self.engine_pid())
+        return [lead.pid, *(each.pid for each in lead.children() if "--follow" in each.cmdline())]
+
+    def text(self, prompt: str, **more: object) -> tuple[str, int]:
+        """(a greedy answer, tokens of its prompt that were restored)."""
+        answer = self.chat(prompt, max_tokens=12, ignore_eos=True, **more)
+        message = answer["choices"][0]["message"]
+        return f"{message.get('reasoning_content')}{message['content']}", restored(own_usage(answer))
+
+    def lose(self, number: int, how: signal.Signals) -> None:
+        """End or stop a rank; wait until all have ended. The next request starts them again."""
+        before = [psutil.Process(pid) for pid in self.pids()]
+        os.kill(before[number].pid, how)
+        wait_until(lambda: not any(map(alive, before)), why=self.logged)
+
+
+@contextlib.contextmanager
+def serving(home: Path, family: str, ranks: int = 2) -> Iterator[Ranks]:
+    flags = ("--ranks", str(ranks), "--paged-ssd-cache-max-size", str(CAP))
+    with Ranks(home, *flags, model=family_model(family)) as daemon:
+        yield daemon
+
+
+def cache_files(daemon: Ranks) -> list[Path]:
+    return [*(daemon.home / "omlxd" / "cache").rglob("*.safetensors")]
+
+
+@pytest.mark.parametrize(("family", "killed"), [("llama", (1, 0)), ("qwen3_5", (1,)), ("qwen3_moe", (0,))])
+def test_hits_give_the_tokens_of_a_cold_run(family: str, killed: tuple[int, ...], tmp_path: Path):
+    with serving(tmp_path, family) as daemon:
+        first, hit = daemon.text(PROMPT)
+        assert hit == 0
+        longer, hit = daemon.text(LONGER, cache_salt="another's")
+        assert hit == 0
+        again, hit = daemon.text(PROMPT)
+        assert (again, hit > 0) == (first, True)  # From RAM.
+        again, hit = daemon.text(LONGER)
+        assert (again, hit > 0) == (longer, True)  # What both begin with.
+        for number in killed:
+            daemon.settled()
+            daemon.lose(number, signal.SIGKILL)
+            again, hit = daemon.text(LONGER)
+            assert (again, hit > 0) == (longer, True)  # From each rank's files.
+            again, hit = daemon.text(PROMPT)
+            assert (again, hit > 0) == (first, True)
+        daemon.settled()
+        assert sum(file.stat().st_size for file in cache_files(daemon)) <= CAP
+        labels = {"model": daemon.model, "input": "Is it so?", "labels": ["yes", "no"]}
+        assert "Several ranks share this model" in daemon.post("/v1/classify", labels).text
+
+
+def test_a_rank_without_its_files_makes_a_miss(tmp_path: Path):
+    """Three ranks with some layers each; their folders have nothing in common but names of blocks."""
+    with serving(tmp_path, "qwen3_next", ranks=3) as daemon:
+        first, _ = daemon.text(PROMPT)
+        assert daemon.text(PROMPT)[1] > 0
+        daemon.settled()
+        folders = {file.parents[1] for file in cache_files(daemon)}
+        assert len(folders) == 3
+        # A stopped rank, too, ends all: rank 0 by another's watch, others by rank 0's.
+        daemon.lose(2, signal.SIGSTOP)
+        assert daemon.text(PROMPT) == (first, daemon.text(PROMPT)[1])
+        daemon.settled()
+        shutil.rmtree(sorted(folders)[1])
+        daemon.lose(0, signal.SIGSTOP)
+        assert daemon.text(PROMPT) == (first, 0)
+        again, hit = daemon.text(PROMPT)
+        assert (again, hit > 0) == (first, True)
+
+
+def test_a_rank_that_dies_amid_answers(tmp_path: Path):
+    """Nothing hangs and nothing wrong is kept, in a prompt, in an answer and beside another one."""
+    with serving(tmp_path, "llama") as daemon:
+        first, _ = daemon.text(PROMPT)
+        for number, prompt, tokens in ((1, PROMPT, 400), (0, prose(600, seed=20), 1)):
+
+            def ask(prompt: str = prompt, tokens: int = tokens) -> None:
+                with contextlib.suppress(httpx.HTTPError, AssertionError):
+                    daemon.chat(prompt, max_tokens=tokens, ignore_eos=True)
+
+            threads = [threading.Thread(target=ask) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: daemon.figures()["num_requests_running"] > 0, why=daemon.logged)
+            daemon.lose(number, signal.SIGKILL)
+            for thread in threads:
+                thread.join(120)
+                assert not thread.is_alive(), daemon.show_stacks()
+            assert daemon.text(PROMPT)[0] == first
