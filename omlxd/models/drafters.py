@@ -16,7 +16,7 @@ _REFUSED = {
     "inkling_mtp": "each of its tokens comes from a layer of its own, with a state that can't be trimmed",
 }
 """Drafters of mlx-vlm that don't guess here, and why."""
-_SGLANG = "its weights are in SGLang's form; take a conversion to the form of `speculators`"
+_OLDER = "EAGLE guesses here from version 3 on"
 
 
 def drafter_kind(config: Mapping[str, Any]) -> tuple[DrafterKind, str] | None:
@@ -25,10 +25,10 @@ def drafter_kind(config: Mapping[str, Any]) -> tuple[DrafterKind, str] | None:
     architectures = " ".join(map(str, config.get("architectures") or ())).lower()
     if why := _REFUSED.get(model_type):
         return "refused", why
-    if "eagle3" in (model_type, config.get("speculators_model_type")):
+    if "eagle3" in (model_type, config.get("speculators_model_type")) or "eagle3" in architectures:
         return "eagle3", ""
     if "eagle" in architectures or model_type.startswith("eagle"):
-        return "refused", _SGLANG
+        return "refused", _OLDER
     if model_type.endswith("_mtp"):
         return "mtp", ""
     marks = ("dflash", "dspark")

@@ -7,6 +7,7 @@ closes the socket, which is all that other systems offer. In the last ones a dae
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -32,13 +33,13 @@ GONE_S = service.ORPHAN_FLUSH_S + 60.0
 class Engine:
     """An engine process, and the front's end of its socket."""
 
-    def __init__(self, cold: Path):
+    def __init__(self, cold: Path, *program: str):
         self.socket, theirs = socket.socketpair()
         self.cold = cold
         (cold / ".lock").touch()  # The front's: without it the folder is away.
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "omlxd.engine", "--fd", str(theirs.fileno())],
+                [sys.executable, *(program or ("-m", "omlxd.engine")), "--fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=REPO,
                 stderr=subprocess.DEVNULL,
@@ -151,6 +152,44 @@ def test_while_it_decodes_and_writes(engine: Engine):
     engine.hang_up()
     # What was computed is flushed for a moment.
     assert list(engine.cold.rglob("*.safetensors"))
+
+
+JUDGES = """
+import time
+from pathlib import Path
+from omlxd.engine import __main__
+from omlxd.engine.mlx_adapter.attention import backend
+from omlxd.engine.mlx_adapter.metal import rule
+from omlxd.engine.mlx_adapter.metal.backend import MetalBackend
+from omlxd.engine.server import host
+
+def load_model(load):
+    backend._current.use_kernel_folder(Path(load.cache.cold_dir) / "kernels")
+    rule.judged(rule.Case("a kernel", "", lambda: time.sleep(1000), lambda: (), 1.0))
+
+backend._current, host.load_model = MetalBackend(), load_model
+__main__.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hangs up", "SIGTERM", "SIGKILL"])
+def test_a_stop_is_no_fault_of_the_kernel_that_is_judged(how: str, tmp_path: Path):
+    """Its note goes, unless nobody could take it back."""
+    engine = Engine(tmp_path, "-c", JUDGES)
+    try:
+        engine.load()
+        wait_until(lambda: [*tmp_path.glob("kernels/judging-*")])
+        if how == "hangs up":
+            engine.hang_up()
+        else:
+            engine.process.send_signal(signal.Signals[how])
+            engine.process.wait(GONE_S)
+        assert len([*tmp_path.glob("kernels/judging-*")]) == (how == "SIGKILL")
+    finally:
+        engine.process.kill()
+        engine.process.wait()
+        engine.socket.close()
 
 
 @pytest.mark.slow

@@ -80,6 +80,10 @@ WRONG = {
     "an integer divided by 0": I + "y[i] = int(x[i]) / int(i);",
     "threadgroup arrays take 33792 bytes": I + "threadgroup float a[8448]; a[i] = x[i]; y[i] = a[i];",
     "does not compile: ‘nobody’ was not declared": I + "y[i] = nobody(x[i]);",
+    "does not compile: msl_on_cpu.h lacks xy, which Metal has": I + "y[i] = float4(x[i]).xy.x;",
+    "does not compile: msl_on_cpu.h lacks simd_ballot": I + "y[i] = uint64_t(simd_ballot(x[i] > 3));",
+    "it reads or writes outside of t, byte 240 of 240": I
+    + "threadgroup float t[60]; if (i < 60) t[i] = x[i]; threadgroup float* p = t; y[i] = p[60];",
     "simd_shuffle of a lane that does not exist": I + "y[i] = simd_shuffle(x[i], 32);",
 }
 
@@ -191,6 +195,8 @@ def test_a_kernel_has_31_buffers_at_most():
 def test_what_kernels_are_made_of_has_metals_meaning(dtype: Any):
     source = """
     threadgroup float all[N * 32], more[2][3];
+    threadgroup State states[2];
+    threadgroup float *low = all, *high = all + 32;
     const uint i = thread_position_in_grid.x;
     float own[FOUR] = {0};
     State state;
@@ -201,9 +207,11 @@ def test_what_kernels_are_made_of_has_metals_meaning(dtype: Any):
     own[1] = first<N>(x + 1, own, all + i, 2.0f) + FOUR + down<3>(2);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (i == 0) more[1][2] = all[0];
+    if (i == 1) states[1].most = float4(low[1] - high[1]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint two = as_type<uint>(half2(half(1.0f), half(2.0f)));
     if constexpr (N == 3) y[i] = T(f[i % 4] + own[1] + more[1][2] + state.most.w + (two >> 16 == 0x4000u));
+    if (i == 3) y[i] += T(states[1].most.x);
     const uint down = simd_shuffle_down(i, 1), before = simd_prefix_exclusive_sum(1u);
     z[2 * i] = (i % 32 < 31 ? down : 0) + 100 * simd_max(int(i)) + 10000 * before;
     const uint any = select(1, 2, simd_any(i == 40)), all_small = simd_all(i < 32);
@@ -234,6 +242,9 @@ MATH: dict[str, Callable[[np.ndarray], Any]] = {
     "sqrt(a) + tanh(a) + sin(a) + floor(a)": lambda a: np.sqrt(a) + np.tanh(a) + np.sin(a) + np.floor(a),
     "fma(a, a, -1.0f)": lambda a: a * a - 1,
     "clamp(a, 1.0f, 2.0f)": lambda a: a.clip(1, 2),
+    "mix(float4(a), float4(1), float4(0.5f)).x + float4(float3(a), 1).z + float(1.5h)": lambda a: a * 1.5 + 2,
+    "select(float4(0), float4(1), float4(a) > 2.0f).y": lambda a: 1.0 * (a > 2),
+    "simd_shuffle_rotate_down(a, 1) - simd_shuffle_rotate_up(a, 2)": lambda a: np.roll(a, -1) - np.roll(a, 2),
     "select(a, -a, a > 2)": lambda a: np.where(a > 2, -a, a),
     "abs(-a) + abs(-3)": lambda a: a + 3,
     "isnan(0 / (a - a)) ? 1.0f : isinf(1 / (a - a)) ? 2.0f : 3.0f": np.ones_like,
@@ -337,6 +348,16 @@ def test_inputs_that_are_one_array_are_one_for_the_kernel():
     assert mx.array_equal(y, x) and x[3] == 4
     with pytest.raises(MetalError, match="x, which it writes, and x2 share some memory"):
         kernel([x, x[8:]], output_dtypes=[mx.float32], **how)
+
+
+def test_a_slice_lies_where_it_is_in_its_array():
+    kernel = Kernel("four", ["x"], ["y"], I + "y[i] = ((const device half4*)x)[i / 4][i % 4];")
+    x = mx.arange(72).astype(mx.float16)
+    for first in (0, 4, 8):
+        assert mx.array_equal(called(kernel, x[first : first + 64]), x[first : first + 64])
+    with pytest.raises(MetalError, match="an address that is not aligned"):
+        called(kernel, x[1:65])
+    assert called(kernel, x.reshape(2, 36)[:, 1:33])[0] == 1  # MLX copies what is not contiguous.
 
 
 def test_an_output_may_have_elements_that_nobody_writes(on_cpu: Callable[..., None]):

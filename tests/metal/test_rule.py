@@ -51,7 +51,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_line_says_what_came_out(name: str, caplog: pytest.LogCaptureFixture):
     changes, said = CASES[name]
     how: dict[str, Any] = {"ours": lambda: [ONES], "mlx": lambda: [ONES], "close": 1e-3}
-    how |= {"company": lambda: [(ONES, ONES)]} | changes
+    how["company"] = lambda: [(ONES, ONES)]
+    how.update(changes)
     caplog.set_level(logging.INFO)
     verdict = rule.judged(rule.Case("fake", "4 × 8", **how))
     assert said in verdict.told() and verdict.told() in caplog.text

@@ -18,7 +18,9 @@ from omlxd.engine.mlx_adapter.model.drafter import target_of
 from omlxd.engine.mlx_adapter.model.drafter_folder import eagle_layers
 from omlxd.engine.mlx_adapter.model.vision import import_vlm
 
-KINDS = ("eagle3", "dflash", "dflash2", "dspark")
+KINDS = ("eagle3", "eagle3-sglang", "dflash", "dflash2", "dspark")
+OTHERS = ("laguna", "gemma4_dspark")
+"""Of one family each, whose shapes are all that they ask of a target."""
 
 _SIZES = {
     "hidden_size": 64,
@@ -34,6 +36,15 @@ def config_of(kind: str, target: Path, **changes: Any) -> dict[str, Any]:
     """The config of a drafter for the model in folder `target`; `changes` to its sizes."""
     model = json.loads((target / "config.json").read_text())
     sizes = {**_SIZES, "vocab_size": model["vocab_size"], **changes}
+    if kind == "eagle3-sglang":
+        return {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **sizes,
+            "num_hidden_layers": 1,
+            "draft_vocab_size": sizes["vocab_size"] - 100,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        }
     if kind == "eagle3":
         return {
             "speculators_model_type": "eagle3",
@@ -42,6 +53,8 @@ def config_of(kind: str, target: Path, **changes: Any) -> dict[str, Any]:
             "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
         }
     own: dict[str, Any] = {"mask_token_id": 3, "target_layer_ids": [0, 2]}
+    if kind in OTHERS:
+        return _of_family(kind, sizes, own, model["num_hidden_layers"])
     if kind == "dflash2":
         own |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
     if kind == "dspark":
@@ -59,6 +72,31 @@ def config_of(kind: str, target: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+def _of_family(kind: str, sizes: dict[str, Any], own: dict[str, Any], layers: int) -> dict[str, Any]:
+    common = {**sizes, "num_hidden_layers": 2, "max_position_embeddings": 4096, "num_target_layers": layers}
+    if kind == "gemma4_dspark":
+        return {
+            "model_type": "gemma4_text",
+            "architectures": ["Gemma4DSparkModel"],
+            **common,
+            "global_head_dim": 16,
+            "block_size": _BLOCK - 1,
+            "markov_rank": 8,
+            **own,
+        }
+    return {
+        "model_type": "laguna",
+        **common,
+        "draft_vocab_size": sizes["vocab_size"],
+        "rope_theta": 10000.0,
+        "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": 40,
+        "gating": "per-head",
+        "eagle_aux_hidden_state_layer_ids": [1, 3],
+        "dflash_config": {**own, "block_size": _BLOCK, "num_target_layers": layers, "causal": True},
+    }
+
+
 def build_drafter(
     kind: str, folder: Path, target: Path, texts: Sequence[Sequence[int]] = (), **changes: Any
 ) -> list[float]:
@@ -66,6 +104,7 @@ def build_drafter(
 
     Its losses, first and last, if there are any texts.
     """
+    sglang, kind = kind == "eagle3-sglang", kind.removesuffix("-sglang")
     config = config_of(kind, target, **changes)
     package = import_vlm("utils").get_model_and_args(dict(config))[0]
     mx.random.seed(3)
@@ -77,8 +116,12 @@ def build_drafter(
         module.d2t = mx.full(module.d2t.shape, 100, mx.int32)
     own = [name for name, _ in tree_flatten(module.parameters())]
     losses = _train(kind, module, target, texts) if texts else []
-    weights: Any = dict(tree_flatten(module.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), {name: weights[name] for name in own})
+    weights: Any = {name: array for name, array in tree_flatten(module.parameters()) if name in own}
+    if sglang:
+        (folder / "config.json").write_text(json.dumps(config_of("eagle3-sglang", target, **changes)))
+        del weights["embed_tokens.weight"]
+        weights = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return losses
 
 

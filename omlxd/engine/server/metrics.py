@@ -30,7 +30,6 @@ from ..prompt.sessions import Standing
 from ..schedule.scheduler import Scheduler
 from ..sequence.sequence import Sequence
 from ..speculate.controller import DraftCounts
-from ..speculate.draft_model import DraftModel
 from ..speculate.verify import WIDTHS
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,8 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         ),
     }
     if scheduler.speculation is not None:
-        values["spec_decode_draft_model"] = isinstance(scheduler.speculation.draft_model, DraftModel)
+        draft = scheduler.speculation.draft_model
+        values["spec_decode_draft_model"] = draft is not None and draft.is_named
         values["spec_decode_credit_steps"] = scheduler.speculation.credit
     if scheduler.bridge is not None:
         values |= _bridge_metrics(scheduler.bridge)

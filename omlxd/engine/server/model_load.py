@@ -85,7 +85,8 @@ def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None
     times = PassTimes(first_tells=mlx_adapter.backend() == "cpu")
     speculation = Speculation(repeatable=load.seed is not None, times=times)
     if load.draft_path and is_drafter(Path(load.draft_path)):
-        return _with_drafter(speculation, load_drafter(Path(load.draft_path), loaded, load.model_id), loaded)
+        drafter = load_drafter(Path(load.draft_path), loaded, load.model_id)
+        return _with_drafter(speculation, DrafterModel(drafter), loaded)
     if load.draft_path:
         folder, float32 = Path(load.draft_path), load.budget.float32 and mlx_adapter.backend() == "cpu"
         draft = DraftModel(mlx_adapter.load(folder, None, float32), folder.name, loaded, load.model_id)
@@ -100,7 +101,7 @@ def load_speculation(load: wire.Load, loaded: LoadedModel) -> Speculation | None
         return speculation
     if heads is not None:
         log.info("%s: its MTP heads guess for it", load.model_id)
-        _with_drafter(speculation, heads, loaded)
+        _with_drafter(speculation, DrafterModel(heads, is_named=False), loaded)
     return speculation
 
 
@@ -122,9 +123,9 @@ def load_drafter(folder: Path, loaded: LoadedModel, model_id: str) -> mlx_adapte
         ) from error
 
 
-def _with_drafter(speculation: Speculation, drafter: mlx_adapter.Drafter, loaded: LoadedModel) -> Speculation:
-    loaded.weight_bytes += drafter.weight_bytes
-    speculation.draft_model = DrafterModel(drafter)
+def _with_drafter(speculation: Speculation, model: DrafterModel, loaded: LoadedModel) -> Speculation:
+    loaded.weight_bytes += model.drafter.weight_bytes
+    speculation.draft_model = model
     return speculation
 
 

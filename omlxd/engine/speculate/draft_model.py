@@ -42,6 +42,9 @@ class DraftModel:
     Raises ModelError if it can't.
     """
 
+    is_named = True
+    """As `DrafterModel` has it."""
+
     def __init__(
         self, loaded: LoadedModel, name: str, target: LoadedModel, target_name: str, chunk: int = 512
     ):

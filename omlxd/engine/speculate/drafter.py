@@ -25,10 +25,13 @@ from .verify import most_of_row
 
 
 class DrafterModel:
-    """A drafter in the place of a draft model."""
+    """A drafter in the place of a draft model.
 
-    def __init__(self, drafter: mlx_adapter.Drafter):
-        self.drafter = drafter
+    is_named  by `draft-model`; else it is the model's own heads
+    """
+
+    def __init__(self, drafter: mlx_adapter.Drafter, *, is_named: bool = True):
+        self.drafter, self.is_named = drafter, is_named
 
     def kv_bytes(self, sequence: Sequence) -> int:
         """Most that its KV takes for one sequence, as far as room is made for its answer at once."""

@@ -10,7 +10,6 @@ import mlx.core as mx
 import pytest
 from cold_run import prompt
 from families import build_family
-from family_configs import NOT_REUSED
 from fast_or_slow import rest_slow
 from guesses import draft_always
 from host import Host, chat, finished, text_of
@@ -66,7 +65,8 @@ def test_answers_and_their_kv_are_those_of_plain_decoding(model: Path, monkeypat
         rig.settle()
 
 
-@pytest.mark.parametrize("family", rest_slow(OTHERS, "glm_moe_dsa"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
 def test_heads_of_other_families_change_no_answer(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -74,10 +74,10 @@ def test_heads_of_other_families_change_no_answer(
     folder = build_family(family, tmp_path / "model", changes=HEADS[family])
     add_heads(folder)
     asks = [(ASKED, GREEDY), (ASKED, SAMPLED), (prompt(60, seed=9), GREEDY)]
-    with Rig(folder, reuse=family not in NOT_REUSED) as rig:
+    with Rig(folder) as rig:
         plain = [rig.run(tokens, 30, sampling=sampling).got for tokens, sampling in asks]
     draft_always(monkeypatch, 2)
-    with Rig(folder, speculate=True, mtp=True, reuse=family not in NOT_REUSED) as rig:
+    with Rig(folder, speculate=True, mtp=True) as rig:
         first = rig.run(ASKED, 30)
         assert first.got == plain[0] and first.sequence.stats.model_drafted > 20
         both = [rig.start(tokens, 30, sampling=sampling) for tokens, sampling in asks]

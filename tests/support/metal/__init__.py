@@ -6,6 +6,7 @@
 | source.py                  | the source as MLX prints it, and C++ of it                                |
 | msl_on_cpu.h               | the Metal Shading Language's types and functions                          |
 | runtime.cpp                | a kernel's threads as fibers, in several orders                           |
+| races.h                    | who read and wrote each byte that threads share                           |
 | build.py, memory.py        | the compiler, and buffers between fences                                  |
 | limits.py, msl_spaces.h    | Apple's limits and refusals, by counts and by clang                       |
 | apple.py                   | `xcrun metal`, where there is one                                         |

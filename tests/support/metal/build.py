@@ -27,7 +27,7 @@ KERNEL = [
     *("-fsanitize=thread", "-fsanitize-coverage=trace-pc", "-nodefaultlibs"),
     *("-fno-thread-jumps", "-fno-tree-dominator-opts"),
 ]
-LIBRARIES = ["-lm", "-lc"]
+LIBRARIES = ["-lm", "-lc", "-lgcc"]
 
 
 class CompileError(Exception):

@@ -7,9 +7,18 @@
 takes what `Kernel.__call__` takes and gives evaluated arrays; inputs of `kernel.writes` are changed in place.
 MLX declares every input const, so a kernel that changes one casts: `device T* own = (device T*)state;`.
 The kernel runs once in each order of `ORDERS`. Errors are `MetalError`, with the line: a barrier or a
-simdgroup operation that not all threads reach, an access before or behind a buffer or an array, a write into
-another input, an address that is not aligned, an output's element that nobody writes, bits that depend on the
-order of threads, a kernel that does not end, a limit of Apple's (limits.py).
+simdgroup operation that not all threads reach, or reach at different calls of it; an access before or behind
+a buffer or an array; a write into another input; an address that is not aligned; an output's element that
+nobody writes, or that is read before; a race of two threads (races.h), also where both write the same; bits
+that depend on the order of threads, or on what nobody has written; a kernel that does not end; a limit of
+Apple's (limits.py).
+
+An input lies as MLX hands it on: a slice such as x[1:] at an address of its element alone. A kernel that may
+get slices is run with one.
+
+Not found: a variable of a thread that is read before it is set; memory of a threadgroup that is, where NaN, a
+large and a large negative number give the same (`flag != 0`); a read of up to 15 bytes behind a buffer whose
+size is no multiple of 16, where they give the same, too; a race of a byte in orders other than the first.
 """
 
 from __future__ import annotations
@@ -286,8 +295,21 @@ def _line(text: str, number: int) -> str:
 
 def _first_errors(told: str, text: str) -> str:
     errors = re.findall(r"kernel\.metal:(\d+):\d+: error: (.*)", told)
-    lines = [f"{what}; line {at}: `{_line(text, int(at))}`" for at, what in errors[:3]]
+    lines = [f"{_lacked(what)}; line {at}: `{_line(text, int(at))}`" for at, what in errors[:3]]
     return " / ".join(lines) or told[:2000]
+
+
+LACKED = re.compile(
+    r"no member named ‘([xyzwrgba]{2,4}|thread_elements)’|"
+    r"‘((?:atomic|simd|quad|simdgroup|pack|unpack)_\w+|length|normalize|distance|cross|step|smoothstep|saturate|"
+    r"sincos|rotate|reverse_bits|absdiff|hadd|mad24|mul24|texture\w*|sampler)’ was not declared"
+)
+"""What Metal has, in words of g++."""
+
+
+def _lacked(error: str) -> str:
+    found = LACKED.search(error)
+    return f"msl_on_cpu.h lacks {found[1] or found[2]}, which Metal has" if found else error
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def refused(text: str, name: str, instance: str) -> str:
     if index is None:
         return ""
     lines = text.splitlines()
-    body = ARRAYS.sub(lambda match: f"static {match[0]}", without_includes(text))
+    body = ARRAYS.sub(lambda match: f"extern {match[0]}", without_includes(text))
     body = MADE.sub(lambda match: f"msl::made<{match[1] or match[3]}, {match[2] or match[4]}>(", body)
     whole = f'#include "{HEADER}"\n\n{body}\n'
     if instance:
@@ -125,7 +125,9 @@ class _Reading:
         for found in self._unit.diagnostics:
             told = [_named(text.spelling) for text in (found, *found.children)]
             line = found.location.line - SHIFT
-            if found.severity >= 3 and any(map(SAID.search, told)):
+            if "with linkage cannot have an initializer" in told[0]:  # It is `extern` for clang.
+                yield "threadgroup memory has no initial value", line
+            elif found.severity >= 3 and any(map(SAID.search, told)):
                 yield "; ".join(told[:2]), line
             elif found.option.startswith("-Wvla"):
                 yield "an array's size is no constant", line
@@ -212,19 +214,19 @@ class _Reading:
                     declared.hash for statement in statements for declared in statement.get_children()
                 }
         for cursor in self._cursors:
-            if cursor.kind.name == "VAR_DECL" and re.match(
-                r"(static )?threadgroup [^*&]*$", self._declared(cursor)
-            ):
-                if cursor.hash not in outermost:
-                    yield "threadgroup memory is declared at the top of a kernel alone", cursor
-                elif any(token.spelling == "=" for token in cursor.get_tokens()):
-                    yield "threadgroup memory has no initial value", cursor
+            if cursor.kind.name != "VAR_DECL" or cursor.hash in outermost:
+                continue
+            if re.match(r"(extern )?threadgroup [^*&]*$", self._declared(cursor)):
+                yield "threadgroup memory is declared at the top of a kernel alone", cursor
 
     def _declared(self, cursor: Any) -> str:
         """Return a declaration up to its value. Clang leaves out a macro that it begins with."""
         first = bisect.bisect_left(self._starts, cursor.extent.start.offset)
         while first > 0 and self._words[first - 1] not in "(){},;<>":
             first -= 1
+        if cursor.kind.name == "VAR_DECL" and self._words[first - 1] == ",":  # Behind another variable.
+            while first > 0 and self._words[first - 1] not in "{};":
+                first -= 1
         end = bisect.bisect_left(self._starts, cursor.extent.end.offset)
         words = self._words[first:end]
         return " ".join(words[: words.index("=")] if "=" in words else words)

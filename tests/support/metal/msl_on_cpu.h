@@ -79,6 +79,7 @@ inline Half operator-(Half a) { return Half(-float(a)); }
 inline Brain operator-(Brain a) { return Brain(-float(a)); }
 }  // namespace msl
 using half = msl::Half;
+inline half operator""h(long double x) { return half(float(x)); }
 using float16_t = half;
 using bfloat = msl::Brain;
 using bfloat16_t = bfloat;
@@ -118,6 +119,7 @@ template <typename T, int N> struct vec : msl::Members<T, N> {
     int i = 0;
     ((e[i++] = T(v)), ...);
   }
+  vec(const vec<T, 3>& a, T b) requires(N == 4) { e[0] = a.e[0], e[1] = a.e[1], e[2] = a.e[2], e[3] = b; }
   vec(const vec<T, 2>& a, const vec<T, 2>& b) requires(N == 4) { e[0] = a.e[0], e[1] = a.e[1], e[2] = b.e[0], e[3] = b.e[1]; }
   T& operator[](int i) { return e[i]; }
   const T& operator[](int i) const { return e[i]; }
@@ -149,7 +151,9 @@ template <typename T, int N> struct packed_vec {
     vec<bool, N> out;                                                                            \
     for (int i = 0; i < N; i++) out.e[i] = a.e[i] OP b.e[i];                                     \
     return out;                                                                                  \
-  }
+  }                                                                                              \
+  template <typename T, int N, typename U> requires msl::is_number<U>                            \
+  inline vec<bool, N> operator OP(const vec<T, N>& a, U b) { return a OP vec<T, N>(T(b)); }
 namespace metal {
 MSL_VEC(+) MSL_VEC(-) MSL_VEC(*) MSL_VEC(/) MSL_VEC(%) MSL_VEC(&) MSL_VEC(|) MSL_VEC(^) MSL_VEC(<<) MSL_VEC(>>)
 MSL_COMPARE(<) MSL_COMPARE(>) MSL_COMPARE(<=) MSL_COMPARE(>=) MSL_COMPARE(==) MSL_COMPARE(!=)
@@ -291,6 +295,7 @@ template <typename T, int N> inline vec<T, N> fma(const vec<T, N>& a, const vec<
   return out;
 }
 template <typename T, int N> inline vec<T, N> clamp(const vec<T, N>& x, const vec<T, N>& a, const vec<T, N>& b) { return min(max(x, a), b); }
+template <typename T, int N> inline vec<T, N> mix(const vec<T, N>& a, const vec<T, N>& b, const vec<T, N>& t) { return a + (b - a) * t; }
 template <typename T, int N> inline vec<T, N> select(const vec<T, N>& no, const vec<T, N>& yes, const vec<bool, N>& c) {
   vec<T, N> out;
   for (int i = 0; i < N; i++) out.e[i] = c.e[i] ? yes.e[i] : no.e[i];
@@ -379,6 +384,8 @@ template <typename T> inline T simd_shuffle_up(T x, ushort by, MSL_LINE) {
   const auto lanes = msl::all_lanes(x, msl::SHUFFLE_UP, line);
   return by <= msl::now->lane ? lanes[msl::now->lane - by] : msl::nobodys<T>();
 }
+template <typename T> inline T simd_shuffle_rotate_down(T x, ushort by, MSL_LINE) { return msl::from_lane(x, (msl::now->lane + by) % 32, msl::SHUFFLE_DOWN, line); }
+template <typename T> inline T simd_shuffle_rotate_up(T x, ushort by, MSL_LINE) { return msl::from_lane(x, (msl::now->lane + 32 - by % 32) % 32, msl::SHUFFLE_UP, line); }
 template <typename T> inline T simd_prefix_inclusive_sum(T x, MSL_LINE) {
   const auto lanes = msl::all_lanes(x, msl::PREFIX, line);
   T sum = lanes[0];

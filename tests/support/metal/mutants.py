@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Kernel)
 
 
 def mutant(kernel: K, old: str, new: str) -> K:
-    """Return `kernel` with one text for another, in its source or else its header."""
+    """Return `kernel` with one text for another at the first place in its source, or else in its header."""
     places = kernel.source.count(old), kernel.header.count(old)
     if not any(places):
         raise LookupError(f"{kernel.name} has no {old!r}")

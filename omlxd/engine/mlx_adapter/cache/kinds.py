@@ -442,12 +442,8 @@ def can_take_back(cache: Cache, rows: int) -> bool:
     """Whether the last tokens of a pass can be forgotten, of each row as many as it likes.
 
     Recurrent states only of one row: what held is computed again, and rows of unequal number would be padded.
-    Nor beside windows, which can't forget a pass and then take it again. Of caches of mlx-vlm that have no
-    row here, one row's, without windows: beside these DeepSeek V4 computes several tokens otherwise than one.
+    Nor beside windows, which can't forget a pass and then take it again.
     """
-    if any(_is_foreign(leaf) for _, leaf in leaves(cache)):
-        names = [type(member).__name__ for _, leaf in leaves(cache) for member in _members(leaf)]
-        return rows == 1 and not any("Rotating" in name or name.startswith("Batch") for name in names)
     rows_of = [
         leaf.spec if isinstance(leaf, RowBatch) else KINDS.get(type(leaf)) for _, leaf in leaves(cache)
     ]
@@ -455,39 +451,20 @@ def can_take_back(cache: Cache, rows: int) -> bool:
     return all(rows_of) and not ("state" in kinds and ("window" in kinds or rows > 1))
 
 
-def _is_foreign(leaf: Any) -> bool:
-    return type(leaf) not in KINDS and type(leaf).__module__.startswith("mlx_vlm.")
-
-
-def _members(leaf: Any) -> list[Any]:
-    """A leaf, or the members of mlx-vlm's `CacheList`."""
-    return [one for member in getattr(leaf, "caches", ()) for one in _members(member)] or [leaf]
-
-
-def _grows(leaf: Any) -> bool:
-    """Whether a cache of mlx-vlm keeps an entry a token, and forgets the last ones by `trim`."""
-    return any(kind.__name__ == "KVCache" for kind in type(leaf).__mro__)
-
-
-RecurrentState = tuple[Any, CacheKind | None, dict[str, Any]]
-"""A leaf, its row, and its arrays; of a cache of mlx-vlm that has no row, all that it has."""
+RecurrentState = tuple[Any, CacheKind, dict[str, Any]]
+"""A leaf, its row, and its arrays."""
 
 
 def recurrent_states(cache: Cache) -> list[RecurrentState]:
-    """Of states that can't be trimmed. Costs nothing: a pass makes new arrays, or copies a small one."""
+    """Of states that can't be trimmed. Costs nothing: a pass makes new arrays."""
     held = _of_kind(cache, per_token=False)
-    known = [(leaf, kind, kind.state_of(leaf)) for _, leaf, kind in held if kind.trim is None]
-    foreign = [one for _, leaf in leaves(cache) if _is_foreign(leaf) for one in _members(leaf)]
-    return known + [(leaf, None, copy.deepcopy(vars(leaf))) for leaf in foreign if not _grows(leaf)]
+    return [(leaf, kind, kind.state_of(leaf)) for _, leaf, kind in held if kind.trim is None]
 
 
 def put_back(states: Sequence[RecurrentState], position: int) -> None:
     """Set the state after `position` tokens, which `recurrent_states` gave."""
     for leaf, kind, arrays in states:
-        if kind is None:
-            vars(leaf).update(arrays)
-        else:
-            kind.restore(leaf, arrays, position)
+        kind.restore(leaf, arrays, position)
 
 
 def trim(cache: Cache, counts: Sequence[int]) -> None:
@@ -498,9 +475,6 @@ def trim(cache: Cache, counts: Sequence[int]) -> None:
                 trim([row], [count])
         elif hasattr(leaf, "trim_rows"):
             leaf.trim_rows(counts)
-        elif _is_foreign(leaf):
-            for member in filter(_grows, _members(leaf)):
-                member.trim(counts[0])
         elif (forget := KINDS[type(leaf)].trim) is not None and counts[0]:
             forget(leaf, counts[0])
 

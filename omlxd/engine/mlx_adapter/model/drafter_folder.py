@@ -21,12 +21,12 @@ from typing import Any
 import mlx.core as mx
 
 from ....models.drafters import drafter_kind
-from ....models.footprint import INSTALL_VISION, has_vlm, read_config
+from ....models.footprint import INSTALL_VISION, has_vlm, read_config, weight_files
 from . import vision
 from .drafter import ChainDrafter, Drafter, DrafterState, Draw, example_states, hidden_size, target_of
 from .load import LoadedModel, make_float32
 from .mtp import mtp_of
-from .positions import keep_layers, last_positions
+from .positions import forgotten_on_error, keep_layers, last_positions
 
 
 class Eagle3(ChainDrafter):
@@ -37,7 +37,10 @@ class Eagle3(ChainDrafter):
         super().__init__(module, vocab_size, hidden)
 
     def _bind(self) -> None:
-        self._module.bind(self._target)
+        if "embed_tokens" in self._module:
+            self._module.bind(self._target)
+        else:  # SGLang's files have none of their own.
+            self._module.embed_tokens = self._target.language_model.model.embed_tokens
         to_target = self._module.d2t
         self._ids = None if to_target is None else mx.arange(len(to_target)) + to_target
 
@@ -66,6 +69,9 @@ class BlockDrafter(Drafter):
 
     def _bind(self) -> None:
         self._module.bind(self._target)
+        if any("v_proj" not in layer.self_attn for layer in getattr(self._module, "layers", ())):
+            # Gemma 4's keys are values, too. mlx-vlm looks for a `v_proj` to project all layers at once.
+            self._module._project_context_kv = lambda hidden: None
 
     def draft(
         self, state: DrafterState, following: list[int], hidden: mx.array, width: int, draw: Draw
@@ -96,7 +102,10 @@ def load_drafter(path: Path, loaded: LoadedModel) -> Drafter:
         raise ValueError(kind[1])
     if not has_vlm():
         raise ValueError(f"it needs mlx-vlm: {INSTALL_VISION}")
-    module = vision.import_vlm("utils").load_model(path, lazy=True)
+    if kind[0] == "eagle3" and "transformer_layer_config" not in read_config(path):
+        module = _load_sglang(path)
+    else:
+        module = vision.import_vlm("utils").load_model(path, lazy=True)
     if kind[0] == "mtp":
         return mtp_of(module, loaded)
     if loaded.float32:
@@ -115,7 +124,33 @@ def load_drafter(path: Path, loaded: LoadedModel) -> Drafter:
         raise ValueError(f"it reads layers {layers}, and the model has {count}")
     keep_layers(loaded.model, layers)
     make = Eagle3 if kind[0] == "eagle3" else BlockDrafter
-    return make(module, target_of(loaded), loaded.vocab_size, example_states(loaded))
+    with forgotten_on_error():
+        return make(module, target_of(loaded), loaded.vocab_size, example_states(loaded))
+
+
+def _load_sglang(path: Path) -> Any:
+    """EAGLE-3 in SGLang's form: the config of a Llama, and its one layer called `midlayer`."""
+    config = read_config(path)
+    package = vision.import_vlm("speculative.drafters.eagle3")
+    named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    own = {
+        "transformer_layer_config": {**config, "num_hidden_layers": 1},
+        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
+        "target_hidden_size": config.get("target_hidden_size"),
+        "eagle_aux_hidden_state_layer_ids": named,
+    }
+    module = package.Model(package.ModelConfig.from_dict(own))
+    weights: dict[str, mx.array] = {}
+    for file in weight_files(path):
+        held: Any = mx.load(str(file))
+        weights |= {
+            name.removeprefix("model.").replace("midlayer.", "layers.0."): array
+            for name, array in held.items()
+        }
+    if "embed_tokens.weight" not in weights:
+        module.pop("embed_tokens")
+    module.load_weights([*module.sanitize(weights).items()])
+    return module
 
 
 def eagle_layers(config: Any, count: int) -> list[int]:

@@ -23,7 +23,7 @@ from ....models.footprint import has_vlm, read_config
 from . import vision
 from .drafter import ChainDrafter, DrafterState, embeddings_of, example_states, hidden_size
 from .load import LoadedModel, make_float32
-from .positions import keep_hidden, keep_streams
+from .positions import forgotten_on_error, keep_hidden, keep_streams
 
 FAMILIES: dict[str, Literal["normed", "streams"]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm_moe_dsa", "glm5_next"), "normed"),
@@ -32,6 +32,14 @@ FAMILIES: dict[str, Literal["normed", "streams"]] = {
 }
 """Families whose heads guess, by the hidden states that they read: what the model's own head takes, behind
 its last norm; or the streams that go into its last mixer."""
+
+
+UNUSED = {
+    **dict.fromkeys(("deepseek_v4", "hy_v4"), "what this model keeps can't take back tokens"),
+    **dict.fromkeys(("inkling", "inkling_mm_model"), "each of them guesses one token, and keeps a state"),
+    "glm4_moe_lite": "mlx-vlm 0.7.10 finds them and has no class for them",
+}
+"""Families whose heads mlx-vlm finds, and why they don't guess."""
 
 
 class MtpHeads(ChainDrafter):
@@ -65,13 +73,15 @@ def load_mtp(path: Path, loaded: LoadedModel) -> MtpHeads | None:
     Raises ValueError and what mlx-vlm raises, where the folder has heads that can't be loaded.
     """
     config = read_config(path)
-    if family(config.get("model_type")) not in FAMILIES or not has_vlm():
+    if (kind := family(config.get("model_type"))) not in {*FAMILIES, *UNUSED} or not has_vlm():
         return None
     splitter = vision.import_vlm("speculative.drafters.mtp_split").get_mtp_splitter(source_config=config)
     if splitter is None or not any(
         True for _ in splitter.iter_selected(path, splitter.read_text_config(config))
     ):
         return None
+    if why := UNUSED.get(kind):
+        raise ValueError(why)
     return mtp_of(splitter.load(path, lazy=True, source_config=config), loaded)
 
 
@@ -93,4 +103,5 @@ def mtp_of(module: Any, loaded: LoadedModel) -> MtpHeads:
         make_float32(module)
     mx.eval(module.parameters())
     (keep_hidden if reads == "normed" else keep_streams)()
-    return MtpHeads(module, loaded, example_states(loaded))
+    with forgotten_on_error():
+        return MtpHeads(module, loaded, example_states(loaded))

@@ -113,6 +113,16 @@ def forget_hidden() -> None:
     passes.keeps, passes.layers, passes.streams, passes.given, passes.hidden = False, (), False, {}, None
 
 
+@contextlib.contextmanager
+def forgotten_on_error() -> Iterator[None]:
+    """What is raised here ends the keeping of hidden states."""
+    try:
+        yield
+    except Exception:
+        forget_hidden()
+        raise
+
+
 def take_hidden() -> mx.array | None:
     """Hidden states (batch, tokens, any) of the last pass, not evaluated; once. None: none are kept."""
     if passes.layers:
