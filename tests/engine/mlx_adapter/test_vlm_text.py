@@ -18,10 +18,12 @@ from cold_run import prompt
 from families import build_family
 from family_configs import NOT_REUSED, VLM_TEXT
 from fast_or_slow import rest_slow
+from mlx_lm.utils import quantize_model, save_model
 from rig import Rig
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model import vision, vlm_text
+from omlxd.engine.mlx_adapter.runtime.arrays import distance
 from omlxd.errors import ModelError
 
 FAMILIES = rest_slow(VLM_TEXT, "k2_horizon")
@@ -68,6 +70,23 @@ def test_what_is_not_reused_is_said(model: Path):
         return
     assert loaded.kv_reuse == "layers of this model keep PoolingCache: state that omlxd can't store yet"
     assert loaded.layout is None and loaded.batchable
+
+
+def test_weights_are_read_as_published_and_quantised(small: Path):
+    """Those of the first authors have other names."""
+    want = mlx_adapter.load(small).model(mx.array([[5, 6]]))
+    weights = mx.load(str(small / "model.safetensors"))
+    names = {name.removeprefix("language_model."): array for name, array in weights.items()}
+    mx.save_safetensors(str(small / "model.safetensors"), names)
+    (small / "model.safetensors.index.json").unlink()
+    assert mx.array_equal(mlx_adapter.load(small).model(mx.array([[5, 6]])), want)
+    whole = vision.import_vlm("utils").load_model(small)
+    whole, config = quantize_model(whole, json.loads((small / "config.json").read_text()), 32, 8)
+    save_model(small, whole)
+    (small / "config.json").write_text(json.dumps(config))
+    loaded = mlx_adapter.load(small)
+    assert loaded.weight_bytes < 0.4 * sum(array.nbytes for array in weights.values())
+    assert distance(loaded.model(mx.array([[5, 6]])), want) < 0.05
 
 
 # --------------------------------------------------------------------------- which it does not take

@@ -132,7 +132,7 @@ def load(
         cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
     obstacle, batchable = (
         reuse_obstacle(cache),
-        group is None and is_batchable(cache) and vlm_text.can_batch(cache),
+        group is None and is_batchable(cache) and vlm_text.can_batch(model, cache),
     )
     if batchable:
         current().decode_step(model)  # Whether its steps are fused, the checks below ask.

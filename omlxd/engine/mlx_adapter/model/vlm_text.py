@@ -43,6 +43,11 @@ class TextModel(nn.Module):
         self._has_places = hasattr(language, "get_rope_index")
 
     @property
+    def keeps_places(self) -> bool:
+        """Whether it takes no positions, and keeps those of its last pass."""
+        return hasattr(self.language_model, "get_rope_index") and not self._has_places
+
+    @property
     def layers(self) -> Any:
         return self.language_model.layers
 
@@ -68,11 +73,18 @@ class TextModel(nn.Module):
         """
         whole: Any = self.whole
         object.__delattr__(self, "whole")
-        try:
-            self._compare(whole)
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            reason = shorten(str(error), 300, placeholder=" …")
-            raise ModelError(f"mlx-vlm's model does not compute a text by itself: {reason}") from error
+        failed: Exception | None = None
+        for places in (True, False) if self._has_places else (False,):
+            self._has_places = places
+            try:
+                self._compare(whole)
+                return
+            except (AttributeError, IndexError, ModelError, TypeError, ValueError) as error:
+                failed = error  # Some take positions of another shape, and know those of text without.
+        if isinstance(failed, ModelError):
+            raise failed
+        reason = shorten(str(failed), 300, placeholder=" …")
+        raise ModelError(f"mlx-vlm's model does not compute a text by itself: {reason}") from failed
 
     def _compare(self, whole: Any) -> None:
         first, other = (self(mx.array([tokens]), cache=self.make_cache()) for tokens in ([1, 2], [1, 3]))
@@ -87,13 +99,17 @@ class TextModel(nn.Module):
             raise ModelError("its language model alone is not all that mlx-vlm computes of a text")
 
 
-def can_batch(cache: Cache) -> bool:
+def can_batch(model: Any, cache: Cache) -> bool:
     """Whether rows of such caches may be put together, where mlx-vlm says that it can.
 
+    Not where a model keeps positions of its own: of rows it keeps the last pass's.
     Classes that its families share do it right in those of the tests. A family's own class may not: rows of
     unequal length of `qwen4_exp` attend to tokens that they did not choose (cache/chosen.py).
     """
-    homes = {type(leaf).__module__ for _, leaf in leaves(cache)}
+    if isinstance(model, TextModel) and model.keeps_places:
+        return False
+    kept = [one for _, leaf in leaves(cache) for one in getattr(leaf, "caches", [leaf])]
+    homes = {type(one).__module__ for one in kept}
     return all(home == "mlx_vlm.models.cache" for home in homes if home.startswith("mlx_vlm."))
 
 
