@@ -137,6 +137,8 @@ _HELP = {
     "holds it; 0: none",
     "peer_listen": "address, as 192.168.1.5 or 192.168.1.5:8077, at which omlxd of yours that were paired by "
     "`omlxd peer` may read this SSD cache; default: none",
+    "peer": "omlxd of yours, as 192.168.1.5 or 192.168.1.5:8077, whose SSD cache is asked for what this one "
+    "lacks; `omlxd peer pair` comes first; default: none",
     "api_key": "key that every request must carry; better given as OMLXD_API_KEY, which `ps` doesn't show",
     "base_path": "folder of everything that omlxd keeps",
     "paged_ssd_cache_dir": "folder of the SSD cache; default: cache under --base-path",
@@ -234,6 +236,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535), _option("N=8000")]
     ollama_port: Annotated[int, Meta(ge=0, le=65535), _option("N=0")]
     peer_listen: Annotated[str, _option("ADDR")]
+    peer: Annotated[str, _option("HOST")]
     api_key: Annotated[
         str,
         Meta(pattern=r"^[\x21-\x7e]*\Z"),

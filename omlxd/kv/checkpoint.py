@@ -147,6 +147,11 @@ class Checkpoints:
         pool.free(own)
         return had_file
 
+    def file_at(self, block_hash: BlockHash, position: int) -> tuple[BlockKey, ColdTier]:
+        """Return whose file the state after `position` tokens, the end of that block, is. Any thread."""
+        assert self._files is not None
+        return self._key(block_hash, position), self._files.at(position)
+
     def load_into(self, block_hash: BlockHash, position: int, buffers: Sequence[memoryview]) -> bool:
         """Read a checkpoint's file into `buffers` and check it. Any thread. False: a miss."""
         assert self._files is not None

@@ -62,6 +62,8 @@ class CacheSettings(Struct, frozen=True):
 
     cold_cache_bytes  limit of the cold tier, over all engines; 0: not known
     admission   which blocks are written (kv/cold/flusher.py). write_back: not before they leave RAM or idle
+    peer        another omlxd, `HOST[:PORT]`, that is asked for blocks; "": none
+    peer_base   the base path, where this one's key is
     kv_bits     8 or 4: per-token KV is quantised, in groups of `kv_group_size`; 0: it is not
     """
 
@@ -73,6 +75,8 @@ class CacheSettings(Struct, frozen=True):
     cold_cache_bytes: int = 0
     admission: str = "always"
     write_back: bool = False
+    peer: str = ""
+    peer_base: str = ""
     kv_bits: int = 0
     kv_group_size: int = 64
 

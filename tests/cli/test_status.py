@@ -132,6 +132,10 @@ def test_status_as_text():
     assert "OFF, its disk fails" in as_text(status(model(values={"kv_cold_tier_on": 0.0})), URL)
     full = as_text(status(model(values={"kv_cold_tier_on": 0.0, "kv_cold_disk_full": 1.0})), URL)
     assert "its disk is FULL: writes wait for room, reads go on\n" in full
+    values = {"kv_peer_on": 1.0, "kv_peer_files_total": 18.0, "kv_peer_bytes_total": 3e6}
+    told = as_text(status(model(values=values)), URL)
+    assert "from the peer: 18 files, 3 MB, since the start" in told.splitlines()
+    assert "since the start; LEFT OUT" in as_text(status(model(values=values | {"kv_peer_on": 0.0})), URL)
 
 
 def test_top_on_a_fake_console():

@@ -113,9 +113,23 @@ def cold_line(status: DaemonStatus) -> str:
     return text + ("; OFF, its disk fails: see the log" if off else "")
 
 
+def _peer_lines(status: DaemonStatus) -> list[str]:
+    asked = [model.values for model in status.models if "kv_peer_on" in model.values]
+    if not asked:
+        return []
+    files, nbytes = (
+        sum(values.get(f"kv_peer_{name}_total", 0.0) for values in asked) for name in ("files", "bytes")
+    )
+    text = f"from the peer: {counted(int(files), 'file')}, {human(int(nbytes))}, since the start"
+    left_out = not all(values["kv_peer_on"] for values in asked)
+    return [f"{text}; LEFT OUT for now: see the log" if left_out else text]
+
+
 def written_lines(status: DaemonStatus) -> list[str]:
+    """Say what was written to SSD, and what came from the peer."""
     cold = status.cold
-    return [f"written to SSD: {written_text(cold.written_today, cold.written_ever)}"] if cold else []
+    lines = [f"written to SSD: {written_text(cold.written_today, cold.written_ever)}"] if cold else []
+    return lines + _peer_lines(status)
 
 
 def _row(model: ModelStatus) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from .checkpointer import MOST_RESTORES, Checkpointer
 from .copier import BlockCopier, Rows
 from .payload import MLXPayload, append_blocks
 from .reads.cold_reads import ColdReads, MatchPlan
+from .reads.peer_reads import PeerReads
 from .reads.tail_read import TailRead
 from .transport import transport
 
@@ -102,6 +103,8 @@ class KVBridge:
         self._copier = BlockCopier(layout, store)
         readers = readers or (DIRECT_READERS if transport().direct else STAGED_READERS)
         self.reads = ColdReads(model, layout, store, post, states, self.segments, readers)
+        self.peer: PeerReads | None = None
+        """Whom it asks for what neither tier has; None: nobody."""
 
     # ----------------------------------------------------------------- into the store
 
@@ -251,6 +254,8 @@ class KVBridge:
         first = sequence.kv.table is None
         if first:
             self._admit(sequence)
+            if self.peer is not None and self.peer.begin(sequence, self._limit(sequence), ready):
+                return True  # It is matched once that is over.
         waits = self.reads.begin(sequence, self._plan(sequence), ready)
         if not (waits or first):  # Before the first pass, so what others compute until then is a hit too.
             if tail := self.reads.tail_of(sequence):
@@ -413,6 +418,8 @@ class KVBridge:
     def close(self, deadline_s: float) -> bool:
         """Flush what is queued. False: the deadline came first."""
         self.reads.close()
+        if self.peer is not None:
+            self.peer.close()
         return self.store.close(deadline_s)
 
 

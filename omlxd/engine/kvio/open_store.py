@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from ... import wire
+from ...common.ports import peer_address
 from ...errors import ModelError
 from ...kv.block_pool import BlockPool
 from ...kv.checkpoint import CheckpointFiles, Checkpoints
@@ -41,6 +44,7 @@ from .fingerprint import (
 )
 from .hot_budget import HotTiers, evict_unused, memory
 from .newest import Newest
+from .reads.peer_reads import Connection, Peer, PeerReads
 from .transport import transport
 
 TICK_S = 2.0
@@ -270,7 +274,26 @@ class ModelStore:
             cold_limit=settings.cold_cache_bytes,
         )
         states = self._checkpointer(store)
-        return kind(loaded.model, loaded.layout, store, post, states, segments=loaded.segments)
+        bridge = kind(loaded.model, loaded.layout, store, post, states, segments=loaded.segments)
+        if settings.peer and kind is not KVBridge:
+            log.warning("--peer is not asked for a model that several ranks share")
+        elif settings.peer and cold is not None:
+            checkpoints = states.checkpoints if states is not None else None
+            bridge.peer = PeerReads(self._peer(), store, bridge.reads.rates, post, checkpoints)
+        return bridge
+
+    def _peer(self) -> Peer:
+        """Whom this store asks for blocks that it lacks."""
+        from ...peer.client import connected  # With Python's ssl, which no other engine needs.
+        from ...peer.identity import Identity
+
+        settings, address = self._settings, peer_address(self._settings.peer)
+        identity, namespace = Identity(Path(settings.peer_base)), self.namespace
+
+        def connect(seconds: float) -> AbstractContextManager[Connection]:
+            return connected(identity, address, namespace, time.monotonic() + seconds)
+
+        return Peer(settings.peer, connect, self._load.model_id, self._facts)
 
     def _checkpointer(self, store: KVStore) -> Checkpointer | None:
         """For a model with state that exists only at a position."""

@@ -24,6 +24,7 @@ import mlx.core as mx
 from ...kv.store import KVStore
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge
+from ..kvio.reads.peer_reads import PeerReads
 from ..mlx_adapter import Adapter
 from ..prompt.pipeline import RenderedPrompt
 from ..prompt.sessions import Standing
@@ -100,6 +101,18 @@ def _bridge_metrics(bridge: KVBridge) -> dict[str, float]:
         **_store_metrics(bridge.store),
         "kv_tokens_recomputed_total": bridge.reads.recomputed,
         "kv_read_bytes_per_s": bridge.reads.rates.read,
+        **(_peer_metrics(bridge.peer) if bridge.peer is not None else {}),
+    }
+
+
+def _peer_metrics(peer: PeerReads) -> dict[str, float]:
+    return {
+        "kv_peer_on": peer.is_on,
+        "kv_peer_files_total": peer.stats.blocks,
+        "kv_peer_bytes_total": peer.stats.nbytes,
+        "kv_peer_bad_files_total": peer.stats.bad,
+        "kv_peer_failures_total": peer.stats.failures,
+        "kv_peer_bytes_per_s": peer.rates.read,
     }
 
 

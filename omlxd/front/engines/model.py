@@ -450,6 +450,8 @@ def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir
             cold_cache_bytes=MOST_CACHE if settings.cold_cache_bytes is None else settings.cold_cache_bytes,
             admission=settings.ssd_cache_admission,
             write_back=settings.hot_cache_write == "back",
+            peer=settings.peer,
+            peer_base=str(settings.base_path),
             kv_bits=settings.kv_bits if own.kv_bits is None else own.kv_bits,
             kv_group_size=own.kv_group_size or settings.kv_group_size,
         ),

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
 
 def open_peer_socket(settings: Settings) -> socket.socket | None:
-    """Open the socket of --peer-listen; None without one. Raises CannotListen, ConfigError."""
+    """Open the socket of --peer-listen; None without one. Raises CannotListen and ConfigError."""
+    for name, value in (("peer_listen", settings.peer_listen), ("peer", settings.peer)):
+        if value and not settings.has_ssd_cache:
+            raise ConfigError(
+                f"{settings.sources[name]}: it is about the SSD cache, and this daemon has none."
+            )
     if not settings.peer_listen:
         return None
     place = settings.sources["peer_listen"]
-    if not settings.has_ssd_cache:
-        raise ConfigError(f"{place}: it shares the SSD cache, and this daemon has none.")
     host, port = peer_address(settings.peer_listen)
     try:
         made = bind(host, port)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..files.block_file import BlockFileError, BlockFormat, BlockKey
-from ..files.fs import FileSystem, put_in_place, read_in_place, touch_in_order, unlink
+from ..files.fs import FileSystem, put_in_place, read_in_place, touch_in_order, unlink, write_all
 from ..files.paths import block_path, disk_bytes
 from ..hashing import BlockHash
 
@@ -47,6 +47,14 @@ class ColdTier:
             self._full(key.block_hash),
             lambda fd: self.format.write(self._fs, fd, key, buffers),
         )
+
+    def store_file(self, block_hash: BlockHash, buffers: Sequence[memoryview]) -> None:
+        """Put a whole file in place, which `format.is_file_of` has checked. Raises as `store`."""
+
+        def write(fd: int) -> None:
+            write_all(self._fs, fd, buffers)
+
+        put_in_place(self._fs, self._full(block_hash), write)
 
     def load(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
         """Read a block into `buffers`. Raises FileNotFoundError, OSError, or BlockFileError.

@@ -127,6 +127,16 @@ class BlockFormat:
         if write_all(fs, fd, [header, *buffers]) != self.file_bytes:
             raise OSError("the payload has another size")
 
+    def is_file_of(self, key: BlockKey, data: memoryview) -> bool:
+        """Return whether `data` is all of the block's file, header and payload."""
+        digest = bytes(data[self._DIGEST_AT : self._DIGEST_AT + DIGEST_HEX])
+        head, payload = data[: self.header_bytes], data[self.header_bytes :]
+        return (
+            len(data) == self.file_bytes
+            and bytes(head) == self.header(key, digest)
+            and digest_of([payload]) == digest
+        )
+
     def read(self, fs: FileSystem, fd: int, key: BlockKey, buffers: Sequence[memoryview]) -> None:
         """Read the payload into `buffers` (byte views, in file order) and check all of it.
 

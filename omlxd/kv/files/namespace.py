@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec.structs import force_setattr, replace
@@ -154,7 +154,8 @@ def differences(own: dict[str, Any], other: dict[str, Any]) -> dict[str, str]:
         if here == there:
             continue
         if isinstance(here, dict) and isinstance(there, dict):
-            parts = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+            ours, theirs = cast(dict[str, Any], here), cast(dict[str, Any], there)
+            parts = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
             names[name] = f"{name} ({', '.join(parts)})"
         elif isinstance(here, (int, str)) and isinstance(there, (int, str)):
             names[name] = f"{name} ({there}, now {here})"
