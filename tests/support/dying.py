@@ -23,7 +23,7 @@ BASE = prose(100)
 class Dying:
     """A daemon whose engine can be stopped at a moment; `base`: its answer to BASE, given before."""
 
-    def __init__(self, home: Path, *flags: str, deaf: bool = False):
+    def __init__(self, home: Path, *flags: str, deaf: bool = False, model: Path | None = None):
         self.folder = home / "moments"
         self.folder.mkdir(parents=True)
         if deaf:
@@ -32,6 +32,7 @@ class Dying:
         self.daemon = Daemon(
             home,
             *("--paged-ssd-cache-max-size", str(CAP), *flags),
+            model=model,
             env={"OMLXD_ENGINE_COMMAND": shlex.join([*program, "omlxd.engine"])},
         )
         self.home, self.cache = home, home / "omlxd" / "cache"

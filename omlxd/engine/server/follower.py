@@ -12,6 +12,7 @@ since the others wait in a sum for this one.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -179,6 +180,8 @@ class Follower:
         if (layout := self._loaded.layout) is None:
             raise ModelError(f"several ranks can't serve this model: {self._loaded.kv_reuse}")
         self._store = ModelStore(load, self._loaded, files)
+        gc.collect()
+        gc.freeze()  # As rank 0 does: what was loaded lives as long as the process.
         self._link.send(
             plan.Ready(namespace_dir(self._store.namespace), self._loaded.weight_bytes, layout.nbytes(1))
         )

@@ -39,7 +39,7 @@ from msgspec.structs import replace
 from ... import wire
 from ...chat import Conversation, Event, RawPrompt, TextPart, ToolResultPart, media_of
 from ...common.units import human, process_memory, total_ram
-from ...errors import AdapterError, InvalidRequest, NotNow, OmlxdError
+from ...errors import AdapterError, InvalidRequest, ModelError, NotNow, OmlxdError
 from ...models.footprint import kind_of, read_config
 from .. import mlx_adapter
 from ..kvio.hot_budget import memory
@@ -308,10 +308,11 @@ class EngineService:
         try:
             self._send(wire.LoadProgress(stage="loading"))
             folder = Path(load.model_path)
-            if kind_of(folder, read_config(folder)) == "chat":
-                host = self._make_host(load)
-            else:
-                host = EmbedderHost(load, self._send, self._fail)
+            is_chat = kind_of(folder, read_config(folder)) == "chat"
+            if load.ranks > 1 and not is_chat:
+                what = f"{load.ranks} ranks can't serve a model that makes vectors or scores"
+                raise ModelError(f"{what}; serve it with --ranks 1", param="--ranks")
+            host = self._make_host(load) if is_chat else EmbedderHost(load, self._send, self._fail)
         except Exception as error:
             mlx_adapter.end_if_fault(error)
             if not isinstance(error, OmlxdError):  # Its sentence says it all.

@@ -10,19 +10,21 @@ import contextlib
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
-from daemon import Daemon, alive, family_model, own_usage, prose, restored, wait_until
+from cold_files import all_on_disk, settled, unsettled
+from daemon import READY_S, Daemon, alive, family_model, own_usage, prose, restored, wait_until
+from dying import BASE, Asking, Dying
+from dying import CAP as DYING_CAP
 
 pytestmark = pytest.mark.slow
 
 PROMPT, LONGER = prose(60, seed=3), prose(60, seed=3) + prose(40, seed=9)
 CAP = 2_000_000
+KILLED = (1, "loading"), (1, "prefill"), (0, "decode"), (0, "writing"), (1, "restoring")
 
 
 class Ranks(Daemon):
@@ -87,33 +89,40 @@ def test_a_rank_without_its_files_makes_a_miss(tmp_path: Path):
         daemon.settled()
         folders = {file.parents[1] for file in cache_files(daemon)}
         assert len(folders) == 3
-        # A stopped rank, too, ends all: rank 0 by another's watch, others by rank 0's.
+        # A stopped rank ends all: others by rank 0's watch, rank 0 by another's.
         daemon.lose(2, signal.SIGSTOP)
-        assert daemon.text(PROMPT) == (first, daemon.text(PROMPT)[1])
-        daemon.settled()
         shutil.rmtree(sorted(folders)[1])
-        daemon.lose(0, signal.SIGSTOP)
         assert daemon.text(PROMPT) == (first, 0)
         again, hit = daemon.text(PROMPT)
         assert (again, hit > 0) == (first, True)
+        daemon.lose(0, signal.SIGSTOP)
 
 
-def test_a_rank_that_dies_amid_answers(tmp_path: Path):
-    """Nothing hangs and nothing wrong is kept, in a prompt, in an answer and beside another one."""
-    with serving(tmp_path, "llama") as daemon:
-        first, _ = daemon.text(PROMPT)
-        for number, prompt, tokens in ((1, PROMPT, 400), (0, prose(600, seed=20), 1)):
+def test_a_rank_dies_at_each_moment(tmp_path: Path):
+    """Rank 0 stands still at the moment, the other is in the same pass or asleep; one of both is killed.
 
-            def ask(prompt: str = prompt, tokens: int = tokens) -> None:
-                with contextlib.suppress(httpx.HTTPError, AssertionError):
-                    daemon.chat(prompt, max_tokens=tokens, ignore_eos=True)
-
-            threads = [threading.Thread(target=ask) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            wait_until(lambda: daemon.figures()["num_requests_running"] > 0, why=daemon.logged)
-            daemon.lose(number, signal.SIGKILL)
-            for thread in threads:
-                thread.join(120)
-                assert not thread.is_alive(), daemon.show_stacks()
-            assert daemon.text(PROMPT)[0] == first
+    Requests of which nothing was sent are answered by the next engine.
+    """
+    dying = Dying(tmp_path, "--ranks", "2", model=family_model("llama"))
+    with dying.daemon as daemon:
+        for seed, (number, moment) in enumerate(KILLED):
+            dying.stop_at(moment)
+            prompt = BASE if moment in ("decode", "restoring") else prose(300, seed=seed + 5)
+            asking = Asking(daemon, prompt, stream=True)
+            wait_until(dying.stands, READY_S, daemon.logged)
+            lead = psutil.Process(dying.engine())
+            ranks = [lead, *(each for each in lead.children() if "--follow" in each.cmdline())]
+            assert len(ranks) == 2
+            ranks[number].kill()
+            wait_until(lambda ranks=ranks: not any(map(alive, ranks)), why=daemon.logged)
+            (dying.folder / "there").unlink()
+            asking.join(READY_S)
+            assert not asking.is_alive(), daemon.show_stacks()
+            assert not asking.error or asking.heard or moment == "loading"
+            again = daemon.messages(BASE, max_tokens=20)
+            assert restored(own_usage(again)) > 0 and again["content"] == dying.base["content"]
+            wait_until(lambda: settled(daemon), why=lambda: unsettled(daemon))
+        assert all_on_disk(dying.cache) <= DYING_CAP
+        family = [daemon.front(), *daemon.front().children(recursive=True)]
+        assert daemon.stop() == 0
+        wait_until(lambda: not any(map(alive, family)), why=daemon.logged)
