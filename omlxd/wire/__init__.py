@@ -163,6 +163,19 @@ class Load(Struct, frozen=True, tag="load"):
     ranks: int = 1
 
 
+class MeasureJob(Struct, frozen=True):
+    """What engine/server/measure measures. No frame: it stands in a file.
+
+    model   folder of the model; where there is none, one of random weights is built there
+    folder  for the SSD tier, and for notes of kernels
+    metal_kernels  as in `Load`
+    """
+
+    model: str
+    folder: str
+    metal_kernels: str
+
+
 class LoadAdapter(Struct, frozen=True, tag="load_adapter"):
     """Serve the model with the LoRA adapter in `folder` as well, under that channel. After `Loaded`."""
 

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from omlxd import wire
 from omlxd.cli.models import fit
 from omlxd.cli.models.machine import Machine, apples_figure, this_machine
 from omlxd.common.units import total_ram
 from omlxd.config import load_settings
+from omlxd.engine import mlx_adapter
 from omlxd.models.quantised import bits_of, load_of, parameters_of, weights_in
 from tests.cli.test_verbs import omlxd  # noqa: F401
 from tests.models.test_resolve import Hub, hub  # noqa: F401
@@ -166,11 +168,14 @@ def test_apples_figures(brand: str, fast: str, gb_s: int | None):
 
 def test_without_a_figure_no_speed_is_said(monkeypatch):
     monkeypatch.setattr("omlxd.cli.models.machine.sysctl", lambda *_: {})
-    monkeypatch.setattr("omlxd.cli.models.machine._ask_mlx", lambda parts: {})
+    monkeypatch.setattr("omlxd.cli.models.machine._ask_mlx", lambda *_: {})
     settings = load_settings({}, {"OMLXD_MEMORY_LIMIT": "off"})
     machine = this_machine(settings)
     assert machine.bandwidth is None and machine.room == total_ram()
-    assert machine.headline().endswith("; its memory bandwidth is not known, so no speed is estimated")
+    unknown = (
+        "; its memory bandwidth is not known, so no speed is estimated; asking MLX failed: it did not start"
+    )
+    assert machine.headline().endswith(unknown)
     monkeypatch.setattr(fit, "this_machine", lambda settings: machine)
     what = fit.what_fits(settings)
     assert all(row.fit.tokens_per_s is None for row in what.sizes) and " -\n" in fit.as_size_table(what)
@@ -181,3 +186,19 @@ def test_this_machine_is_measured():
     settings = load_settings({}, {"OMLXD_MEMORY_LIMIT": "1GB"})
     machine = this_machine(settings)
     assert machine.room == GB and machine.limit == "--memory-limit 1GB" and machine.bandwidth
+    assert machine.source == "measured just now with MLX" and machine.backend == mlx_adapter.backend()
+
+
+def test_mlx_tells_the_room(monkeypatch):
+    monkeypatch.setattr("omlxd.cli.models.machine.sysctl", lambda *_: dict.fromkeys(_, "Apple M4"))
+    machine = this_machine(load_settings({}))
+    assert machine.source == "Apple's figure for M4" and machine.backend == mlx_adapter.backend()
+
+
+@pytest.mark.slow
+def test_why_mlx_measured_nothing_is_said(monkeypatch):
+    monkeypatch.setattr("omlxd.cli.models.machine.sysctl", lambda *_: {})
+    monkeypatch.setattr("omlxd.cli.models.machine.MeasureJob", lambda *_: wire.Budget())
+    source = this_machine(load_settings({})).source
+    assert "no speed is estimated; asking MLX failed: its process ended with status 1: " in source
+    assert "missing required field `model`" in source

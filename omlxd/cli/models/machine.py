@@ -11,6 +11,7 @@ import msgspec
 from ...common.units import available_ram, human, total_ram
 from ...config import Settings
 from ...models.footprint import RESERVE_BYTES, RESERVE_FRACTION, likely_backend
+from ...wire import MeasureJob
 from ..doctor.report.bounds import Budget
 from ..doctor.report.measure import Measured, measure
 from ..doctor.report.system import sysctl
@@ -28,6 +29,9 @@ _GB_S = {
 """Chip → GB/s of its memory, by Apple's technical specifications; the least where there are two."""
 _MORE_CORES = {"M3 Max": 400, "M4 Max": 546}
 """The same for a Max chip with 12 fast cores, which has the larger GPU."""
+
+
+_UNSAID = Measured("", error="failed: it did not start")
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -58,11 +62,12 @@ def this_machine(settings: Settings) -> Machine:
     """Ask MLX, in a process of its own, and the system."""
     told = sysctl(_BRAND, _FAST)
     bandwidth, source = apples_figure(told.get(_BRAND, ""), told.get(_FAST, ""))
-    said = _ask_mlx(("room",) if bandwidth else ("room", "decode bandwidth"))
-    rate = said.get("decode bandwidth", Measured("", error="MLX did not measure it"))
+    said = _ask_mlx(settings, ("room",) if bandwidth else ("room", "decode bandwidth"))
+    room, rate = (said.get(part, _UNSAID) for part in ("room", "decode bandwidth"))
     if not bandwidth and not rate.error:
         bandwidth, source = rate.values["read"], "measured just now with MLX"
-    room = said.get("room", Measured("", error="MLX did not start"))
+    elif error := room.error or (rate.error if not bandwidth else ""):
+        source += f"; asking MLX {error}"
     backend, total = likely_backend(), total_ram()
     if not room.error:
         backend, total = room.lines[0][1], int(room.values["total"])
@@ -88,11 +93,11 @@ def _room(total: int, limit: int | None) -> tuple[int, str]:
     return usable, "--memory-limit auto"
 
 
-def _ask_mlx(parts: tuple[str, ...]) -> dict[str, Measured]:
+def _ask_mlx(settings: Settings, parts: tuple[str, ...]) -> dict[str, Measured]:
     """Return what `parts` of engine/server/measure measured, by name; fewer where MLX does not run."""
     said: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory(prefix="omlxd-") as folder:
         job = Path(folder) / "job.json"
-        job.write_bytes(msgspec.json.encode({"model": folder, "folder": folder}))
+        job.write_bytes(msgspec.json.encode(MeasureJob(folder, folder, settings.metal_kernels)))
         measure(job, parts, Budget(MEASURE_S), lambda one: said.update({one.part: one}))
     return said

@@ -16,6 +16,7 @@ from ....common.units import human
 from ....config import Settings
 from ....models.catalog import default_model
 from ....models.footprint import kind_of, likely_backend, read_config, weight_bytes
+from ....wire import MeasureJob
 from ...service.manager import ServiceError
 from .. import disk
 from . import agent, busy, folders, system
@@ -153,8 +154,8 @@ def _measure(report: Report, settings: Settings, folder: Path) -> None:
     """Measure MLX and the engine, some of it again in the agent, and attention. `folder`: for files."""
     job = folder / "job.json"
     model = small_model(settings) or folder / "model"
-    facts = {"model": str(model), "folder": str(folder / "ssd"), "metal_kernels": settings.metal_kernels}
-    job.write_bytes(msgspec.json.encode(facts))
+    asked = MeasureJob(str(model), str(folder / "ssd"), settings.metal_kernels)
+    job.write_bytes(msgspec.json.encode(asked))
     before = system.wired()
     measure(job, FIRST, report.budget, report.measured)
     after = system.wired()

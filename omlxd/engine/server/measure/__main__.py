@@ -2,11 +2,7 @@
 
 The first line is of the part `start`.
 
-JOB is a file of JSON with
-
-    model   folder of the model that is measured; where there is none, one of random weights is built there
-    folder  a folder for the SSD tier, and for notes of kernels
-    metal_kernels  as the setting
+JOB is a file that holds a wire.MeasureJob, as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +13,9 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
+
+from .... import wire
 from ...process.prepare import prepare_mlx
 
 
@@ -35,8 +34,8 @@ def main(job: str, *parts: str) -> None:
         os._exit(status)  # As an engine ends: threads may be inside MLX.
 
     signal.signal(signal.SIGTERM, lambda *_: end(1))
-    given = json.loads(Path(job).read_text())
-    work = Job(Path(given["model"]), Path(given["folder"]), given["metal_kernels"])
+    given = msgspec.json.decode(Path(job).read_bytes(), type=wire.MeasureJob)
+    work = Job(Path(given.model), Path(given.folder), given.metal_kernels)
     if work.metal_kernels == "off" and mlx_adapter.backend() == "metal":
         mlx_adapter.use_mlx_alone()
     work.folder.mkdir(exist_ok=True)

@@ -48,11 +48,11 @@ _UNWRITTEN = ("kv_unwritten_blocks", "kv_store_queue_bytes")
 
 
 class Job(NamedTuple):
-    """As `__main__` has it."""
+    """As wire.MeasureJob."""
 
     model: Path
     folder: Path
-    metal_kernels: str = "auto"
+    metal_kernels: str
 
 
 class Engine:
