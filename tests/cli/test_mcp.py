@@ -14,11 +14,13 @@ from typing import Any, ClassVar
 import pytest
 
 from omlxd.cli.daemon import client
-from omlxd.cli.daemon.client import NoDaemon, NotThere
+from omlxd.cli.daemon.client import NoDaemon, NotThere, StreamError
 from omlxd.cli.daemon.owner_api import DaemonStatus, InstalledStatus, InstalledStatuses, PinList, Unloaded
 from omlxd.cli.mcp import tools
 from omlxd.cli.mcp.protocol import Call, Server, with_beats
 from omlxd.cli.mcp.tools import INSTRUCTIONS, kind_of, tools_of
+from omlxd.cli.models.machine import Machine
+from omlxd.models.resolve import DEFAULT_ID
 from tests.front.process.test_serve import REPO, Daemon, start  # noqa: F401
 
 META = {"io.modelcontextprotocol/protocolVersion": "2026-07-28"}
@@ -33,11 +35,11 @@ class Scripted(client.Daemon):
 
     def fetch(self, path: str, type: Any, body: Any = None, *_: Any, **__: Any) -> Any:
         self.asked.append(path)
-        if path == "/omlxd/models/nope":
-            raise NotThere("There is no model 'nope' here.")
+        if (name := path.removeprefix("/omlxd/models/")) in ("nope", "org/new", "gemma", DEFAULT_ID):
+            raise NotThere(f"There is no model {name!r} here.")
         if path == "/omlxd/status":
             return DaemonStatus(version="1", pid=1, started=0, uptime_s=1, resident=1, models=[], cold=None)
-        tiny = InstalledStatus(id="org/tiny", state="ready", source="folder")
+        tiny = InstalledStatus(id="org/tiny", state="ready", source="folder", folder="/models/tiny")
         return {
             InstalledStatus: tiny,
             InstalledStatuses: InstalledStatuses([tiny]),
@@ -51,6 +53,8 @@ class Scripted(client.Daemon):
             yield type(done=5, total=10)
             yield type(done=5, total=10)
             self.go_on.wait(60)
+            for _ in range(2 * tools.SILENT):
+                yield type(done=5, total=10)
             yield type(done=8, total=10)
             yield type(folder="/models/x")
         finally:
@@ -156,6 +160,20 @@ def test_what_fails_is_the_call_s_own_error(mcp: Client, daemon: Scripted, monke
     told = mcp.call("load_model", model=3)
     assert told["isError"] and "Expected `str`" in told["content"][0]["text"]
     assert told["structuredContent"]["error"]["type"] == "arguments"
+    for name, wrong, said in (
+        ("unload_model", {"model": "nope", "force": True}, "unknown field `force`; it takes model."),
+        ("status", [], "Expected `object`, got `array`; it takes none."),
+        ("pull_model", {"model": "gemma"}, "'gemma' is no hub id: write ORG/NAME, or SmolLM2"),
+        (
+            "pull_model",
+            {"model": "gemma", "confirmed": True},
+            "'gemma' is no hub id: write ORG/NAME, or SmolLM2",
+        ),
+        ("what_fits", {"model": "gemma"}, "'gemma' is no hub id: write ORG/NAME, or SmolLM2"),
+    ):
+        told = mcp.ask("tools/call", name=name, arguments=wrong)["result"]
+        assert said in told["content"][0]["text"]
+        assert told["structuredContent"]["error"]["type"] == "arguments"
 
     def gone(*_: Any, **__: Any) -> Any:
         raise NoDaemon("Nothing answers at http://127.0.0.1:1; start the daemon with `omlxd serve`.")
@@ -187,7 +205,8 @@ def test_a_download_is_asked_for_told_of_and_cancelled(mcp: Client, daemon: Scri
     monkeypatch.setattr(tools, "hub_page", lambda name: (name, {"download": "5 GB"}, []))
     told = mcp.call("pull_model", model="org/new")
     assert "5 GB" in told["content"][0]["text"] and "Nothing is downloaded yet" in told["content"][0]["text"]
-    assert daemon.asked == []
+    assert daemon.asked == ["/omlxd/models/org/new"]
+    assert "is here already, in /models/tiny" in mcp.call("pull_model", model="tiny")["content"][0]["text"]
     for id, ends in (("a", "cancelled"), ("b", "done")):
         daemon.go_on.clear()
         daemon.closed.clear()
@@ -203,9 +222,33 @@ def test_a_download_is_asked_for_told_of_and_cancelled(mcp: Client, daemon: Scri
             assert mcp.ask("ping") == {"result": {}}
         daemon.go_on.set()
         assert daemon.closed.wait(60)
-    assert mcp.hear()["params"]["progress"] == 8
+    assert [mcp.hear()["params"]["progress"] for _ in range(3)] == [6, 7, 8], "two signs of life, then news"
     last = mcp.hear()
     assert last["id"] == "b" and "/models/x" in last["result"]["content"][0]["text"]
+
+
+def test_the_default_model_is_no_hub_s_and_a_hub_s_failure_is_of_one_type(
+    mcp: Client, daemon: Scripted, monkeypatch
+):
+    machine = Machine(10**9, "--memory-limit 1GB", 10**9, 1e9, "measured", "metal")
+    monkeypatch.setattr("omlxd.cli.models.fit.this_machine", lambda settings: machine)
+    for name in ("pull_model", "what_fits"):
+        told = mcp.call(name, model=DEFAULT_ID)
+        said = told["content"][0]["text"]
+        assert (
+            "93 MB in 1 file" in said and "in the package index" in said and "yes, with 8,192 tokens" in said
+        )
+
+    def fails(*_: Any) -> Any:
+        raise StreamError("org/new can't be downloaded: the hub can't be reached; check the network.")
+        yield
+
+    monkeypatch.setattr(Scripted, "stream", fails)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    for confirmed in (False, True):
+        told = mcp.call("pull_model", model="org/new", confirmed=confirmed)
+        assert told["structuredContent"]["error"]["type"] == "model"
+        assert "the hub can't be reached" in told["content"][0]["text"]
 
 
 def test_a_long_call_gives_signs_of_life():

@@ -73,6 +73,8 @@ def test_every_verb_against_a_daemon(start, tmp_path: Path):  # noqa: F811
     assert (
         status == 1 and "'org/smal' on this machine (did you mean small?), and org/smal can't be" in problem
     )
+    status, _, problem = run("show", "nobody", *url)
+    assert status == 1 and "`omlxd models pull ORG/NAME` downloads one" in problem
     status, _, problem = run("load", "nobody", *url)
     assert status == 1 and "There is no model 'nobody' here" in problem
 

@@ -46,6 +46,10 @@ class NotThere(DaemonError):
     """The daemon has nothing of this name."""
 
 
+class StreamError(DaemonError):
+    """What the daemon was asked for failed, by the stream of its answer."""
+
+
 class NoDaemon(DaemonError):
     """No daemon answers at the address."""
 
@@ -133,7 +137,7 @@ class Daemon:
                 if data == b"[DONE]":
                     return
                 if data.startswith(b'{"error"') and (message := _message(data)):
-                    raise DaemonError(message)
+                    raise StreamError(message)
                 yield msgspec.json.decode(data, type=type)
             raise ConnectionResetError
 

@@ -61,7 +61,7 @@ class Call:
 class Tool(msgspec.Struct, frozen=True):
     """A tool. `run` gets its arguments and the call, and returns text. Raises OmlxdError.
 
-    arguments    a struct
+    arguments    a struct that forbids unknown fields
     annotations  hints for the client's own questions to its user
     """
 
@@ -77,7 +77,7 @@ class Tool(msgspec.Struct, frozen=True):
         return {
             "name": self.name,
             "description": self.description,
-            "inputSchema": schema | {"additionalProperties": False},
+            "inputSchema": schema,
             "annotations": self.annotations,
         }
 
@@ -206,9 +206,12 @@ class Server:
     def _result(self, tool: Tool, arguments: Any, call: Call) -> dict[str, Any]:
         try:
             try:
-                asked = msgspec.convert(arguments or {}, tool.arguments)
+                asked = msgspec.convert({} if arguments is None else arguments, tool.arguments)
             except msgspec.ValidationError as error:
-                raise CallError(f"The arguments of {tool.name} are wrong: {error}.") from None
+                takes = ", ".join(tool.arguments.__struct_fields__) or "none"
+                raise CallError(
+                    f"The arguments of {tool.name} are wrong: {error}; it takes {takes}."
+                ) from None
             return {"content": [{"type": "text", "text": tool.run(asked, call)}], "isError": False}
         except OmlxdError as error:
             told, kind = error.message, self._kind_of(error)

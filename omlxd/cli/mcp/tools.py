@@ -10,10 +10,11 @@ import msgspec
 from msgspec import Meta
 
 from ...common.units import human, spoken
-from ...config import load_settings
+from ...config import Settings, closest, load_settings
 from ...errors import ConfigError, ModelError, OmlxdError
+from ...models.resolve import DEFAULT_ID, is_hub_id, no_hub_id
 from ..cache import why_miss
-from ..daemon.client import Daemon, NoDaemon, NotThere
+from ..daemon.client import Daemon, NoDaemon, NotThere, StreamError
 from ..daemon.owner_api import (
     LAST,
     InstalledStatus,
@@ -27,7 +28,7 @@ from ..daemon.owner_api import (
     WhyMiss,
     WhyMissBody,
 )
-from ..models.command import LOAD_S, as_page, as_table, facts_page
+from ..models.command import LOAD_S, as_page, as_table, facts_page, here
 from ..models.fit import as_size_table, hub_page, look_up, what_fits
 from ..watch.status import RESTORED, as_text, cold_line, hit_rate, percent, table, written_lines
 from .protocol import Call, CallError, Tool, with_beats
@@ -48,42 +49,42 @@ _KINDS = (
     (CallError, "arguments"),
 )
 _Name = Annotated[str, Meta(description="a model's id, its last part, or an alias", min_length=1)]
-_HubId = Annotated[str, Meta(description="a hub id, as ORG/NAME", min_length=1)]
+_HubId = Annotated[str, Meta(description=f"a hub id, as ORG/NAME, or {DEFAULT_ID}", min_length=1)]
 
 
 def kind_of(error: OmlxdError) -> str:
     return next((kind for type, kind in _KINDS if isinstance(error, type)), "daemon")
 
 
-class Nothing(msgspec.Struct):
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
-class OneModel(msgspec.Struct):
+class OneModel(msgspec.Struct, forbid_unknown_fields=True):
     model: _Name
 
 
-class Load(msgspec.Struct):
+class Load(msgspec.Struct, forbid_unknown_fields=True):
     model: _Name
     keep_alive: Annotated[
         str | None, Meta(description='go after that long without a request, as "30m"; else it stays')
     ] = None
 
 
-class Pull(msgspec.Struct):
+class Pull(msgspec.Struct, forbid_unknown_fields=True):
     model: _HubId
     confirmed: Annotated[
         bool, Meta(description="true once the user has agreed to the download's size; false tells it alone")
     ] = False
 
 
-class Fits(msgspec.Struct):
+class Fits(msgspec.Struct, forbid_unknown_fields=True):
     model: Annotated[
-        str, Meta(description="a hub id, as ORG/NAME; left out, usual sizes of models are compared")
+        str, Meta(description=f"ORG/NAME on the hub, or {DEFAULT_ID}; left out, usual sizes are compared")
     ] = ""
 
 
-class Miss(msgspec.Struct):
+class Miss(msgspec.Struct, forbid_unknown_fields=True):
     request: Annotated[
         str,
         Meta(description="a request id (req_…), a session, or `last`; left out, the last are listed"),
@@ -142,6 +143,15 @@ def tools_of(find: Callable[[], Daemon]) -> list[Tool]:
     ]
 
 
+def _check_hub_id(name: str) -> None:
+    if name != DEFAULT_ID and not is_hub_id(name):
+        raise CallError(no_hub_id(name, closest(name, [DEFAULT_ID])))
+
+
+SILENT = 5
+"""Events of a download, a second apart, without news of it, after which there is a sign of life."""
+
+
 class _Event(msgspec.Struct):
     """An event of a download."""
 
@@ -169,8 +179,16 @@ class _Asked:
     def what_fits(self, asked: Fits, call: Call) -> str:
         settings = load_settings({})
         if not asked.model:
-            return as_size_table(what_fits(settings))
-        return facts_page(*hub_page(look_up(asked.model, settings)))
+            return with_beats(call, "this machine is measured", lambda: as_size_table(what_fits(settings)))
+        return self._before_download(asked.model, settings, call)[0]
+
+    def _before_download(self, name: str, settings: Settings, call: Call) -> tuple[str, bool]:
+        """Return what `name` would take, and whether it is here. Raises OmlxdError."""
+        if (found := here(name, self._find(), settings)) is not None:
+            return f"{found.id} is here already, in {found.folder}; load_model loads it", True
+        _check_hub_id(name)
+        look = lambda: facts_page(*hub_page(look_up(name, settings)))  # noqa: E731
+        return with_beats(call, f"{name} is looked up", look), False
 
     def load_model(self, asked: Load, call: Call) -> str:
         daemon, body = self._find(), LoadModel(asked.model, asked.keep_alive)
@@ -191,19 +209,27 @@ class _Asked:
     def pull_model(self, asked: Pull, call: Call) -> str:
         daemon = self._find()
         if not asked.confirmed:
-            page = facts_page(*hub_page(look_up(asked.model, load_settings({}))))
-            return f"{page}\n\nNothing is downloaded yet. Ask the user, then call it with `confirmed`."
+            page, is_here = self._before_download(asked.model, load_settings({}), call)
+            ask = "\n\nNothing is downloaded yet. Ask the user, then call it with `confirmed`."
+            return page + ask * (not is_here)
+        _check_hub_id(asked.model)
         body = msgspec.json.encode(PullModel(asked.model))
-        events, told = daemon.stream("/omlxd/models/pull", body, _Event), 0
+        events, told, silent = daemon.stream("/omlxd/models/pull", body, _Event), 0, 0
         try:
             for event in events:
                 if event.folder:
                     return f"{asked.model} is in {event.folder}; load_model loads it"
                 if call.cancelled.is_set():
                     break
+                silent += 1
                 if event.done > told:
-                    told = event.done
+                    told, silent = event.done, 0
                     call.tell(told, event.total or None, f"{human(told)} of {asked.model}")
+                elif silent % SILENT == 0:  # The size may be unknown, and a number has to grow.
+                    told += 1
+                    call.tell(told, event.total or None, f"{asked.model} is being downloaded")
+        except StreamError as error:
+            raise ModelError(error.message) from error
         finally:
             events.close()
         raise CallError("The download was cancelled; the next one goes on where it stopped.")

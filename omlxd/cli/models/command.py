@@ -26,8 +26,10 @@ from ...models.resolve import (
     check_folder,
     fetch_default_model,
     fetch_from_hub,
+    is_hub_id,
     is_local,
     local_path,
+    no_hub_id,
 )
 from ..daemon.client import Daemon, DaemonError, NoDaemon, NotThere, add_url, find_daemon
 from ..daemon.owner_api import (
@@ -304,36 +306,45 @@ def _show(args: argparse.Namespace) -> int:
     try:
         result = daemon.fetch("/omlxd/models/" + quote(args.model), InstalledStatus)
     except NotThere:
-        if is_local(args.model):
-            raise
-        return _show_hub(args, settings, daemon.fetch("/omlxd/models", InstalledStatuses).models)
+        return _show_absent(args, settings, daemon.fetch("/omlxd/models", InstalledStatuses).models)
     except NoDaemon as error:
-        models = installed(settings)
-        names = [model.id for model in models]
-        matching = [m for m in models if args.model in (m.id, m.id.rpartition("/")[2])]
-        if not matching and not is_local(args.model):
-            return _show_hub(args, settings, models)
-        if not matching:
-            there_are, near = ", ".join(names) or "none", _near(args.model, names)
-            raise DaemonError(
-                f"There is no model {args.model!r} on this machine{near}; there are: {there_are}. "
-                f"`omlxd models pull ORG/NAME` downloads one, also {DEFAULT_ID}."
-            ) from None
-        result = matching[0]
+        result = _called(args.model, models := installed(settings))
+        if result is None:
+            return _show_absent(args, settings, models)
         result.trouble = why_broken(result)
         _say_absence(args, error)
     _say(args, result, lambda: as_page(result))
     return 0
 
 
-def _show_hub(args: argparse.Namespace, settings: Settings, installed: Sequence[InstalledStatus]) -> int:
+def here(name: str, daemon: Daemon, settings: Settings) -> InstalledStatus | None:
+    """Return the status of a model whose files are here; None: they are not. Raises DaemonError."""
+    try:
+        found = daemon.fetch("/omlxd/models/" + quote(name), InstalledStatus)
+    except NotThere:
+        return None
+    except NoDaemon:
+        found = _called(name, installed(settings))
+    return found if found is not None and found.folder else None
+
+
+def _called(name: str, models: Sequence[InstalledStatus]) -> InstalledStatus | None:
+    return next((model for model in models if name in (model.id, model.id.rpartition("/")[2])), None)
+
+
+def _show_absent(args: argparse.Namespace, settings: Settings, installed: Sequence[InstalledStatus]) -> int:
+    """Show a model that can be downloaded. Raises OmlxdError."""
+    names = [each.id for each in installed]
+    absent = f"There is no model {args.model!r} on this machine{_near(args.model, names)}"
+    if args.model != DEFAULT_ID and is_local(args.model):
+        raise DaemonError(
+            f"{absent}; there are: {', '.join(names) or 'none'}. "
+            f"`omlxd models pull ORG/NAME` downloads one, also {DEFAULT_ID}."
+        )
     try:
         model = look_up(args.model, settings)
     except ModelError as error:
-        near = _near(args.model, [each.id for each in installed])
-        raise ModelError(
-            f"There is no model {args.model!r} on this machine{near}, and {error.message}"
-        ) from error
+        raise ModelError(f"{absent}, and {error.message}") from error
     _say(args, model, lambda: facts_page(*hub_page(model)))
     return 0
 
@@ -355,9 +366,8 @@ def _pull(args: argparse.Namespace) -> int:
         return 0
     if args.model == DEFAULT_ID:
         folder = asyncio.run(fetch_default_model(settings_of(args, *_FOLDER_OPTIONS).base_path))
-    elif "/" not in args.model:
-        near = closest(args.model, [DEFAULT_ID])
-        raise ModelError(f"{args.model!r} is no hub id{near}; write ORG/NAME, or {DEFAULT_ID}.")
+    elif not is_hub_id(args.model):
+        raise ModelError(no_hub_id(args.model, closest(args.model, [DEFAULT_ID])))
     else:
         folder = asyncio.run(fetch_from_hub(args.model))
     _say(args, {"id": args.model, "folder": str(folder)}, lambda: str(folder))
@@ -464,9 +474,8 @@ def _say_removed(args: argparse.Namespace, id: str, folder: str) -> None:
 
 
 def _installed_as(name: str, models: Sequence[InstalledStatus]) -> InstalledStatus:
-    for model in models:
-        if name in (model.id, model.id.rpartition("/")[2]):
-            return model
+    if (model := _called(name, models)) is not None:
+        return model
     near = _near(name, [model.id for model in models])
     raise DaemonError(f"There is no model {name!r} on this machine{near}; `omlxd models list` lists them.")
 

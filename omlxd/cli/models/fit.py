@@ -14,10 +14,11 @@ from ...common.units import counted, disk_room, human
 from ...config import ModelSettings, Settings
 from ...errors import AGENT_CONTEXT, ModelError
 from ...models.catalog import hub_cache_dir
+from ...models.fetch.offer import DOWNLOAD_BYTES
 from ...models.footprint import read_config
 from ...models.json_files import BrokenJSON, read_json
 from ...models.quantised import bits_of, load_of, parameters_of, weights_in
-from ...models.resolve import look_up_on_hub
+from ...models.resolve import DEFAULT_ID, default_folder, look_up_on_hub
 from ..watch.status import table
 from .machine import Machine, this_machine
 
@@ -57,6 +58,12 @@ SIZES = (
     _size("32B", "Qwen3", 32.76, 64, 5120, 64, 25600),
     _size("70B", "Llama 3.3", 70.55, 80, 8192, 64, 28672, **_LLAMA),
 )
+DEFAULT = _size(
+    *("SmolLM2", "SmolLM2", 0.135, 30, 576, 9, 1536),
+    **{"num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152},
+    **{"max_position_embeddings": 8192, "tie_word_embeddings": True},
+)
+"""The default model."""
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -199,8 +206,9 @@ def _rate(rate: float | None) -> str:
 
 
 class HubModel(msgspec.Struct, frozen=True):
-    """A model on the hub that is not on this machine.
+    """A model that is not on this machine.
 
+    place    where it is
     fit      as it is there; `choices`: in fewer bits, by arithmetic
     choice   bits to choose: its own, or those of one of `choices`; None: it fits in none
     copies   ids of quantised copies that the hub lists
@@ -218,6 +226,7 @@ class HubModel(msgspec.Struct, frozen=True):
     choice: int | None
     copies: list[str]
     machine: Machine
+    place: str = "on the hub"
 
 
 class _Index(msgspec.Struct):
@@ -225,7 +234,9 @@ class _Index(msgspec.Struct):
 
 
 def look_up(repo: str, settings: Settings) -> HubModel:
-    """Ask the hub and this machine about `repo`. Raises ModelError."""
+    """Ask the hub, or for the default model nobody, and this machine about `repo`. Raises ModelError."""
+    if repo == DEFAULT_ID:
+        return _default_model(settings)
     with tempfile.TemporaryDirectory(prefix="omlxd-") as name:
         folder = Path(name)
         hub = asyncio.run(look_up_on_hub(repo, folder))
@@ -258,6 +269,15 @@ def look_up(repo: str, settings: Settings) -> HubModel:
     )
 
 
+def _default_model(settings: Settings) -> HubModel:
+    on, disk = this_machine(settings), max(0, disk_room(default_folder(settings.base_path)))
+    config = {**DEFAULT.config, "quantization": {"bits": 4, "group_size": 32}}
+    here = fit(config, DOWNLOAD_BYTES, DEFAULT.parameters, 4, on, settings.cpu_weights == "as-stored")
+    choice = here.bits if here.context else None
+    told = DEFAULT_ID, "", DOWNLOAD_BYTES, 1, disk, DEFAULT.parameters, here, [], choice, []
+    return HubModel(*told, on, "in the package index, from which pip takes it")
+
+
 def _metadata(folder: Path) -> dict[str, Any]:
     try:
         return read_json(folder / "model.safetensors.index.json", _Index).metadata
@@ -278,7 +298,7 @@ def hub_page(model: HubModel) -> tuple[str, dict[str, str], list[str]]:
     if model.download_bytes > model.disk:
         takes += f"; its disk has room for {human(model.disk)} alone: {hub_cache_dir()}"
     facts = {
-        "state": "on the hub, not downloaded",
+        "state": f"{model.place}; not downloaded",
         "download": takes,
         "weights": f"{human(here.weights)}: {billions} in {here.bits} bits",
         "to load it": f"about {human(here.load_bytes)}",

@@ -25,7 +25,7 @@ from ...api.errors import OllamaError
 from ...api.fields.body import decode
 from ...cli.daemon.owner_api import PullModel
 from ...errors import InvalidRequest, NotFound, OmlxdError, Overloaded
-from ...models.resolve import DEFAULT_ID, fetch_default_model, fetch_from_hub, is_local
+from ...models.resolve import DEFAULT_ID, fetch_default_model, fetch_from_hub, is_local, no_hub_id
 from ..engines.pool import EnginePool
 from ..http.listing.discovery import OllamaModelBody, OllamaStatus
 from ..http.routes import Operation
@@ -80,9 +80,7 @@ class Pulling:
 
     def _begin(self, model: str) -> AsyncGenerator[Event, None]:
         if model != DEFAULT_ID and is_local(model):
-            raise InvalidRequest(
-                f"{model[:200]!r} is no hub id: write ORG/NAME, or {DEFAULT_ID}.", param="model"
-            )
+            raise InvalidRequest(no_hub_id(model), param="model")
         self._check_room(model)
         return self._events(model)
 

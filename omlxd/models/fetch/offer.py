@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.files import write_atomic
+from ...common.units import human
 from ...config import Settings
 from ...errors import ModelError
 from ..catalog import looks_like_model
@@ -18,7 +19,8 @@ from ..resolve import DEFAULT_ID, DEMO_ID, default_folder, fetch_default_model
 
 AGREED = "OMLXD_FETCH_MODEL"
 """Variable that tools/bootstrap.py sets: its user asked for all that a first start needs."""
-WHAT = f"{DEFAULT_ID} (93 MB, by Hugging Face, Apache License 2.0)"
+DOWNLOAD_BYTES = 93 * 10**6
+WHAT = f"{DEFAULT_ID} ({human(DOWNLOAD_BYTES)}, by Hugging Face, Apache License 2.0)"
 COMMAND = f"omlxd models pull {DEFAULT_ID}"
 SAMPLING = {"do_sample": False, "repetition_penalty": 1.05}
 """Sampling of the default model: greedy. The card's temperature of 0.2 gave another capital of France in
