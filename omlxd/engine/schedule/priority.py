@@ -6,8 +6,9 @@ turn in PATIENCE + 1, and a number that begins to wait beside n others has one o
 (n + 1) * (PATIENCE + 1) turns, whatever comes after it. Requests of one number have the order that they have
 without any.
 
-Who has a slot and has begun nothing gives it back to a lower number that needs it, or its memory, `PATIENCE`
-times at most.
+Who has a slot and has begun nothing gives it back to a lower number that needs it, or its memory. It keeps a
+slot that it had before a lower number that waits, and any once lower numbers had `PATIENCE` turns before it:
+beside n others at most, one of (n + 2) * (PATIENCE + 1), where a turn that is given back is none.
 
 Side requests of an agent (`is_side_request` of engine/prompt/sessions.py) go behind the others of their
 session that wait with the same number: for a slot, behind `PATIENCE` at most that came later; for passes, by
@@ -57,7 +58,7 @@ def session_of(sequence: Sequence) -> str:
 
 def later_ones(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> list[Sequence]:
     """Return those of `running` that may give their slot back to one of `waiting`."""
-    fresh = [each for each in running if each.has_begun_nothing and each.gave_way < PATIENCE]
+    fresh = [each for each in running if each.has_begun_nothing and each.outranked < PATIENCE]
     first = min((each.prompt.priority for each in waiting), default=None) if fresh else None
     return [each for each in fresh if first is not None and each.prompt.priority > first]
 

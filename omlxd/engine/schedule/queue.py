@@ -159,7 +159,13 @@ class RequestQueue:
         return sequence.prompt.side and self._overtaken[sequence] < PATIENCE
 
     def take_request(self, sequence: Sequence) -> None:
-        """Remove `sequence`; it has overtaken all that came before it."""
+        """Remove `sequence`; it has overtaken all that came before it, and keeps its slot if lower numbers
+        wait (priority.py)."""
+        for waiting in self._overtaken:
+            if waiting.prompt.priority > sequence.prompt.priority:
+                waiting.outranked += 1
+            elif waiting.prompt.priority < sequence.prompt.priority:
+                sequence.outranked = PATIENCE
         for waiting in self._overtaken:
             if waiting is sequence:
                 break

@@ -253,7 +253,7 @@ class Scheduler:
         last = max(later, key=lambda each: (each.prompt.priority, each.stats.admitted))
         self.bridges.finish(last)
         self.running.remove(last)
-        last.state, last.stats.admitted, last.gave_way = State.WAITING, 0.0, last.gave_way + 1
+        last.state, last.stats.admitted = State.WAITING, 0.0
         self.waiting.put_back(last)
         return True
 

@@ -250,7 +250,7 @@ class Sequence:
     carried        its KV comes from a file or goes into one: no client's prompt, which nothing counts
     begun          its sink knows of how many tokens its KV was restored
     wait_logged    the log says that it waits behind others; never of an answer that is `again`
-    gave_way       how often it gave its slot back (engine/schedule/priority.py)
+    outranked      turns that lower numbers had before it (engine/schedule/priority.py)
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
     """
 
@@ -270,7 +270,7 @@ class Sequence:
     timed_out: bool = False
     begun: bool = False
     wait_logged: bool = False
-    gave_way: int = 0
+    outranked: int = 0
     deadline: float = math.inf
     arrival: int = field(default_factory=lambda: next(_arrivals))
 

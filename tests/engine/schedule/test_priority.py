@@ -14,9 +14,11 @@ from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
+from omlxd.engine.schedule.bridges import Bridges
 from omlxd.engine.schedule.prefill import PrefillBudget
 from omlxd.engine.schedule.priority import PATIENCE, Levels, later_ones
 from omlxd.engine.schedule.queue import RequestQueue
+from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence.sampling import UNNAMED, RowSampling, SamplerRow
 from omlxd.engine.sequence.sequence import Prompt, Sequence, State
 
@@ -211,13 +213,71 @@ def test_who_has_begun_nothing_gives_way(tmp_path: Path, monkeypatch: pytest.Mon
         assert {name: output.tokens() for name, output in outputs.items()} == alone
         rig.settle()
         assert order == ["now", "one", "two", "three"]
-        assert [outputs[n].sequence.gave_way for n in ("one", "two", "three")] == [0, 1, 0]
+        assert [outputs[n].sequence.outranked for n in ("one", "two", "three")] == [0, 1, 1]
         rig.on_engine(lambda: check_pool(rig.pool))
 
 
-@pytest.mark.parametrize("often", [0, PATIENCE])
-def test_a_slot_is_given_back_patience_times_at_most(often):
-    lent = sequence(1)
-    lent.state, lent.gave_way = State.PREFILLING, often
-    assert later_ones([lent], [sequence(0)]) == ([] if often else [lent])
-    assert later_ones([lent], [sequence(1)]) == later_ones([lent], []) == []
+class Slots(Scheduler):
+    """Only who waits and who has a slot; nothing begins by itself."""
+
+    def __init__(self, slots: int):
+        self._slots, self.memory, self.bridges = slots, None, Bridges()
+        self.waiting, self.running = RequestQueue(), []
+
+    def match(self, sequence: Sequence) -> bool:
+        return False
+
+    def admit(self, *arrivals: int) -> None:
+        for number in arrivals:
+            self.waiting.add_request(sequence(number))
+        self._admit()
+
+    def end_one(self, at: int = 0, but: Sequence | None = None) -> None:
+        """One begins, and is over."""
+        others = [one for one in self.running if one is not but]
+        self.running.remove(others[at % len(others)])
+
+
+def keeps_slot(one: Sequence) -> bool:
+    return one.state is State.PREFILLING and not later_ones([one], [sequence(-100)])
+
+
+def test_of_17_slots_one_goes_to_who_has_waited_longest():
+    """Three background requests behind a crowd that never ends; the first comes when it is their turn."""
+    slots = Slots(8)
+    slots.admit(*[0] * 8)
+    gone, background = sequence(1), [sequence(1) for _ in range(3)]
+    slots.waiting.add_request(gone)
+    turns = list[int]()
+    for turn in range(-PATIENCE, 40):
+        if not turn:
+            slots.waiting.remove_request(gone)
+            for one in background:
+                slots.waiting.add_request(one)
+        slots.admit(0)
+        slots.end_one()
+        slots.admit()
+        turns += [turn for one in background[len(turns) :] if one in slots.running]
+        assert all(keeps_slot(one) for one in background[: len(turns)])
+    assert turns == [(PATIENCE + 1) * n for n in range(3)]
+
+
+@given(st.randoms(use_true_random=True), st.integers(1, 3), st.integers(0, 2))
+def test_nobody_waits_for_ever_though_slots_are_given_back(chance, count, rate):
+    """Lower numbers come whenever it has a slot, which it has not begun with."""
+    slots, others = Slots(count), [-3, -2, -1, 0, 2, 3]
+    for _ in range(chance.randint(0, 3 * PATIENCE)):
+        slots.admit(*chance.choices(others, k=chance.randint(1, 1 + rate)))
+        slots.end_one()
+    mine = sequence(1)
+    slots.waiting.add_request(mine)
+    turns = 0
+    while not keeps_slot(mine):
+        slots.admit(*chance.choices(others, k=chance.randint(0, rate)))
+        if mine in slots.running:
+            slots.admit(*[0] * count)
+            if mine in slots.running:
+                return  # A higher number has the next turn, and nobody takes this slot before it.
+        slots.end_one(chance.randint(0, 2), but=mine)
+        turns += 1
+        assert turns <= (len(others) + 2) * (PATIENCE + 1)
