@@ -128,7 +128,10 @@ class EnginePool:
         return [e for e in self._engines.values() if e.footprint is None and e.folder is not None]
 
     def models(self) -> list[ModelEngine]:
-        """Return every installed model, the default first, as of the last `look`."""
+        """Return every installed model, the default first, as of the last `look`.
+
+        The demo model that this daemon began with stays, though another one is the default once it is fetched.
+        """
         installed = self.catalog.models()
         for id, model in installed.items():
             engine = self._engines.get(id)
@@ -137,7 +140,8 @@ class EnginePool:
                 self._drop(id)
                 self._engines[id] = self._new(model)
         for id in [id for id in self._engines if id not in installed]:
-            if self._engines[id].is_nothing:
+            engine = self._engines[id]
+            if engine.is_nothing and not (engine is self._first and engine.installed.source == "demo"):
                 self._drop(id)  # Its folder is gone.
         order = {id: position for position, id in enumerate(installed)}
         return sorted(self._engines.values(), key=lambda engine: order.get(engine.model_id, len(order)))

@@ -550,6 +550,18 @@ async def test_a_default_that_another_model_follows(tmp_path: Path):
         assert made.default() is made.resolve(DEFAULT_ID)
 
 
+async def test_the_demo_model_that_a_daemon_began_with_stays_known_until_it_ends(tmp_path: Path):
+    """The start line says to fetch a real one, which is the default of the next start."""
+    (tmp_path / "models").mkdir()
+    made = EnginePool(settings(tmp_path, model_dir=""), ["true"])
+    make(tmp_path / "models" / DEFAULT_ID)
+    await made.look_for_models(afresh=True)
+    assert states(made) == {DEFAULT_ID: "unloaded", DEMO_ID: "unloaded"}
+    for name in (DEMO_ID, "claude-x", ""):
+        assert (await made.find_engine(name)).model_id == DEMO_ID
+    assert EnginePool(settings(tmp_path, model_dir=""), ["true"]).resolve("").model_id == DEFAULT_ID
+
+
 async def test_what_is_remembered_of_models_is_its_owners_alone(tmp_path: Path):
     async with pool(tmp_path, "a") as made:
         made.alias("b", "a")
