@@ -29,6 +29,7 @@ from .resolve import (
     is_gguf,
     is_local,
     local_folder,
+    local_path,
     model_id,
     own_folder,
 )
@@ -189,6 +190,20 @@ def looks_like_model(folder: Path) -> bool:
     except (OSError, ValueError):  # A name with zeros is none.
         return False
     return "config.json" in names and any(name.endswith(".safetensors") for name in names)
+
+
+def files_state(spec: str, base_path: Path) -> tuple[int, ...]:
+    """Return what changes with the files that `spec` (`resolve_model`) means; () while there are none."""
+    if is_local(spec):
+        place = local_path(spec) if is_gguf(spec) else local_folder(spec, base_path)
+    else:
+        place = hub_snapshot(hub_cache_dir(), spec)
+    try:
+        files = sorted(place.iterdir()) if place and place.is_dir() else [place] if place else []
+        stats = [file.stat() for file in files if file.is_file()]
+    except OSError:
+        return ()
+    return tuple(part for stat in stats for part in (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
 class _Import(msgspec.Struct):

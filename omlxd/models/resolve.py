@@ -27,6 +27,8 @@ DEFAULT_ID = "SmolLM2-135M-Instruct"
 """Id of the default model, once it was fetched (models/fetch/smollm.py)."""
 DEMO_ID = "omlxd-demo"
 """Id of the model of random weights; the default one where no other is."""
+NETWORK_S = 60
+"""Seconds after which a network that was away may be back; clients give up at once above 60."""
 IMPORTED = "omlxd_import.json"
 """File that names an imported folder's source."""
 
@@ -207,6 +209,7 @@ async def _run_program(module: str, *arguments: str, note: Callable[[int, int], 
         raise ModelError(
             last or f"{module} failed with status {process.returncode}; its reason is in the log.",
             code="unavailable" if is_passing else None,
+            retry_after=NETWORK_S if is_passing else None,
         )
     return last
 

@@ -52,7 +52,8 @@ def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
     by_id = {model.id: model for model in models}
     for model in models:
         if model.state == "failed":
-            mend = f"Mend what it says, then `omlxd models load {model.id}`."
+            load = f"`omlxd models load {model.id}`"
+            mend = f"Mend what it says, then {load}." if load not in model.trouble else "Mend what it says."
             yield bad("model", model.trouble or f"{model.id} can't be loaded", mend)
         elif model.state == "ready" and model.backend:
             base = by_id.get(model.shares, model)

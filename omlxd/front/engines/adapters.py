@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -77,21 +79,28 @@ async def join(engine: ModelEngine, host: ModelEngine) -> tuple[Link, Load]:
     return link, load
 
 
+async def look_at(engine: ModelEngine, state: Callable[[], tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the `state` of an engine's files; None: the disk is slow to say.
+
+    There is one look at a time: a disk that hangs holds one thread.
+    """
+    before = engine.look
+    if before is not None and not (await asyncio.wait({before}, timeout=LOOK_S))[0]:
+        return None
+    if (look := engine.look) is before or look is None:  # Else another request began it, and it is new.
+        look = engine.look = asyncio.create_task(asyncio.to_thread(state))
+    await asyncio.wait({look}, timeout=LOOK_S)
+    return look.result() if look.done() else None
+
+
 async def take_up_changes(engine: ModelEngine) -> None:
     """Let go of an adapter whose files have changed since it was loaded: the next request loads it again.
 
     Answers in flight end first, with the weights that they began with; requests that come meanwhile wait.
-    There is one look at a time: a disk that hangs holds one thread.
     """
     if engine.adapter is None or engine.state != "ready":
         return
-    before = engine.look
-    if before is not None and not (await asyncio.wait({before}, timeout=LOOK_S))[0]:
-        return
-    if (look := engine.look) is before or look is None:  # Else another request began it, and it is new.
-        look = engine.look = asyncio.create_task(asyncio.to_thread(adapter_state, engine.adapter))
-    await asyncio.wait({look}, timeout=LOOK_S)
-    state, running = look.result() if look.done() else (), engine.in_flight
+    state, running = await look_at(engine, partial(adapter_state, engine.adapter)), engine.in_flight
     if state and state != engine.loaded_state and engine.state == "ready" and engine.process.begin_turn():
         when = f" once {running} running requests have ended" if running else ""
         log.info("%s is loaded again%s: its files have changed", engine.model_id, when)

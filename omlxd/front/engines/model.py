@@ -156,7 +156,7 @@ class ModelEngine:
     guests      the adapters that are in its engine
     why_never   why it can't be loaded until settings change; "": it may be
     loaded_state  of its adapter's files when it was loaded
-    look        the last one at them; None: there was none
+    look        the last one at its files; None: there was none
     """
 
     def __init__(self, installed: InstalledModel, process: EngineProcess, *, may_load: Callable[[], bool]):

@@ -21,12 +21,13 @@ import psutil
 from ...common.units import SLOTS
 from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
-from ...models.catalog import Catalog, InstalledModel
+from ...models.adapters import adapter_state
+from ...models.catalog import Catalog, InstalledModel, files_state
 from ...models.remove import remove_folder
 from ...models.resolve import check_folder, resolve_model
 from ...wire import Load
 from ..keep_awake import KeepAwake
-from .adapters import find_host, join, take_up_changes, unusable
+from .adapters import find_host, join, look_at, take_up_changes, unusable
 from .client import EngineProcess
 from .ledger.cold_ledger import ColdLedger
 from .link import ENGINE_COMMAND, EngineLink, in_background
@@ -130,7 +131,7 @@ class EnginePool:
     def models(self) -> list[ModelEngine]:
         """Return every installed model, the default first, as of the last `look`.
 
-        The demo model that this daemon began with stays, though another one is the default once it is fetched.
+        The demo model that this daemon began with stays when another one has become the default.
         """
         installed = self.catalog.models()
         for id, model in installed.items():
@@ -218,7 +219,27 @@ class EnginePool:
             await self.look_for_models(afresh=True)
             engine = self.resolve(model_name)
         await take_up_changes(engine)
+        await self._take_up_mended(engine)
         return engine
+
+    async def _take_up_mended(self, engine: ModelEngine) -> None:
+        """End the hold of a model whose load failed for good, if its files have changed since."""
+        supervisor = engine.process.supervisor
+        if not supervisor.is_held_for_good:
+            return
+        if engine.host is not None:  # Its base is held, and refuses by itself.
+            supervisor.end_hold()
+            return
+        state = await look_at(engine, lambda: self._state_of(engine))
+        if state is not None and state != supervisor.restarts.files:
+            supervisor.end_hold()
+
+    def _state_of(self, engine: ModelEngine) -> tuple[int, ...]:
+        """Return what changes with the files that a load of `engine` reads. Blocks."""
+        draft, adapter = engine.settings.draft_model, engine.adapter
+        specs = [engine.installed.spec, *([self.catalog.spec_of(draft)] if draft else [])]
+        states = [files_state(spec, self._settings.base_path) for spec in specs]
+        return tuple(itertools.chain(*states, adapter_state(adapter) if adapter else ()))
 
     # ----------------------------------------------------------------- what the owner may do
 
@@ -458,8 +479,11 @@ class EnginePool:
         # A disk may take long to show that it can be written: meanwhile the engine starts
         # (`Supervisor._admit`).
         in_background(self.cold.open())
+        restarts = engine.process.supervisor.restarts
+        restarts.files = await asyncio.to_thread(self._state_of, engine)
         folder = await self._folder(engine)
         engine.draft_folder = await self._draft_folder(engine)
+        restarts.files = await asyncio.to_thread(self._state_of, engine)  # They may have been downloaded.
         await asyncio.to_thread(engine.measure)
         own = engine.footprint.context_length if engine.footprint is not None else None
         if own and (limit := engine.settings.context_limit or 0) > own:
@@ -495,7 +519,11 @@ class EnginePool:
         try:
             return await resolve_model(self.catalog.spec_of(name), self._settings.base_path, draft=True)
         except ModelError as error:
-            raise ModelError(f"draft-model of {engine.model_id}: {error.message}") from error
+            raise ModelError(
+                f"draft-model of {engine.model_id}: {error.message}",
+                code=error.code,
+                retry_after=error.retry_after,
+            ) from error
 
     async def _make_room(self, engine: ModelEngine) -> None:
         """Wait until `engine` may load beside the others. Raises NotNow."""

@@ -12,8 +12,9 @@
 `loading` → `ready` on Loaded. `ready` → `restarting` when the process ends; in_flight.py says what becomes of
 its requests. Any state → `unloading` by `begin_unload`, in the same step; → `unloaded` when the process has
 ended, so its memory is free. A failed load fails everybody who waits for it, with its reason; from
-`LOAD_ATTEMPTS` in a row on requests are refused for `HOLD_S`, unless the owner ends the hold. A load refused
-for lack of memory does not count as failed; one refused for an adapter's files is never held. Nothing
+`LOAD_ATTEMPTS` in a row on requests are refused for `HOLD_S`, unless the owner ends the hold. After a failure
+that lasts they are refused until the owner does, or the model's files change (adapters.py looks). A load
+refused for lack of memory does not count as failed; one refused for an adapter's files is never held. Nothing
 restarts by itself: a model that crashes on load costs nothing while nobody asks for it.
 
 A GPU fault restarts an engine that loads as well as one that serves, and the next process computes prompts in
@@ -191,6 +192,9 @@ class Supervisor:
         why = self._last_failure.reason.rstrip(".")
         if self.state == "restarting":
             return f"{why}. {self._starts_again()}"
+        if self.is_held_for_good:
+            alone = f"`omlxd models load {self.model_id}` alone tries again"
+            return f"{why}. Until its files or settings change, {alone}."
         if self.state != "failed" or (left := self.restarts.hold_left_s) <= 0:
             return self._last_failure.reason
         at_once = f"`omlxd models load {self.model_id}`, or SIGHUP after a changed setting, tries at once"
@@ -220,11 +224,16 @@ class Supervisor:
         """Whether a process runs or is being prepared."""
         return self.link is not None or (self._tasks.spawning is not None and not self._tasks.spawning.done())
 
+    @property
+    def is_held_for_good(self) -> bool:
+        """Whether requests are refused since the last load failed for a reason that lasts."""
+        return self.state == "failed" and self._last_failure.lasting and not self.restarts.is_forgiven
+
     def check_hold(self) -> None:
         """Raise Unavailable, or ModelError, while the model is refused because its loads failed."""
+        if self.is_held_for_good:
+            raise ModelError(self.trouble, param="model")
         if self.state == "failed" and (left := self.restarts.hold_left_s) > 0:
-            if self._last_failure.lasting:
-                raise ModelError(self.trouble, param="model")
             raise Unavailable(self.trouble, retry_after=min(60, math.ceil(left)))
 
     def end_hold(self) -> None:
@@ -316,14 +325,18 @@ class Supervisor:
             if self.state == "failed":
                 self.state = "restarting"
             refused: OmlxdError | None = None
-            lasting = False
+            lasting, retry_after = False, None
             try:
                 reason = await self._one_life()
                 self.deaths += not (self._closing or self.state == "unloading")
             except (NotNow, InvalidRequest) as error:
                 refused, reason = error, error.message
             except OmlxdError as error:
-                reason, lasting = error.message, error.code == "model_unusable"
+                reason, lasting, retry_after = (
+                    error.message,
+                    error.code == "model_unusable",
+                    error.retry_after,
+                )
             except OSError as error:
                 reason = f"its engine can't be started: {error}"
             except Exception as error:
@@ -338,7 +351,7 @@ class Supervisor:
             if refused is not None:
                 self._not_now(refused)
             else:
-                self._died(reason, lasting)
+                self._died(reason, lasting, retry_after)
 
     def _not_now(self, error: OmlxdError) -> None:
         """Note a refused load: for lack of memory, or for an adapter's files, which may be mended."""
@@ -357,8 +370,11 @@ class Supervisor:
         self.state = "loading" if self._wanted.is_set() else "unloaded"
         self._settle_gone()
 
-    def _died(self, reason: str, lasting: bool = False) -> None:
-        """Handle a process that ended or never started, for `reason`; `lasting`: the next one would, too."""
+    def _died(self, reason: str, lasting: bool, retry_after: int | None) -> None:
+        """Handle a process that ended or never started, for `reason`; `lasting`: the next one would, too.
+
+        retry_after  seconds until it may start; None: as the backoff says
+        """
         restarts, fault = self.restarts, self._last_failure.fault
         restarts.ended_at, restarts.ends_in_a_row = time.monotonic(), restarts.ends_in_a_row + 1
         goes_on = self.state == "ready"
@@ -367,12 +383,16 @@ class Supervisor:
         elif goes_on:
             self._last_failure.reason = f"The engine of {self.model_id} stopped: {reason}."
         else:
-            self._last_failure.reason = f"{self.model_id} can't be loaded: {reason}"
+            begins = (f"{self.model_id} can't be ", f"draft-model of {self.model_id}: ")
+            said = reason.startswith(begins) and " can't be " in reason
+            self._last_failure.reason = reason if said else f"{self.model_id} can't be loaded: {reason}"
             restarts.failed_loads += 1
         self._last_failure.lasting = lasting and not goes_on
         self.state = "restarting" if goes_on else "failed"
         log.error("%s", self.trouble)
-        wait_s = restarts.backoff_s if goes_on else max(restarts.hold_left_s, restarts.backoff_s)
+        wait_s = (
+            restarts.backoff_s if goes_on else max(restarts.hold_left_s, restarts.backoff_s, retry_after or 0)
+        )
         retry_after = max(1, min(60, math.ceil(wait_s)))
         failed = Failed(code="unavailable", message=self.trouble, retry_after=retry_after)
         if self._last_failure.lasting:

@@ -108,6 +108,7 @@ class Restarts:
     faults     GPU faults since a request was answered
     pass_limit  tokens of a prompt that a pass of the next process computes, at most; 0: as suits the device
     limited_at  when the fault was that set it, on the system's clock
+    files      of the model when it was tried: what changes with them
     """
 
     backoffs_s: Sequence[float]
@@ -120,6 +121,7 @@ class Restarts:
     faults: int = 0
     pass_limit: int = 0
     limited_at: float = 0.0
+    files: tuple[int, ...] = ()
 
     def record_fault(self, pass_tokens: int, block_size: int) -> None:
         """A GPU fault ended the process, perhaps in a pass of so many tokens (0: in no pass).
@@ -139,6 +141,10 @@ class Restarts:
         """The owner may have mended what failed."""
         self.ended_at = -math.inf
         self.faults = self.pass_limit = 0
+
+    @property
+    def is_forgiven(self) -> bool:
+        return self.ended_at == -math.inf
 
     @property
     def backoff_s(self) -> float:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import mlx.core as mx
@@ -31,6 +32,7 @@ from omlxd.front.engines.pool import EnginePool
 from omlxd.front.owner.engine_metrics import MetricsOf
 from omlxd.front.owner.models import admin_routes
 from omlxd.front.owner.status import Admin
+from omlxd.models import resolve
 from omlxd.models.adapters import adapter_state
 from omlxd.models.catalog import LOOK_HOLDS_S
 from omlxd.models.footprint import footprint
@@ -170,9 +172,8 @@ async def test_an_adapter_of_the_settings_that_fits_no_layer_is_no_fault_of_the_
 async def test_a_mended_setting_or_the_owner_ends_the_hold_of_a_model_that_failed(tmp_path: Path):
     text = '[models.big]\ndraft-model = "./nowhere"\n'
     async with pool(tmp_path, "big", "small", text=text) as made:
-        for _ in range(3):
-            assert isinstance((await ask(made, "big"))[-1], Failed)
-        with pytest.raises(ModelError, match="tried again after"):
+        assert isinstance((await ask(made, "big"))[-1], Failed)
+        with pytest.raises(ModelError, match=r"its files or settings change, `omlxd models load big` a"):
             await ask(made, "big")
         made.apply_settings(settings(tmp_path, text.replace("./nowhere", "./elsewhere")))
         assert "elsewhere" in str((await ask(made, "big"))[-1])
@@ -183,6 +184,36 @@ async def test_a_mended_setting_or_the_owner_ends_the_hold_of_a_model_that_faile
         made.apply_settings(settings(tmp_path))
         await made.load("big")
         assert states(made)["big"] == "ready"
+
+
+async def test_changed_files_end_the_hold_of_a_model_that_failed_for_good(tmp_path: Path):
+    """Its own files, or those of its draft model."""
+    text = '[models.a]\ndraft-model = "small"\n'
+    async with pool(tmp_path, "a", "small", text=text, stub="--load-fails lasting:unknown") as made:
+        for starts, changed in enumerate(("", "a/config.json", "small/config.json"), 1):
+            if changed:
+                os.utime(tmp_path / "models" / changed, (1, 1))
+            await made.find_engine("a")
+            assert isinstance((await ask(made, "a"))[-1], Failed)
+            for _ in range(3):
+                with pytest.raises(ModelError, match="unknown"):
+                    (await made.find_engine("a")).generate(GenerateRequest(prompt=RawPrompt(text="x")))
+            assert made.resolve("a").starts == starts
+
+
+async def test_a_hub_that_is_away_is_no_fault_of_the_model(tmp_path: Path, monkeypatch):
+    async def away(repo: str, **kwargs: Any) -> Path:
+        why = f"{repo} can't be downloaded: the hub can't be reached."
+        raise ModelError(why, code="unavailable", retry_after=60)
+
+    monkeypatch.setattr(resolve, "fetch_from_hub", away)
+    text = '[models.a]\ndraft-model = "org/draft"\n'
+    async with pool(tmp_path, "a", text=text, model="org/x") as made:
+        for name, of in (("a", "draft-model of a: org/draft"), ("org/x", "org/x")):
+            [failed] = await ask(made, name)
+            assert isinstance(failed, Failed)
+            assert (failed.code, failed.retry_after) == ("unavailable", 60)
+            assert failed.message == f"{of} can't be downloaded: the hub can't be reached."
 
 
 async def test_a_fresh_look_is_not_one_that_had_begun_before(tmp_path: Path):

@@ -145,7 +145,7 @@ class FakeAccount:
         self.machine, self.link, self.is_settled = machine, machine.links[-1], False
         machine.accounts.append(self)
 
-    def model_loaded(self, namespace: str, model_path: str) -> None:
+    def model_loaded(self, namespace: str, model_path: str, shares: object = ()) -> None:
         pass
 
     def process_ended(self) -> None:

@@ -140,7 +140,7 @@ def load_text_model(folder: Path) -> tuple[TextModel, dict[str, Any]]:
     if found is None or found.submodule_search_locations is None:  # A family is a package.
         raise ModelError(
             f"{folder}: neither {lm} nor mlx-vlm {VLM_VERSION} has a model of type {family!r}; "
-            f"a newer omlxd may"
+            f"a newer omlxd may have it: update omlxd, or take another model"
         )
     vision.take_attention()
     _call_heads_once()
