@@ -14,7 +14,7 @@ Rank 0 decides, the others follow: they make these calls in this order, each on 
 | `Finish(row)`    | nothing: the row is gone                                                    |
 | `Ping`           | `Pong`, by a thread that does nothing else                                  |
 | `Grant`          | answers `Reserve`: space on SSD comes from rank 0, which has it of the front |
-| `Budget`, `LogLevel` | nothing                                                                 |
+| `Budget`, `Trim` | nothing                                                                     |
 | `Quit`           | `Closed`, once its store is flushed, and exit                               |
 """
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Union
 
-from . import Budget, Dropped, Grant, Load, LogLevel, Quit, Released, Reserve, Stored, Struct, Touched
+from . import Budget, Dropped, Grant, Load, Quit, Released, Reserve, Stored, Struct, Touched
 
 
 class Follow(Struct, frozen=True, tag="follow"):
@@ -100,11 +100,15 @@ class Finish(Struct, frozen=True, tag="finish"):
     kept: bool = True
 
 
+class Trim(Struct, frozen=True, tag="trim"):
+    """Give back freed arrays, and RAM blocks that no row uses."""
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Rank 0 lives."""
 
 
-ToRank = Union[Follow, Join, Begin, Open, Match, Pass, Offer, Finish, Ping, Grant, Budget, LogLevel, Quit]
+ToRank = Union[Follow, Join, Begin, Open, Match, Pass, Offer, Finish, Trim, Ping, Grant, Budget, Quit]
 
 
 class Here(Struct, frozen=True, tag="here"):
@@ -134,7 +138,14 @@ class Matched(Struct, frozen=True, tag="matched"):
 
 
 class Pong(Struct, frozen=True, tag="pong"):
-    """It lives."""
+    """It lives, and holds so much; by names of `Stats`."""
+
+    mlx_active_bytes: int = 0
+    mlx_peak_bytes: int = 0
+    mlx_cache_bytes: int = 0
+    kv_hot_bytes: int = 0
+    kv_unwritten_blocks: int = 0
+    kv_store_queue_bytes: int = 0
 
 
 class Closed(Struct, frozen=True, tag="closed"):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from msgspec import structs
 from msgspec.structs import replace
 
 from ... import wire
@@ -47,6 +48,9 @@ START_S = 120.0
 """Seconds that a rank may take until MLX is there."""
 LOAD_S = 3600.0
 """Seconds that it may take to load its share after rank 0 has."""
+
+_EACH = {"kv_hot_budget_bytes", *(f"mlx_{what}_limit_bytes" for what in ("cache", "memory", "wired"))}
+"""Figures that are as large on each rank."""
 
 _COMMAND = (sys.executable, "-m", "omlxd.engine", "--follow")
 
@@ -223,6 +227,15 @@ class Lead:
                 raise ModelError(f"rank {rank.number} did not load its share", code="unavailable")
             self.others.append(said)
         self.send(plan.Begin(namespace))
+
+    def add_figures(self, values: dict[str, float]) -> None:
+        """Make the figures of rank 0 those of all. Any thread."""
+        values["ranks"] = self.world
+        for rank in self._ranks:
+            for name, value in structs.asdict(rank.link.last).items():
+                values[name] = values.get(name, 0.0) + value
+        for name in values.keys() & _EACH:
+            values[name] *= self.world
 
     # ----------------------------------------------------------------- the plan; engine thread
 

@@ -25,14 +25,25 @@ _READ = 1 << 18
 
 
 class Link:
-    """One end of a connected socket. `type`: of the frames that come. Any thread."""
+    """One end of a connected socket. `type`: of the frames that come. Any thread.
 
-    def __init__(self, sock: socket.socket, type: Any, clock: Callable[[], float] = time.monotonic):
+    held  what a ping is answered by; `last`: what the other end said so
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        type: Any,
+        clock: Callable[[], float] = time.monotonic,
+        held: Callable[[], Pong] = Pong,
+    ):
         self._sock = sock
         self._decoder = wire.FrameDecoder(type)
         self._lock = threading.Lock()
         self._clock = clock
         self._heard_at = math.inf
+        self._held = held
+        self.last = Pong()
 
     def send(self, message: Any) -> None:
         """Whether the other end still reads, the reader's thread learns."""
@@ -46,8 +57,10 @@ class Link:
             self._heard_at = self._clock()
             for message in self._decoder.feed(data):
                 if isinstance(message, Ping):
-                    self.send(Pong())
-                elif not isinstance(message, Pong):
+                    self.send(self._held())
+                elif isinstance(message, Pong):
+                    self.last = message
+                else:
                     take(message)
 
     def _receive(self) -> bytes:

@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from ... import wire
 from ...errors import ModelError, OmlxdError
 from ...kv.files.paths import namespace_dir
@@ -33,6 +35,7 @@ from ...wire import plan
 from .. import mlx_adapter
 from ..kvio.bridge import OWN_CACHE
 from ..kvio.fingerprint import file_identities
+from ..kvio.hot_budget import evict_unused
 from ..kvio.lease import FrontLease
 from ..kvio.open_store import ModelStore
 from ..kvio.split_bridge import SplitBridge
@@ -51,7 +54,7 @@ class Follower:
     """One rank over one connected socket. `run` returns when the program should exit."""
 
     def __init__(self, sock: socket.socket):
-        self._link = Link(sock, plan.ToRank)
+        self._link = Link(sock, plan.ToRank, held=self._held)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lease = FrontLease(self._link.send)
         self._parent = os.getppid()
@@ -59,7 +62,7 @@ class Follower:
         self._load: wire.Load
         self._loaded: mlx_adapter.LoadedModel
         self._store: ModelStore
-        self._bridge: SplitBridge
+        self._bridge: SplitBridge | None = None
         self._rows: dict[int, Sequence] = {}
         self._over = False
         self.terminated = False
@@ -124,8 +127,24 @@ class Follower:
                 mlx_adapter.release_memory()
                 os._exit(1)
 
-    def _give_memory_back(self) -> None:
-        if hasattr(self, "_bridge"):
+    def _held(self) -> plan.Pong:
+        """For a ping. Any thread."""
+        bridge = self._bridge
+        flusher = bridge.store.flusher if bridge is not None else None
+        active = mx.get_active_memory()
+        return plan.Pong(
+            mlx_active_bytes=active,
+            mlx_peak_bytes=max(active, mx.get_peak_memory()),
+            mlx_cache_bytes=mx.get_cache_memory(),
+            kv_hot_bytes=bridge.store.pool.hot_bytes if bridge is not None else 0,
+            kv_unwritten_blocks=len(flusher.unwritten.due) if flusher is not None else 0,
+            kv_store_queue_bytes=flusher.writer.queued_bytes if flusher is not None else 0,
+        )
+
+    def _give_memory_back(self, everything: bool = False) -> None:
+        if self._bridge is not None:
+            if everything:
+                evict_unused(self._bridge.store)
             self._bridge.store.trim_hot()
         mlx_adapter.give_memory_back()
 
@@ -135,21 +154,11 @@ class Follower:
         match message:
             case plan.Pass():
                 self._compute(message)
-            case plan.Offer():
-                sequence = self._rows[message.row]
-                sequence.tokens += message.tokens
-                self._bridge.offer(sequence, OWN_CACHE if message.answers else None)
             case plan.Open():
                 self._open(message)
-            case plan.Match():
-                sequence, row = self._rows[message.row], message.row
-                self._bridge.restore(
-                    sequence,
-                    message.limit,
-                    lambda: self._link.send(plan.Matched(row, sequence.kv.length)),
-                )
-            case plan.Finish():
-                self._finish(message)
+            case plan.Offer() | plan.Match() | plan.Finish():
+                assert self._bridge is not None
+                self._ask_bridge(self._bridge, message)
             case plan.Follow():
                 self._rank, self._load = message.rank, message.load
                 logging.getLogger("omlxd").setLevel(message.load.log_level.upper())
@@ -157,15 +166,17 @@ class Follower:
             case plan.Join():
                 self._load_share(message.hosts)
             case plan.Begin():
-                self._bridge = self._store.open(self._lease, self._calls.put, SplitBridge, message.lead)
-                self._bridge.reads.warm_up()
-                self._bridge.weights_changed = self._loaded.mapped.changed
+                bridge = self._bridge = self._store.open(
+                    self._lease, self._calls.put, SplitBridge, message.lead
+                )
+                bridge.reads.warm_up()
+                bridge.weights_changed = self._loaded.mapped.changed
                 self._store.read_newest(self._calls.put)
             case wire.Budget():
                 self._store.share_hot(message.hot)
                 mlx_adapter.set_limits(self._loaded.weight_bytes, message)
-            case wire.LogLevel():
-                logging.getLogger("omlxd").setLevel(message.level.upper())
+            case plan.Trim():
+                self._give_memory_back(everything=True)
             case wire.Quit():
                 self._close(message.deadline_s)
             case _:
@@ -207,13 +218,26 @@ class Follower:
         compute(self._loaded.model, message.tokens, sequence.kv.cache)
         sequence.kv.length += len(message.tokens)
 
-    def _finish(self, message: plan.Finish) -> None:
-        sequence = self._rows.pop(message.row)
-        sequence.tokens += message.tokens
-        sequence.kv.length, sequence.cancelled = message.length, message.cancelled
-        if not message.kept:
-            sequence.kv.cache = None
-        self._bridge.finish(sequence, spoiled=message.spoiled)
+    def _ask_bridge(self, bridge: SplitBridge, message: plan.Offer | plan.Match | plan.Finish) -> None:
+        row = message.row
+        sequence = self._rows[row]
+        match message:
+            case plan.Offer():
+                sequence.tokens += message.tokens
+                bridge.offer(sequence, OWN_CACHE if message.answers else None)
+            case plan.Match():
+                bridge.restore(
+                    sequence,
+                    message.limit,
+                    lambda: self._link.send(plan.Matched(row, sequence.kv.length)),
+                )
+            case plan.Finish():
+                del self._rows[row]
+                sequence.tokens += message.tokens
+                sequence.kv.length, sequence.cancelled = message.length, message.cancelled
+                if not message.kept:
+                    sequence.kv.cache = None
+                bridge.finish(sequence, spoiled=message.spoiled)
 
     def _close(self, deadline_s: float) -> None:
         if hasattr(self, "_store"):

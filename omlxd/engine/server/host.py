@@ -25,6 +25,7 @@ from ...kv.cold.writer import Lease
 from ...kv.files.paths import namespace_dir
 from ...models.footprint import Footprint, footprint
 from ...wire.explanation import Explanation
+from ...wire.plan import Trim
 from ...wire.token_bytes import COUNTED_CONTEXTS
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge
@@ -379,6 +380,8 @@ class EngineHost:
         def tidy() -> None:
             if trim:
                 self.scheduler.give_memory_back(everything=True)
+                if self._lead is not None:
+                    self._lead.send(Trim())
             if reset_peak:
                 mx.reset_peak_memory()
                 if self.scheduler.memory is not None:
@@ -410,6 +413,8 @@ class EngineHost:
             "adapter_bytes": self.adapters.nbytes,
             **(self.images.figures() if self.images is not None else {}),
         }
+        if self._lead is not None:
+            self._lead.add_figures(values)
         # A flag or a NumPy number among them would be a frame that the front refuses.
         return {name: float(value) for name, value in values.items()}
 

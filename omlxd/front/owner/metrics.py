@@ -73,6 +73,7 @@ HELP = {
     "prefill_tokens_per_s": "Prompt tokens that prefill computes a second, as last measured.",
     "mlx_active_bytes": "Memory that MLX's arrays take, weights and live KV among it.",
     "mlx_peak_bytes": "The most that MLX's arrays took.",
+    "ranks": "Processes that share the model, where several do; memory is of all of them.",
     "mlx_cache_bytes": "Freed memory that MLX keeps for reuse.",
     "prefix_cache_hits_hot_total": f"Prompt tokens restored from RAM, {EACH}.",
     "prefix_cache_hits_cold_total": f"Prompt tokens restored from SSD, {EACH}.",

@@ -77,6 +77,10 @@ def test_hits_give_the_tokens_of_a_cold_run(family: str, killed: tuple[int, ...]
             assert (again, hit > 0) == (first, True)
         daemon.settled()
         assert sum(file.stat().st_size for file in cache_files(daemon)) <= CAP
+        figures = daemon.figures()
+        assert figures["ranks"] == 2 and figures["kv_hot_bytes"] > 0
+        assert daemon.post("/omlxd/memory", {"trim": True}).status_code == 200
+        wait_until(lambda: daemon.figure("kv_hot_bytes") == 0, why=daemon.logged)  # Of both.
         labels = {"model": daemon.model, "input": "Is it so?", "labels": ["yes", "no"]}
         assert "Several ranks share this model" in daemon.post("/v1/classify", labels).text
 
