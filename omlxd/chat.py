@@ -175,6 +175,10 @@ class Sampling(Struct, frozen=True):
     logprobs: int | None = None
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Words for how hard to think."""
+
+
 class Conversation(Struct, frozen=True, tag="conversation"):
     """A chat, rendered by the model's template. `thinking` None: the model's default."""
 
@@ -192,6 +196,8 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     template_args: dict[str, Any] = {}
     effort: str = ""
     """How hard to think: for the template where it has a word for it (`reasoning_effort`), else a budget."""
+    effort_param: str = ""
+    """The field of an `effort` that must be a word of the template, as omlxd does not know it; else ""."""
     thinking_budget: int | None = None
     """Tokens of thought at most; None: as many as the model likes."""
     continue_final: bool = False

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from omlxd.api.answer.local_fields import session_of, thinking_of
+from omlxd.api.answer.local_fields import session_of
+from omlxd.api.answer.thinking import thinking_of
 from omlxd.api.anthropic import request as anthropic
+from omlxd.api.fields.body import ParsedRequest
 from omlxd.api.gemini import request as gemini
+from omlxd.api.lmstudio import request as lmstudio
 from omlxd.api.ollama.request import parse_chat, parse_generate
-from omlxd.api.openai import chat_request, completions
+from omlxd.api.openai import chat_request, completions, llama_completion
 from omlxd.api.responses import request as openai_responses
 from omlxd.errors import InvalidRequest
 
@@ -53,8 +57,9 @@ def chat(headers=None, **more):
         ({"extra_body": {"reasoning_effort": "high"}}, True),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, False),
         ({"thinking": "off", "extra_body": {"thinking": "on"}}, False),
-        ({"thinking": "perhaps"}, None),
-        ({"thinking": ["on"], "reasoning": 7, "metadata": "x", "extra_body": [1]}, None),
+        ({"metadata": {"thinking": "perhaps"}}, None),
+        ({"metadata": "x", "extra_body": [1]}, None),
+        ({"chat_template_kwargs": {"reasoning_effort": "none"}}, False),
         ({"metadata": {"metadata": {"thinking": "on"}}}, None),
     ],
 )
@@ -82,7 +87,10 @@ def test_thinking_of_responses(fields):
 def test_effort_reaches_the_template():
     assert chat(reasoning={"effort": "low"}).prompt.effort == "low"
     assert chat(reasoning_effort="high", reasoning={"effort": "low"}).prompt.effort == "high"
-    assert chat(reasoning_effort="no word").prompt.effort == ""
+    assert chat(reasoning="high").prompt.effort == "high"
+    assert chat(reasoning_effort="LOW").prompt.effort == "low"
+    own = chat(reasoning_effort="Extreme").prompt
+    assert (own.effort, own.effort_param) == ("Extreme", "reasoning_effort"), "a template may know it"
 
 
 def test_anthropics_own_words():
@@ -105,6 +113,10 @@ def test_anthropics_own_words():
         ({"thinking_budget": 0}, 0, False),
         ({"thinking_budget": 0, "enable_thinking": True}, 0, False),
         ({"thinking_budget": -1}, None, None),
+        ({"thinking_budget": 100, "max_reasoning_tokens": 6}, 6, True),
+        ({"thinking_budget": 6, "max_reasoning_tokens": 0}, 0, False),
+        ({"thinking_budget": -1, "reasoning": {"max_tokens": 6}}, 6, True),
+        ({"chat_template_kwargs": {"thinking_budget": 6}, "extra_body": {"reasoning_budget": 5}}, 5, True),
         ({"thinking_budget": None, "reasoning_effort": "low"}, None, True),
     ],
 )
@@ -113,24 +125,103 @@ def test_budgets_of_thinking(fields, budget, thinks):
     assert (prompt.thinking_budget, prompt.thinking) == (budget, thinks)
 
 
-def test_budgets_at_every_door():
-    def of(parse, body):
-        prompt = parse(json.dumps({"model": "m"} | body).encode()).generate.prompt
-        return prompt.thinking_budget, prompt.thinking
+TALK = {"messages": [{"role": "user", "content": "Hi"}]}
+DOORS: dict[str, tuple[Callable[[bytes], ParsedRequest], dict[str, Any]]] = {
+    "chat": (chat_request.parse, TALK),
+    "messages": (anthropic.parse, TALK | {"max_tokens": 5}),
+    "responses": (openai_responses.parse, {"input": "Hi"}),
+    "ollama chat": (parse_chat, TALK),
+    "ollama generate": (parse_generate, {"prompt": "Hi"}),
+    "lmstudio": (lmstudio.parse, {"input": "Hi"}),
+    "completions": (completions.parse, {"prompt": "Hi"}),
+    "llama": (llama_completion.parse, {"prompt": "Hi"}),
+}
+RAW = ("completions", "llama")
+BUDGETS = (
+    *("thinking_budget", "thinking_budget_tokens", "thinking_token_budget", "max_reasoning_tokens"),
+    *("reasoning_budget", "reasoning.max_tokens", "chat_template_kwargs.thinking_budget"),
+    *("extra_body.thinking_budget", "metadata.max_reasoning_tokens", "extra_body.reasoning.max_tokens"),
+    *("options.thinking_budget", "thinking.budget_tokens"),
+)
 
-    message = {"messages": [{"role": "user", "content": "Hi"}]}
-    claude = message | {"max_tokens": 5}
-    assert of(anthropic.parse, claude | {"thinking": {"type": "enabled", "budget_tokens": 9}}) == (9, True)
-    assert of(anthropic.parse, claude | {"thinking_budget": 9}) == (9, True)
-    assert of(anthropic.parse, claude | {"thinking": {"type": "enabled", "budget_tokens": 0}}) == (0, False)
-    assert of(openai_responses.parse, {"input": "Hi", "reasoning": {"max_tokens": 9}}) == (9, True)
-    assert of(parse_chat, message | {"think": True, "thinking_budget": 9}) == (9, True)
-    assert of(parse_chat, message | {"think": False}) == (None, False)
-    assert of(parse_generate, {"prompt": "Hi", "thinking_budget": 9}) == (9, True)
-    for budget, read in ((9, (9, True)), (0, (0, False)), (-1, (None, True))):
-        body: dict[str, Any] = {"generationConfig": {"thinkingConfig": {"thinkingBudget": budget}}}
-        body["contents"] = [{"parts": [{"text": "Hi"}]}]
-        assert of(lambda raw: gemini.parse(stream=False)(raw, {}), body) == read
+
+def at(door: str, path: str, value: Any) -> ParsedRequest:
+    """The body of `door` with `value` at `path`, read."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    if path == "thinking.budget_tokens" and door == "messages":
+        value["thinking"]["type"] = "enabled"
+    parse, body = DOORS[door]
+    return parse(json.dumps({"model": "m"} | body | value).encode())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_thinking_at_every_door(door):
+    """Doors by names: budgets are kept, and what is none is refused by its name."""
+    strict = [
+        ("include_reasoning", (*("no", "false"), 3)),
+        ("reasoning", ([], 7)),
+        ("reasoning.exclude", ("yes",)),
+        ("reasoning.effort", ("no word",)),
+        ("thinking", ("perhaps", ["on"])),
+        ("thinking.type", ("bogus",)),
+        ("think", (5, "silly", [1], {"a": 1})),
+        ("reasoning_effort", ("no word",)),
+        ("extra_body.include_reasoning", ("no",)),
+    ]
+    names = [
+        name
+        for name in BUDGETS
+        if ("options" not in name or "ollama" in door)
+        and not (door == "lmstudio" and name[:10] == "reasoning.")
+    ]
+    for name in names:
+        with pytest.raises(InvalidRequest) as caught:
+            at(door, name, "x")
+        assert caught.value.param == name
+        for given, read in ((9, (9, True)), (0, (0, False)), (-1, (None, None))):
+            prompt: Any = at(door, name, given).generate.prompt
+            read = (
+                (None, True) if given < 0 and (door, name) == ("messages", "thinking.budget_tokens") else read
+            )
+            assert door in RAW or (prompt.thinking_budget, prompt.thinking) == read, (name, given)
+    for name, values in strict:
+        for value in values:
+            with pytest.raises(InvalidRequest) as caught:
+                at(door, name, value)
+            assert caught.value.param and caught.value.param.startswith(name.partition(".")[0]), (name, value)
+    if door in RAW:
+        return
+    assert at(door, "include_reasoning", False).generate.hides_thinking
+    prompt: Any = at(door, "reasoning_effort", "None").generate.prompt
+    assert (prompt.effort, prompt.thinking) == ("none", False)
+    if door != "lmstudio":
+        assert at(door, "reasoning.exclude", True).generate.hides_thinking
+        prompt = at(door, "reasoning.effort", "none").generate.prompt
+        assert prompt.thinking is False
+
+
+def test_an_effort_of_claudes_asks_for_no_thought_but_none_forbids_it():
+    for word, thinks in (("HIGH", None), ("none", False)):
+        prompt: Any = at("messages", "output_config.effort", word).generate.prompt
+        assert (prompt.effort, prompt.thinking) == (word.lower(), thinks)
+
+
+def test_the_budget_of_gemini():
+    body: dict[str, Any] = {"contents": [{"parts": [{"text": "Hi"}]}]}
+
+    def read(**config: Any) -> Any:
+        given = body | {"generationConfig": {"thinkingConfig": config}}
+        prompt: Any = gemini.parse(stream=False)(json.dumps(given).encode(), {}).generate.prompt
+        return prompt.thinking_budget, prompt.thinking, prompt.effort
+
+    for budget, told in ((9, (9, True, "")), (0, (0, False, "")), (-1, (None, True, ""))):
+        assert read(thinkingBudget=budget) == told
+    assert read(thinkingBudget=9, thinkingLevel="LOW") == (9, True, "low")
+    with pytest.raises(InvalidRequest, match=r"thinkingConfig\.thinkingBudget: give a whole number"):
+        read(thinkingBudget=-7)
+    with pytest.raises(InvalidRequest, match="'silly' is none of MINIMAL, LOW, MEDIUM, HIGH"):
+        read(thinkingLevel="silly")
 
 
 @pytest.mark.parametrize("value", ["many", -2, 1.5, True, [1]])
@@ -202,7 +293,7 @@ def test_claude_code():
 
 def test_plain_objects():
     assert thinking_of({}) is None and session_of({}) == ""
-    assert thinking_of({"thinking": 10**5000}) is None and session_of({"session": 10**5000}) == ""
+    assert session_of({"session": 10**5000}) == ""
     assert session_of({"session_id": True, "chat_id": "  c  "}) == "c"
 
 

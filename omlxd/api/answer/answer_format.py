@@ -15,6 +15,7 @@ import msgspec
 from ...chat import AnswerFormat
 from ...errors import InvalidRequest, bad_field
 from ..fields.body import free_json, json_object
+from .thinking import ThinkingFields
 
 MAX_GRAMMAR_CHARS = 100_000
 MAX_CHOICES = 10_000
@@ -50,8 +51,8 @@ class StructuredOutputs(msgspec.Struct):
     structural_tag: Any = None
 
 
-class GuidedFields(msgspec.Struct, kw_only=True):
-    """Body fields of vLLM."""
+class GuidedFields(ThinkingFields, kw_only=True):
+    """Body fields of vLLM, behind those of thinking: a struct has one base."""
 
     guided_json: Union[str, dict[str, Any], None] = None
     guided_regex: str | None = None

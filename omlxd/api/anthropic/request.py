@@ -15,7 +15,7 @@ import msgspec
 from ... import chat
 from ...errors import InvalidRequest, bad_field
 from ..answer.answer_format import ResponseFormat, format_of, only
-from ..answer.local_fields import effort_word, hides_thinking, with_budget
+from ..answer.thinking import ThinkingFields, hides_thinking, thinking_fields
 from ..conversation import begun_answer, conversation, tool_result
 from ..fields.body import (
     MAX_TOKENS,
@@ -68,11 +68,11 @@ MAX_USER_ID = 4096
 """Characters of `metadata.user_id` that are searched; Claude Code's has 200."""
 
 
-class Metadata(msgspec.Struct):
+class Metadata(ThinkingFields, kw_only=True):
     user_id: str | None = None
 
 
-class MessagesBody(msgspec.Struct):
+class MessagesBody(ThinkingFields, kw_only=True):
     messages: list[_Message]
     model: str | None = None
     system: Union[str, list[blocks.AnyText], None] = None
@@ -92,10 +92,6 @@ class MessagesBody(msgspec.Struct):
     compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None
-    include_reasoning: Any = None
-    thinking_budget: Any = None
-    thinking_budget_tokens: Any = None
-    thinking_token_budget: Any = None
 
 
 _decoder = msgspec.json.Decoder(MessagesBody)
@@ -142,7 +138,6 @@ def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
         messages.extend(_messages(message, tools, f"messages.{index}", skip))
     choice = as_tool_choice(request.tool_choice)
     tool_choice, allowed_tools = tools.choice(choice)
-    thinking = request.thinking
     if messages and messages[-1] == _NOTHING_BEGUN:
         messages.pop()
     prompt = conversation(
@@ -152,8 +147,7 @@ def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
         allowed_tools=allowed_tools,
         later_tools=tools.later,
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
-        **with_budget(request, None if thinking is None else thinking.type in ("enabled", "adaptive")),
-        effort=effort_word(request.output_config and request.output_config.effort),
+        **thinking_fields(request),
     )
     format = _format(request)
     if _ends_in_text(prompt.messages):

@@ -15,6 +15,7 @@ import msgspec
 from ... import chat
 from ...errors import bad_field
 from ..answer.answer_format import MAX_CHOICES, only
+from ..answer.thinking import as_budget
 from ..conversation import conversation
 from ..fields.body import (
     MAX_TOKENS,
@@ -134,18 +135,15 @@ def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:
     """Return what a Conversation says of thinking. Showing thoughts says nothing of it."""
     if config is None:
         return {}
-    level = (config.thinking_level or "").lower()
-    if level in _LEVELS:
-        return {"thinking": True, "effort": level}
-    if level and level != "thinking_level_unspecified":
-        raise bad_field(
-            "generationConfig.thinkingConfig.thinkingLevel",
-            f"{level[:40]!r} is none of {', '.join(_LEVELS)}".upper(),
-        )
-    budget = config.thinking_budget
-    if budget is None:
-        return {}
-    return {"thinking": budget != 0, "thinking_budget": budget if budget >= 0 else None}
+    said, where = config.thinking_level or "", "generationConfig.thinkingConfig."
+    level = said.lower().replace("thinking_level_unspecified", "")
+    if level and level not in _LEVELS:
+        named = ", ".join(_LEVELS).upper()
+        raise bad_field(f"{where}thinkingLevel", f"{said[:40]!r} is none of {named}")
+    given = config.thinking_budget
+    budget = None if given is None else as_budget(given, f"{where}thinkingBudget")
+    thinking = bool(level) or None if given is None else given != 0
+    return {"thinking": thinking, "thinking_budget": budget, "effort": level}
 
 
 def _format(config: GenerationConfig) -> chat.AnswerFormat | None:

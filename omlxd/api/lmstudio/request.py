@@ -13,6 +13,7 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
+from ..answer.thinking import ThinkingFields, hides_thinking, thinking_fields
 from ..conversation import History, conversation, earlier_turns
 from ..fields.body import MAX_TOKENS, ParsedRequest, decode, image_url, nucleus, refuse, session_header
 from ..fields.types import Count, LocalTemperature, MinP, RepetitionPenalty, TopK, TopP
@@ -25,7 +26,7 @@ class InputItem(Content):
     data_url: str | None = None
 
 
-class ChatBody(msgspec.Struct):
+class ChatBody(ThinkingFields, kw_only=True):
     input: Union[str, list[InputItem]]
     model: str | None = None
     system_prompt: str | None = None
@@ -71,8 +72,6 @@ def parse(
     if not parts:
         raise bad_field("input", "a text or an image is required")
     messages = (*_before(request, history), chat.Message("user", parts))
-    thinking = None if request.reasoning is None else request.reasoning != "off"
-    effort = request.reasoning if request.reasoning in ("low", "medium", "high") else ""
     limit = request.max_output_tokens
     sampling = chat.Sampling(
         temperature=request.temperature,
@@ -85,9 +84,10 @@ def parse(
         model=request.model or "",
         stream=bool(request.stream),
         generate=chat.GenerateRequest(
-            prompt=conversation(messages, (), thinking=thinking, effort=effort),
+            prompt=conversation(messages, (), **thinking_fields(request)),
             sampling=sampling,
             session=session_header(headers or {}, "x-session-affinity", "x-session-id"),
+            hides_thinking=hides_thinking(request),
             context_limit=min(request.context_length or 0, MAX_TOKENS),
         ),
         messages=messages,

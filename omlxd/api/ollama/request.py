@@ -15,14 +15,8 @@ import msgspec
 from ... import chat
 from ...errors import bad_field
 from ..answer.answer_format import ANY_OBJECT
-from ..answer.local_fields import (
-    DialectFields,
-    effort_of,
-    hides_thinking,
-    session_of,
-    thinking_of,
-    with_budget,
-)
+from ..answer.local_fields import DialectFields, session_of
+from ..answer.thinking import BudgetFields, hides_thinking, thinking_fields
 from ..conversation import conversation, tool_result
 from ..fields.body import (
     MAX_TOKENS,
@@ -53,7 +47,7 @@ from ..openai.chat_tools import ChatTool, chat_tools
 from ..openai.content import Content, content_parts, runs_of
 
 
-class Options(msgspec.Struct):
+class Options(BudgetFields, kw_only=True):
     """Options of a request; the last ones are about loading, and ignored."""
 
     temperature: LocalTemperature | None = None
@@ -148,10 +142,10 @@ _NOTHING = chat.RawPrompt(tokens=(0,))
 def parse_chat(body: bytes, headers: Mapping[str, str] | None = None) -> OllamaRequest:
     """Read a body of /api/chat. Raises InvalidRequest."""
     request = decode(_chat, body)
-    prompt = None
+    prompt, thinking = None, thinking_fields(request)
     if request.messages:
         tools = chat_tools(request.tools, None, None, None)
-        prompt = conversation(_messages(request.messages), tools.tools, **_thinking(request))
+        prompt = conversation(_messages(request.messages), tools.tools, **thinking)
     return _request(request, prompt, headers or {}, chats=True)
 
 
@@ -168,19 +162,15 @@ def parse_generate(body: bytes, headers: Mapping[str, str] | None = None) -> Oll
             ),
         }
     )
-    prompt = None
+    prompt, thinking = None, thinking_fields(request)
     if request.prompt and request.raw:
         refuse({"images": (request.images, "a raw prompt has no place for them")})
         prompt = chat.RawPrompt(request.prompt)
     elif request.prompt:
         turn = chat.Message("user", (*_images(request.images, "images"), chat.TextPart(request.prompt)))
         system = (chat.Message("system", (chat.TextPart(request.system),)),) if request.system else ()
-        prompt = conversation((*system, turn), (), **_thinking(request))
+        prompt = conversation((*system, turn), (), **thinking)
     return _request(request, prompt, headers or {}, chats=False)
-
-
-def _thinking(body: _Body) -> dict[str, Any]:
-    return {**with_budget(body, thinking_of(body)), "effort": effort_of(body)}
 
 
 def _request(

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...errors import OmlxdError, bad_field
+from ..answer.thinking import thinking_fields
 from ..errors import OpenAIDetail, openai_detail
 from ..fields.body import MAX_TOKENS, ParsedRequest, decode
 from ..fields.lenient import as_integer
@@ -61,6 +62,7 @@ def parsed_completion(request: CompletionsBody, headers: Mapping[str, str]) -> P
         raise bad_field("logprobs", "log-probabilities of the prompt are not supported")
     max_tokens = request.max_tokens and limit_of(request.max_tokens, "max_tokens")  # 0: the prompt alone.
     usual = DEFAULT_MAX_TOKENS if request.max_tokens is None else None
+    thinking_fields(request)  # A raw prompt has no place for them, but wrong ones are told.
     prompt, *more = _prompts(request.prompt, bool(request.echo), request.n or 1)
     return ParsedRequest(
         **parsed_fields(request),

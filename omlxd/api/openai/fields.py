@@ -11,15 +11,9 @@ from msgspec import UNSET, UnsetType
 from ... import chat
 from ...errors import bad_field
 from ..answer.answer_format import ResponseFormat, format_of, guided, only
-from ..answer.local_fields import (
-    DialectFields,
-    effort_of,
-    hides_thinking,
-    session_of,
-    thinking_of,
-    with_budget,
-)
+from ..answer.local_fields import DialectFields, session_of
 from ..answer.sse import UsageExtension, usage_extension
+from ..answer.thinking import hides_thinking, thinking_fields
 from ..fields.body import MAX_TOKENS, free_json, nucleus, refuse, session_header, stops
 from ..fields.types import MAX_INT64, MinP, Penalty, RepetitionPenalty, Seed, Temperature, TopK, TopP
 
@@ -117,25 +111,14 @@ class ChatFields(CommonBody, kw_only=True):
 
 
 def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, Any]:
-    """Return what a Conversation says of thinking, and its `template_args`. The most explicit field wins."""
-    args = free_json(body.chat_template_kwargs or {}, "chat_template_kwargs")
-    thinking = args.pop("enable_thinking", None)
-    if thinking is not None and not isinstance(thinking, bool):
-        raise bad_field("chat_template_kwargs.enable_thinking", "true or false is needed")
-    effort = effort_of(body)
+    """Return what a Conversation says of thinking, and its `template_args`."""
+    fields = thinking_fields(body)
+    args = fields["template_args"]
     if verbosity:
         args.setdefault("verbosity", verbosity)
     if body.documents:
         args.setdefault("documents", free_json({"documents": body.documents}, "documents")["documents"])
-    if body.enable_thinking is not None:
-        thinking = body.enable_thinking
-    if thinking is None:
-        thinking = thinking_of(body)
-    if thinking is None and effort:
-        thinking = True
-    # An argument that the client names is no hint.
-    effort = "" if "reasoning_effort" in args else effort
-    return {**with_budget(body, thinking), "effort": effort, "template_args": args}
+    return fields
 
 
 def parsed_fields(body: CommonBody) -> dict[str, Any]:

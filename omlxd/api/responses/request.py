@@ -86,8 +86,10 @@ class _ContextEdit(msgspec.Struct):
 
 
 class _Reasoning(ReasoningEcho):
-    """`max_tokens`, `exclude`: OpenRouter's."""
+    """Others' fields beside OpenAI's: OpenRouter's `max_tokens`, `exclude` and `enabled`."""
 
+    enabled: Any = None
+    budget_tokens: Any = None
     max_tokens: Any = None
     exclude: Any = None
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...chat import Conversation, ImagePart, RawPrompt, media_of
-from ...errors import InvalidRequest, ModelError, PromptTooLong
+from ...chat import EFFORTS, Conversation, ImagePart, RawPrompt, TextPart, media_of
+from ...errors import InvalidRequest, ModelError, PromptTooLong, bad_field
 from .canonical import Digest, answer_of, chain_of, opening
 from .splice import Splicer
 from .template.template import Renderer, Text
@@ -144,6 +144,7 @@ class PromptPipeline:
         if isinstance(prompt, RawPrompt):
             return self._raw(prompt, refuse)
         chain = tuple(chain_of(prompt)) if scope else ()
+        self._check_effort(prompt)
         prompt = self._read_documents(prompt)
         text = self.renderer.text(prompt)
         if refuse is not None:
@@ -169,17 +170,26 @@ class PromptPipeline:
         return self._spliced(prompt, text, rendered, self.memory, not scope.session, most)
 
     def _begins_with_thought(self, prompt: Conversation, text: str) -> bool:
-        start = self._tokenizer.think_start
+        start, end = self._tokenizer.think_start, self._tokenizer.think_end
         if start and text.rstrip().endswith(start):
             return True
-        return self._starts_in_thinking and prompt.thinking is not False and not prompt.continue_final
+        if start and prompt.continue_final:
+            begun = "".join(part.text for part in prompt.messages[-1].parts if isinstance(part, TextPart))
+            return begun.lstrip().startswith(start) and not (end and end in begun)
+        return self._starts_in_thinking and prompt.thinking is not False
 
     def _thinking_budget(self, prompt: Conversation) -> int | None:
         if prompt.thinking is False:
             return 0  # Templates without a word for it open a thought all the same.
-        unread = prompt.effort and not self.renderer.reads("reasoning_effort")
-        budgets = (prompt.thinking_budget, EFFORT_TOKENS.get(prompt.effort) if unread else None)
+        effort = prompt.effort or prompt.template_args.get("reasoning_effort")
+        unread = isinstance(effort, str) and not self.renderer.reads("reasoning_effort")
+        budgets = (prompt.thinking_budget, EFFORT_TOKENS.get(str(effort).lower()) if unread else None)
         return min((budget for budget in budgets if budget is not None), default=None)
+
+    def _check_effort(self, prompt: Conversation) -> None:
+        """Raise InvalidRequest for a word that nobody knows: neither omlxd nor the template's code."""
+        if prompt.effort_param and not self.renderer.reads(prompt.effort):
+            raise bad_field(prompt.effort_param, f"{prompt.effort!r} is none of {', '.join(EFFORTS)}")
 
     def _is_thought_over(self, text: str) -> bool:
         end = self._tokenizer.think_end

@@ -259,8 +259,25 @@ def test_effort_is_told_where_the_template_knows_the_word_and_passed_over_where_
         Conversation(hello, effort="high", template_args={"reasoning_effort": "none"})
     ).text == ("high:Hi")
     assert pipeline(folder).render(Conversation(hello, effort="high")).tokens
+    own = CHOOSY.replace("'none', ", "'extreme', ")
+    asked = Conversation(hello, effort="extreme", effort_param="reasoning.effort")
+    assert pipeline(folder, own).render(asked).text == "extreme:Hi"
+    with pytest.raises(InvalidRequest, match=r"reasoning\.effort: 'extreme' is none of none, minimal"):
+        choosy.render(asked)
     with pytest.raises(InvalidRequest, match="must alternate"):
         pipeline(folder, NO_SYSTEM).render(Conversation((say("assistant", "I begin"),), effort="high"))
+
+
+def test_an_effort_among_the_templates_arguments_is_a_budget_where_it_has_no_word(folder):
+    prompt = Conversation((say("user", "Hi"),), template_args={"reasoning_effort": "LOW"})
+    assert pipeline(folder).render(prompt).thinking_budget == 1024
+    assert pipeline(folder, CHOOSY.replace("not in", "in")).render(prompt).thinking_budget is None
+
+
+def test_a_begun_answer_may_stand_in_a_thought(folder):
+    for begun, thinks in (("<think>\nI think", True), ("<think>a</think>b", False), ("a <think> b", False)):
+        talk = Conversation((say("user", "Hi"), say("assistant", begun)), continue_final=True)
+        assert pipeline(folder).render(talk).starts_in_thinking is thinks, begun
 
 
 THINKS_IN_TURN = """{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
