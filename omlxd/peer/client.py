@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import socket
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,14 +19,21 @@ CONNECT_S, STEP_S = 1.0, 3.0
 
 
 @contextlib.contextmanager
-def _connected(address: tuple[str, int], context: ssl.SSLContext) -> Iterator[Channel]:
+def _connected(
+    address: tuple[str, int], context: ssl.SSLContext, deadline: float = math.inf
+) -> Iterator[Channel]:
     """Raises PeerError, in words, for whatever fails inside."""
+
+    def at_most(seconds: float) -> float:
+        return max(0.001, min(seconds, deadline - time.monotonic()))
+
     try:
-        with socket.create_connection(address, CONNECT_S) as plain:
+        with socket.create_connection(address, at_most(CONNECT_S)) as plain:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            plain.settimeout(STEP_S)
+            plain.settimeout(at_most(STEP_S))
             with context.wrap_socket(plain) as tls:
                 channel = Channel(tls, STEP_S)
+                channel.deadline = deadline
                 if (version := channel.expect(Hello).version) != VERSION:
                     raise PeerError(f"it speaks version {version} of this protocol, and this omlxd {VERSION}")
                 yield channel
@@ -99,6 +108,5 @@ def connected(
         context = identity.for_client()
     except (OSError, ssl.SSLError) as error:
         raise PeerError(f"the own key can't be read: {error}") from error
-    with _connected(address, context) as channel:
-        channel.deadline = deadline
+    with _connected(address, context, deadline) as channel:
         yield Connection(channel, namespace)

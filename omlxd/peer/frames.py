@@ -140,11 +140,11 @@ class Channel:
     def read(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
         view, at = memoryview(data), 0
+        # Once: TLS gives 16 KiB at a time, and each change of the timeout is a system call.
+        self.socket.settimeout(max(0.001, min(self.step_s, self.deadline - time.monotonic())))
         while at < nbytes:
-            left = self.deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() >= self.deadline:
                 raise TimeoutError("it is too slow")
-            self.socket.settimeout(min(self.step_s, left))
             count = self.socket.recv_into(view[at:])
             if not count:
                 raise PeerError("it ended the connection")

@@ -174,6 +174,16 @@ def test_another_server_and_silence_are_said(here: Identity):
         pair(here, address, "A")
 
 
+def test_a_host_that_is_stopped_costs_no_more_than_was_allowed(here: Identity):
+    """Its kernel takes connections, and nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        there = Identity(here.folder / "there")
+        here.add("there", there.own_certificate())
+        asked = connected(here, silent.getsockname(), NAMESPACE, time.monotonic() + 0.05)
+        with pytest.raises(PeerError, match="does not answer in time"), asked:
+            pass
+
+
 def test_what_is_no_certificate_is_not_kept(here: Identity):
     with pytest.raises(PeerError, match="no certificate"):
         here.add("x", b"nonsense")

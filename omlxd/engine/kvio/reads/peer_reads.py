@@ -4,7 +4,7 @@ So they are leased, written and counted as any file of it is, and what follows i
 is asked once a prompt, where what is missing takes longer than `LEAST_S` to compute; how much of it is read
 the rates say (rates.py), as they are measured. Each file is checked by its digest as it comes. Whatever fails
 is a miss: a peer that can't be asked, or whose bytes are wrong, is left out for `AWAY_S`. The engine thread
-never waits; the prompt does, at most as long as it would take to be computed.
+never waits; the prompt does, at most as long as it would take to be computed, or a second.
 
 A model that keeps state at positions gets the blocks up to the peer's deepest checkpoint, and that.
 """
@@ -33,9 +33,10 @@ from .rates import LEAST_S, Rates
 
 log = logging.getLogger(__name__)
 
-AWAY_S = 30.0
-MOST_S = 20.0
-"""Seconds of reading at most, where nothing says how long computing would take."""
+AWAY_S, MOST_AWAY_S = 30.0, 600.0
+"""Seconds for which a peer is left out: twice as long after each failure that follows another."""
+LEAST_WAIT_S, UNMEASURED_S = 1.0, 20.0
+"""Seconds of reading at most: of a prompt that is computed in less, and while nothing is measured."""
 WRITE_S = 10.0
 """Seconds for what came to be on the SSD."""
 AT_ONCE = 4
@@ -134,7 +135,7 @@ class PeerReads:
         self._own_rates, self._block = rates, store.block_size
         self.rates = Rates(store.block_size, store.cold.format.file_bytes)
         self.stats = PeerStats()
-        self._away_until, self._said = 0.0, ""
+        self._away_until, self._away_s, self._said = 0.0, AWAY_S, ""
         self._under_way: list[_Ask] = []
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kv-peer")
 
@@ -169,7 +170,7 @@ class PeerReads:
         compute_s = self.rates.compute_s(limit - resume)
         if 0 < compute_s < LEAST_S or len(self._under_way) >= AT_ONCE or not self._store.fits_disk(limit):
             return False
-        most_s = min(MOST_S, compute_s or MOST_S)
+        most_s = max(compute_s, LEAST_WAIT_S) if compute_s else UNMEASURED_S
         ask = _Ask(sequence, have, resume, limit, {*hashes[resume:limit]}, most_s, [ready])
         self._threads.submit(self._run, ask)
         self._under_way.append(ask)
@@ -188,20 +189,21 @@ class PeerReads:
                 self._read(ask, connection)
             if self._away_until:
                 log.info("peer %s answers again", self._peer.host)
-                self._away_until = 0.0
+                self._away_until, self._away_s = 0.0, AWAY_S
         except PeerError as error:
             self.stats.failures += 1
             self._leave_out(str(error))
         except Exception:
             log.exception("peer %s: reading failed", self._peer.host)
-            self._away_until = self._clock() + AWAY_S
+            self._leave_out("see above")
         finally:
             self._post(lambda: self._end(ask))
 
     def _leave_out(self, why: str) -> None:
         level = logging.DEBUG if self._away_until else logging.WARNING
-        log.log(level, "peer %s is left out for %.0f s: %s", self._peer.host, AWAY_S, why)
-        self._away_until = self._clock() + AWAY_S
+        log.log(level, "peer %s is left out for %.0f s: %s", self._peer.host, self._away_s, why)
+        self._away_until = self._clock() + self._away_s
+        self._away_s = min(2 * self._away_s, MOST_AWAY_S)
 
     def _read(self, ask: _Ask, connection: Connection) -> None:
         files = self._files_there(ask, connection)
