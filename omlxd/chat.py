@@ -368,6 +368,7 @@ class Usage(Struct, frozen=True):
                        pass, where a stop string may have ended the answer
     model_drafted, model_accepted  of these, the draft model's
     predicted, predicted_accepted  of these, those that come from the request's prediction
+    priority, side_request  as it stood in line (engine/schedule/priority.py)
     """
 
     prompt_tokens: int = 0
@@ -390,6 +391,8 @@ class Usage(Struct, frozen=True):
     recomputed: int = 0
     left_over: int = 0
     limited: Limited = Limited()
+    priority: int = 0
+    side_request: bool = False
 
     @property
     def cached_tokens(self) -> int:

@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 class Key(msgspec.Struct, frozen=True, omit_defaults=True):
     """A key. name: unique; digest: SHA-256 of the key, in hex; created: ISO 8601, UTC.
 
-    priority  of requests that do not say their own
+    priority  of its requests, which may say a higher number and no lower one
     """
 
     name: str
@@ -92,7 +92,7 @@ def _read(path: Path) -> _File:
 def add_key(path: Path, name: str, priority: PriorityWord = "interactive") -> str:
     """Make a key called `name`, store its digest, return the key. Raises ConfigError.
 
-    priority  of requests that do not say their own
+    priority  of its requests, which may say a higher number and no lower one
     """
     if not _NAME.fullmatch(name):
         raise ConfigError("A key's name is up to 64 letters, digits and . _ @ -.")

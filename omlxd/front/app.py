@@ -247,7 +247,7 @@ class _Prompted:
     def answered(self, path: str, dialect: AnyDialect, summary: str) -> Operation:
         answer = partial(self._generate, dialect=dialect)
         described = {"body": dialect.body, "answer": dialect.answer, "stream": dialect.stream_type}
-        return Operation("POST", path, answer, summary, **described)
+        return Operation("POST", path, answer, summary, queues=True, **described)
 
     def counted(
         self, path: str, dialect: AnyDialect, summary: str, answer: Callable[[int], Any], struct: Any = None
@@ -280,7 +280,7 @@ class _Prompted:
             dialect = dialect.without_sse
         size, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
-        trace.model = parsed.model
+        trace.model, trace.priority = parsed.model, parsed.generate.priority
         engine = await self._find_engine(parsed, trace)
         if not parsed.model:
             trace.model = engine.model_id
@@ -310,12 +310,12 @@ class _Prompted:
         pieces = [piece async for piece in request.stream()]
         size = sum(map(len, pieces))
         keys = self._settings.keys
-        usual = keys.priority_of(trace_of(request.scope).key) if keys else "interactive"
+        floor = keys.priority_of(trace_of(request.scope).key) if keys else None
 
         def read() -> ParsedRequest:
             body = mended(b"".join(pieces))
             pieces.clear()
-            parsed = with_priority(parse(body, request.headers), body, request.headers, usual)
+            parsed = with_priority(parse(body, request.headers), body, request.headers, floor)
             named = request.path_params.get("model", parsed.model)
             whose = msgspec.structs.replace(parsed.generate, client=client_of(request.scope))
             return msgspec.structs.replace(

@@ -66,6 +66,7 @@ class UsageExtension(Struct, frozen=True):
     model_drafted, model_accepted  both, or neither where no draft model guessed
     not_enforced  absent where there is none
     reasoning_ended, answer_ended, repeated_tokens  likewise
+    priority, side_request  absent where they are 0 and false
     """
 
     cached_hot: int
@@ -87,11 +88,14 @@ class UsageExtension(Struct, frozen=True):
     reasoning_ended: str | UnsetType = UNSET
     answer_ended: str | UnsetType = UNSET
     repeated_tokens: int | UnsetType = UNSET
+    priority: int | UnsetType = UNSET
+    side_request: bool | UnsetType = UNSET
 
 
 def usage_extension(usage: Usage) -> UsageExtension:
     computed = usage.computed_tokens
-    told = {name: value or UNSET for name, value in asdict(usage.limited).items()}
+    place = {"priority": usage.priority, "side_request": usage.side_request}
+    told = {name: value or UNSET for name, value in {**asdict(usage.limited), **place}.items()}
     left_out = {"computed", *told}
     if not usage.model_drafted:
         left_out |= {"model_drafted", "model_accepted"}

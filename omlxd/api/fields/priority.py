@@ -1,4 +1,4 @@
-"""Reads who goes first: a body's `priority`, else the header's word, else that of the request's key."""
+"""Reads who goes first: a body's `priority`, else the header's word; never before the request's key."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from .types import MAX_INT64
 PRIORITY_HEADER = "x-omlxd-priority"
 
 
-class _Body(msgspec.Struct):
+class PriorityBody(msgspec.Struct):
+    """A field of each body that waits in line."""
+
     priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(PriorityBody)
 
 
 def with_priority(
-    parsed: ParsedRequest, body: bytes, headers: Mapping[str, str], usual: PriorityWord
+    parsed: ParsedRequest, body: bytes, headers: Mapping[str, str], floor: PriorityWord | None
 ) -> ParsedRequest:
     """Set the priority in `parsed`, whose `body` has been read. Raises InvalidRequest.
 
-    usual  what the key says
+    floor  what the key says; None: there is none
     """
-    word = headers.get(PRIORITY_HEADER, usual).strip().lower()
+    word = headers.get(PRIORITY_HEADER, floor or "interactive").strip().lower()
     if word not in PRIORITIES:
         raise bad_field(PRIORITY_HEADER, f"write {' or '.join(PRIORITIES)}")
     said = decode(_decoder, body).priority if b'"priority"' in body else None
     priority = PRIORITIES[word] if said is None else said
+    if floor is not None:
+        priority = max(priority, PRIORITIES[floor])
     return msgspec.structs.replace(
         parsed, generate=msgspec.structs.replace(parsed.generate, priority=priority)
     )

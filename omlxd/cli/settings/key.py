@@ -24,7 +24,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         "--priority",
         choices=[*PRIORITIES],
         default="interactive",
-        help="of its requests that do not say their own: background ones wait for all others (interactive)",
+        help="of its requests: background ones wait for all others (interactive). A request may say "
+        "background or a higher number itself, and none that goes before its key's",
     )
     verbs.add_parser("list", help="names of the keys, and when they were made")
     revoke = verbs.add_parser("revoke", help="refuse a key from now on")

@@ -19,6 +19,7 @@ class Operation(Route):
     """One method of one path. `body`, `answer`: structs; `answer` None: no JSON. `stream`: type of a stream.
 
     unready  the answer of status 503, where it is not an error
+    queues   its requests wait in line, by their priority
     """
 
     def __init__(
@@ -33,11 +34,12 @@ class Operation(Route):
         stream: str = "",
         media: str = "application/json",
         unready: Any = None,
+        queues: bool = False,
     ):
         super().__init__(path, endpoint, methods=[method])
         self.method, self.summary = method.lower(), summary
         self.body, self.answer, self.unready = body, answer, unready
-        self.stream, self.media = stream, media
+        self.stream, self.media, self.queues = stream, media, queues
 
 
 def json_route(

@@ -76,12 +76,12 @@ class KeyRing:
                     right_name = name
         return right_name
 
-    def priority_of(self, name: str) -> PriorityWord:
-        """Return the priority of requests with the key called `name`, if they do not say their own."""
+    def priority_of(self, name: str) -> PriorityWord | None:
+        """Return the priority that requests with the key called `name` do not get past; None: any."""
         for key in self._keys:
             if key.name == name:
                 return key.priority
-        return "interactive"
+        return None
 
     def _use_keys(self, keys: tuple[Key, ...]) -> None:
         self._keys = keys

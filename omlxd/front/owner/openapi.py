@@ -14,6 +14,8 @@ from starlette.routing import BaseRoute
 
 from ... import __version__
 from ...api.errors import AnthropicError, GeminiError, OllamaError, OpenAIError, protocol_of
+from ...api.fields.priority import PRIORITY_HEADER, PriorityBody
+from ...chat import PRIORITIES
 from ..http.routes import Operation
 
 _REFS = "#/components/schemas/{name}"
@@ -37,7 +39,7 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
     """Return the document on these routes, as JSON."""
     operations = [route for route in routes if isinstance(route, Operation)]
     types = [t for each in operations for t in (each.body, each.answer, each.unready) if t is not None]
-    types += list(dict.fromkeys(_ERRORS.values()))
+    types += [PriorityBody, *dict.fromkeys(_ERRORS.values())]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFS)
     schema_of = dict(zip(map(id, types), schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -82,16 +84,17 @@ def _operation(row: Operation, schema_of: dict[int, Any]) -> dict[str, Any]:
             "content": {row.media: {"schema": schema_of[id(row.unready)]}},
         }
     if row.body is not None:
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schema_of[id(row.body)]}},
-        }
-    if row.param_convertors:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in row.param_convertors
-        ]
-    return operation
+        body = schema_of[id(row.body)]
+        if row.queues:
+            body = {"allOf": [body, schema_of[id(PriorityBody)]]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in row.param_convertors
+    ]
+    if row.queues:
+        parameters.append({"name": PRIORITY_HEADER, "in": "header", "schema": {"enum": [*PRIORITIES]}})
+    return operation | ({"parameters": parameters} if parameters else {})
 
 
 def _problems(path: str) -> dict[str, str]:

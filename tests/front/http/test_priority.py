@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ async def test_every_door_reads_it(path, caplog):
         assert [request.priority for request in engine.requests] == [0, 3, -(2**63), 2, 0]
         listed = (await http.get("/omlxd/requests")).json()["requests"]
         assert [each["priority"] for each in listed] == [0, 2, -(2**63), 3, 0], "the newest first"
-        assert "priority" not in caplog.text, "it is no field that nobody reads"
+        assert caplog.text.count(" priority=") == 3 and " priority=3" in caplog.text
         refused = await http.post(path, json=body(path, priority="high"))
         assert refused.status_code == 400 and "priority" in refused.text
+        assert not re.search(r"ignored=\S*priority", caplog.text), "it is no field that nobody reads"
 
 
 @pytest.mark.parametrize("value", ["", "1", 1.5, True, 2**63, [1], {"level": 1}])
@@ -45,7 +47,7 @@ async def test_what_is_no_number_is_refused_by_name(value):
     assert not engine.requests
 
 
-async def test_the_body_goes_before_the_header_and_that_before_the_key(tmp_path: Path):
+async def test_the_body_goes_before_the_header_and_neither_before_the_key(tmp_path: Path):
     path, engine = keys_path(tmp_path), FakeEngine()
     laptop, batch = add_key(path, "laptop"), add_key(path, "batch", "background")
 
@@ -58,6 +60,7 @@ async def test_the_body_goes_before_the_header_and_that_before_the_key(tmp_path:
     async with client(app_of(engine, keys=KeyRing("own", path))) as http:
         assert [await asked(key) for key in ("own", laptop, batch)] == [0, 0, 1]
         assert [await asked(laptop, word) for word in ("background", "Interactive")] == [1, 0]
-        assert [await asked(batch, word) for word in ("background", "interactive")] == [1, 0]
-        assert await asked(batch, "background", priority=-7) == -7
-        assert await asked(batch, priority=0) == 0
+        assert [await asked(batch, word) for word in ("background", "interactive")] == [1, 1]
+        numbers = [(await asked(key, "background", priority=-7)) for key in ("own", laptop, batch)]
+        assert numbers == [-7, 0, 1], "a key is a floor; that of --api-key is none"
+        assert [await asked(batch, priority=number) for number in (0, 5)] == [1, 5]

@@ -33,6 +33,16 @@ def test_every_reference_leads_somewhere():
     assert names <= set(DOCUMENT["components"]["schemas"])
 
 
+def test_what_waits_in_line_has_a_priority():
+    for path, method in (("/v1/decisions", "post"), ("/v1beta/models/{model}:generateContent", "post")):
+        told = DOCUMENT["paths"][path][method]
+        assert told["parameters"][-1]["name"] == "x-omlxd-priority"
+        schema = told["requestBody"]["content"]["application/json"]["schema"]
+        refused = jsonschema_rs.validator_for({**schema, "components": DOCUMENT["components"]})
+        assert any(error.instance_path == ["priority"] for error in refused.iter_errors({"priority": "high"}))
+    assert "priority" not in json.dumps(DOCUMENT["paths"]["/v1/embeddings"])
+
+
 async def test_it_is_served():
     async with client(app_of(FakeEngine())) as http:
         answer = await http.get("/openapi.json")

@@ -39,6 +39,7 @@ class Request(msgspec.Struct, frozen=True):
     drafted, accepted  tokens that were guessed, and guesses that held; None if it was begun and not finished
     peak_bytes  the most memory that MLX held; None likewise
     client   the User-Agent
+    priority, side_request  of `chat.Usage`
     ignored  fields of its body that nobody reads
     param    the field at fault
     problem  the error's sentence; texts of the client's in it are left out
@@ -66,6 +67,8 @@ class Request(msgspec.Struct, frozen=True):
     peak_bytes: int | None
     duration_s: float
     client: str = ""
+    priority: int = 0
+    side_request: bool = False
     ignored: list[str] = []
     param: str = ""
     problem: str = ""
@@ -77,6 +80,8 @@ class Request(msgspec.Struct, frozen=True):
         )
         guesses = "-" if self.drafted is None else f"{self.accepted}/{self.drafted}"
         ignored = f" ignored={','.join(self.ignored)}" if self.ignored else ""
+        place = f" priority={self.priority}" if self.priority else ""
+        place += " side_request=1" if self.side_request else ""
         peak = "-" if self.peak_bytes is None else human(self.peak_bytes)
         return (
             f"{self.id} {self.method} {self.path} key={self.key} model={self.model} status={self.status} "
@@ -86,7 +91,7 @@ class Request(msgspec.Struct, frozen=True):
             f"ttft={self.ttft_s:.3f}s queue={self.queue_s:.3f}s "
             f"restore={self.restore_s:.3f}s prefill={self.prefill_s:.3f}s decode={self.decode_s:.3f}s "
             f"tokens_per_s={self.tokens_per_s:.1f} peak={peak} wall={self.duration_s:.3f}s "
-            f"client={self.client}{ignored}{problem}"
+            f"client={self.client}{place}{ignored}{problem}"
         )
 
 
@@ -113,6 +118,7 @@ class RequestTrace:
     key      name of the key that it carried
     model    as the client writes it
     model_id the model that this means; "" until it is found
+    priority as the request has it
     body     the beginning of the request's body; empty unless the log is at debug
     handed_on  a model has got it, or will once it is loaded
     prompt_tokens, restored  of its prompt, once its prefill began; -1: not known
@@ -128,6 +134,7 @@ class RequestTrace:
     key: str = ""
     model: str = ""
     model_id: str = ""
+    priority: int = 0
     status: int = 0
     outcome: str = "ok"
     usage: Usage | None = None
@@ -190,6 +197,7 @@ class RequestTrace:
         if not log.isEnabledFor(level):
             return
         usage, problem = self.usage or self.usage_so_far(), self.problem
+        param = (problem.param or "") if problem else ""
         known = self.prompt_tokens, self.restored, self.computed
         if self.usage:
             known = usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens
@@ -218,8 +226,10 @@ class RequestTrace:
             peak_bytes=usage.peak_bytes if is_known else None,
             duration_s=round(time.monotonic() - self.started, 4),
             client=printable(self.client[:SHOWN_CHARS]) or "-",
-            ignored=[printable(name) for name in self.unknown_fields.names],
-            param=printable((problem.param or "")[:SHOWN_CHARS]) if problem else "",
+            priority=self.priority,
+            side_request=usage.side_request,
+            ignored=[printable(name) for name in self.unknown_fields.names if name != param],
+            param=printable(param[:SHOWN_CHARS]),
             problem=printable(without_texts(problem.message)[:PROBLEM_CHARS]) if problem else "",
         )
         log.log(level, "%s", line, extra={"fields": line})
