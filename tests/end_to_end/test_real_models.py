@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -267,6 +268,64 @@ def test_qwen_coder_calls_tools_at_every_door(tmp_path: Path, capsys: pytest.Cap
     assert '"get_weather"' in again["choices"][0]["message"]["content"]
     with capsys.disabled():
         print(f"\nQwen2.5 Coder: {again['choices'][0]['message']['content']!r}")
+
+
+def as_thinking(folder: Path, made: Path) -> Path:
+    """The model of `folder` as one whose template opens a thought, with the marks of Qwen3."""
+    made.mkdir()
+    for file in folder.iterdir():
+        (made / file.name).symlink_to(file)
+    template, tokens = made / "tokenizer_config.json", made / "tokenizer.json"
+    config, words = json.loads(template.read_text()), json.loads(tokens.read_text())
+    opening = "{{- '<|im_start|>assistant\\n<think>\\n' }}"
+    config["chat_template"] = opening.join(config["chat_template"].rsplit(OPENING, 1))
+    vocabulary, last = words["model"]["vocab"], words["added_tokens"][-1]
+    for number, mark in enumerate(("<think>", "</think>"), last["id"] + 1):
+        unused = next((word for word, of in vocabulary.items() if of == number), mark)
+        vocabulary.pop(unused, None)
+        vocabulary[mark] = number
+        words["added_tokens"].append(last | {"id": number, "content": mark, "special": False})
+    for file, content in ((template, config), (tokens, words)):
+        file.unlink()
+        file.write_text(json.dumps(content))
+    return made
+
+
+OPENING = "{{- '<|im_start|>assistant\\n' }}"
+PARIS = "What is the capital of France? Answer in one short sentence."
+THOUGHTS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/chat/completions": (
+        {"messages": [{"role": "user", "content": PARIS}], "thinking_budget": 12, **SHORT},
+        "reasoning_tokens",
+    ),
+    "/v1/messages": (
+        {
+            "messages": [{"role": "user", "content": PARIS}],
+            "thinking": {"type": "enabled", "budget_tokens": 12},
+            **SHORT,
+        },
+        "thinking_tokens",
+    ),
+    "/v1/responses": (
+        {"input": PARIS, "reasoning": {"max_tokens": 12}, "max_output_tokens": 64, "temperature": 0},
+        "reasoning_tokens",
+    ),
+}
+
+
+@at_length
+def test_qwen_coder_thinks_within_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = as_thinking(model("qwen2.5-coder-0.5b", tmp_path), tmp_path / "thinking")
+    with Daemon(tmp_path / "home", model=folder, env=FAST) as daemon:
+        for door, (body, counted) in THOUGHTS.items():
+            for stream in (False, True):
+                told = {"stream_options": {"include_usage": True}} if stream and "chat" in door else {}
+                text = daemon.post(door, {"model": daemon.model, "stream": stream, **body, **told}).text
+                assert '"reasoning_ended":"budget"' in text, text
+                thought = [int(count) for count in re.findall(rf'"{counted}":(\d+)', text)]
+                assert 8 < thought[-1] <= 12, text
+        with capsys.disabled():
+            print(f"\nQwen2.5 Coder, thinking: {text[-600:]}")
 
 
 @at_length
