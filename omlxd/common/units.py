@@ -141,9 +141,10 @@ def default_cap(room: int, held: int) -> int:
     return max(LEAST_CACHE, min(MOST_CACHE, max(most // 2, most - LEFT_TO_OTHERS)))
 
 
-def written_text(today: int, ever: int) -> str:
-    """Format the bytes written to the SSD cache, which wear its disk."""
-    return f"{human(today)} today, {human(ever)} in all"
+def written_text(today: int, ever: int, budget: int = 0, used_up: bool = False) -> str:
+    """Format the bytes written to the SSD cache, which wear its disk. `budget`: of a day; 0: no limit."""
+    most = f", of {human(budget)} a day{' (writing stops until midnight)' * used_up}" if budget else ""
+    return f"{human(today)} today{most}, {human(ever)} in all"
 
 
 def counted(number: int, noun: str) -> str:
@@ -216,6 +217,12 @@ def disk_room(folder: Path) -> int:
     if not stat.f_blocks:
         return sys.maxsize
     return stat.f_frsize * stat.f_bavail - min(LEFT_FREE, stat.f_frsize * stat.f_blocks // 20)
+
+
+def disk_free(folder: Path) -> int:
+    """Return the bytes that are free for this user on the disk of `folder`."""
+    stat = _disk(folder)
+    return stat.f_frsize * stat.f_bavail
 
 
 def _disk(folder: Path) -> os.statvfs_result:

@@ -269,18 +269,22 @@ def test_a_daemon_without_an_ssd_cache_is_said_to_have_none(tmp_path: Path, quic
     assert found["cache folder"].text == "none: the SSD cache is off" and "disk" not in found
 
 
-def test_draft_models_and_models_that_failed(tmp_path: Path):
+def test_draft_models_and_models_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     home = tmp_path / "omlxd"
     text = '[models.a]\ndraft-model = "{}"\n[models.b]\ndraft-model = "org/on-a-hub"\n'
     home.mkdir()
     (home / "omlxd.toml").write_text(text.format("/nonexistent/folder"))
     missing, hub = models.check_parts(settings(tmp_path))
     assert missing.verdict == "bad" and "draft-model of a: /nonexistent/folder" in missing.text
-    assert hub.verdict == "ok" and "SIGHUP" in missing.mend
+    assert hub.verdict == "warn" and "pull org/on-a-hub" in hub.mend and "SIGHUP" in missing.mend
     assert models.check_parts(settings(tmp_path, speculation="off")) == []
     make(home / "models" / "small")
     (home / "omlxd.toml").write_text(text.format("small"))
-    assert [each.verdict for each in models.check_parts(settings(tmp_path))] == ["ok", "ok"]
+    assert [each.verdict for each in models.check_parts(settings(tmp_path))] == ["ok", "warn"]
+    trouble = "a can't be loaded: draft-model: small can't guess for a"
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "_served", lambda _: [ModelStatus(id="a", state="failed", trouble=trouble)])
+        assert [each.verdict for each in models.check_parts(settings(tmp_path))] == ["warn"]
     (home / "models" / "small").rename(tmp_path / "small")
     assert models.check_parts(settings(tmp_path))[0].verdict == "bad"
     assert models.check_parts(settings(tmp_path, model_dir=str(tmp_path)))[0].verdict == "ok"
@@ -294,6 +298,8 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     decodes, broken = models._of([ready, failed, ModelStatus(id="o", state="unloaded")], given)
     assert "segments of 2,048 tokens, without guesses" in decodes.text and decodes.verdict == "ok"
     assert broken.verdict == "bad" and broken.text == failed.trouble and "models load n" in broken.mend
+    demo = msgspec.structs.replace(ready, note="random weights.")
+    assert [each.verdict for each in models._of([demo], given)] == ["ok", "warn"]
     guesses = {"spec_decode_num_draft_tokens_total": 12.0, "spec_decode_num_accepted_tokens_total": 9.0}
 
     def told(backend: str, **values: float) -> str:

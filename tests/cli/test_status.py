@@ -125,6 +125,10 @@ def test_status_as_text():
     assert small.cold is not None
     small.cold.capacity = 2 * 10**9
     assert "1 GB of 2 GB (what its disk has room for; the limit is 100 GB) in 12 files" in as_text(small, URL)
+    small.cold.daily_write_budget = 5 * 10**8
+    assert "written to SSD: 500 MB today, of 500 MB a day, 3 TB in all" in as_text(small, URL)
+    small.cold.write_budget_used_up = True
+    assert "of 500 MB a day (writing stops until midnight), 3 TB in all" in as_text(small, URL)
     gone = status(model())
     assert gone.cold is not None
     gone.cold.folder_away = True

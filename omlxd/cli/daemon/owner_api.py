@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ...common.units import written_text
 from ...wire import Kernel
 from ...wire.explanation import Explanation
 
@@ -162,6 +163,7 @@ class ColdStatus(msgspec.Struct, kw_only=True):
     """The SSD cache: its folder and its account. `capacity`: its most bytes, by `cap` and its disk.
 
     written_today, written_ever  bytes written to it today and in all, over restarts
+    daily_write_budget           most of a day, 0: no limit; `write_budget_used_up`: today it stops writing
     """
 
     dir: str
@@ -175,6 +177,14 @@ class ColdStatus(msgspec.Struct, kw_only=True):
     folder_away: bool = False
     written_today: int = 0
     written_ever: int = 0
+    daily_write_budget: int = 0
+    write_budget_used_up: bool = False
+
+    @property
+    def written(self) -> str:
+        return written_text(
+            self.written_today, self.written_ever, self.daily_write_budget, self.write_budget_used_up
+        )
 
 
 class AwakeStatus(msgspec.Struct, kw_only=True):

@@ -16,14 +16,17 @@ from pathlib import Path
 
 from ...common.units import disk_room, human, written_text
 from ...config import Settings
+from ...errors import ConfigError
 from ...kv.ledger.write_budget import bytes_written
 from ..cache import inventory
+from ..daemon.client import DaemonError, daemon_of
 from .finding import Finding, bad, ok, warn
 
 TEST_BYTES = 256 * 10**6
 TEST_S = 10.0
 """Seconds for writing, and again for reading."""
 _CHUNK = 8 << 20
+_SECONDS = 3.0
 SPARE = 10**9
 """Bytes that a disk must have free for anything to be tried on it."""
 NEARLY = 0.1
@@ -104,9 +107,17 @@ def check_space(settings: Settings) -> Finding:
 
 
 def check_written(settings: Settings) -> Finding:
-    """Say what was written to the SSD cache: flash wears by writing."""
-    text = written_text(*bytes_written(settings.paged_ssd_cache_dir))
-    return ok("written", f"to the SSD cache: {text}")
+    """Say what was written to the SSD cache: flash wears by writing. The daemon knows today's budget."""
+    cold = None
+    with contextlib.suppress(ConfigError, DaemonError):
+        cold = daemon_of(settings).status(_SECONDS).cold
+    if cold is None or Path(cold.dir) != settings.paged_ssd_cache_dir:
+        text = written_text(*bytes_written(settings.paged_ssd_cache_dir))
+        return ok("written", f"to the SSD cache: {text}")
+    if cold.write_budget_used_up:
+        mend = "Give --ssd-cache-daily-write-budget more, or leave it: new blocks stay in RAM."
+        return warn("written", f"to the SSD cache: {cold.written}", mend)
+    return ok("written", f"to the SSD cache: {cold.written}")
 
 
 def _free(folder: Path) -> int:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 from ...config import Settings
 from ...errors import ConfigError
-from ...models.catalog import Catalog
+from ...models.catalog import Catalog, files_state
 from ..daemon.client import DaemonError, daemon_of
 from ..daemon.owner_api import InstalledStatuses, ModelStatus
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
+_NO_MODEL = "`omlxd models pull ORG/NAME` downloads a real model; `omlxd models list` says what is here."
 LOG = "its standard error, the file of --log-file, or `omlxd service logs`"
 
 
@@ -31,20 +32,30 @@ def check_names(settings: Settings) -> list[Finding]:
 def check_parts(settings: Settings) -> list[Finding]:
     """Check that each `draft-model` and `adapter` exists, as far as is known without the network."""
     mend = "Correct the settings file, which SIGHUP reads again; is --model-dir the daemon's?"
-    return [
-        bad(setting.replace("-", " "), f"{setting} of {model}: {value}: {why}", mend)
-        if why
-        else ok(setting.replace("-", " "), f"{setting} of {model}: {value}")
-        for setting, model, value, why in Catalog(settings).parts()
-    ]
+    catalog, found = Catalog(settings), list[Finding]()
+    troubles = [each.trouble for each in _served(settings) if each.state == "failed"]
+    for setting, model, value, why in catalog.parts():
+        check, told = setting.replace("-", " "), f"{setting} of {model}: {value}"
+        if why:
+            found.append(bad(check, f"{told}: {why}", mend))
+        elif setting == "draft-model" and not files_state(catalog.spec_of(value), settings.base_path):
+            later = f"It is downloaded when {model} is loaded; `omlxd models pull {value}` does it now."
+            found.append(warn(check, f"{told}: it is not on this machine yet", later))
+        elif not any(setting in each and value.rpartition("/")[2] in each for each in troubles):
+            found.append(ok(check, told))  # Else what the daemon says of the model tells it.
+    return found
+
+
+def _served(settings: Settings) -> list[ModelStatus]:
+    """Return the models of the daemon on the port; none without one."""
+    with contextlib.suppress(ConfigError, DaemonError):  # As `--port 0`, by which no daemon is found.
+        return daemon_of(settings).status(_SECONDS).models
+    return []
 
 
 def check_models(settings: Settings) -> list[Finding]:
     """Check models by the daemon on the port; nothing without one."""
-    try:
-        return [*_of(daemon_of(settings).status(_SECONDS).models, settings)]
-    except (ConfigError, DaemonError):  # As `--port 0`, by which no daemon is found.
-        return []
+    return [*_of(_served(settings), settings)]
 
 
 def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
@@ -65,6 +76,8 @@ def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
                 how.append(model.speed)
             yield ok("model", f"{model.id} decodes {', '.join(how)}")
             yield from _kernels(model)
+            if model.note:
+                yield warn("model", f"{model.id}: {model.note.rstrip('.')}", _NO_MODEL)
 
 
 def _kernels(model: ModelStatus) -> Iterator[Finding]:

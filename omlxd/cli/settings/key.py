@@ -56,7 +56,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         print("A daemon that other machines reach, or that has --api-key, goes on asking.", file=sys.stderr)
     else:
         for key in (keys := read_keys(path)):
-            print(f"{key.created}  {key.name}{'  background' if key.priority == 'background' else ''}")
+            print(f"{key.created}  {key.name}  {key.priority}")
         if not keys:
             print("There is no key; `omlxd key add NAME` makes one.", file=sys.stderr)
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ...common.units import counted, human, most_text, written_text
+from ...common.units import counted, human, most_text
 from ..daemon.client import add_url, find_daemon
 from ..daemon.owner_api import AwakeStatus, DaemonStatus, ModelStatus
 
@@ -128,7 +128,7 @@ def _peer_lines(status: DaemonStatus) -> list[str]:
 def written_lines(status: DaemonStatus) -> list[str]:
     """Say what was written to SSD, and what came from the peer."""
     cold = status.cold
-    lines = [f"written to SSD: {written_text(cold.written_today, cold.written_ever)}"] if cold else []
+    lines = [f"written to SSD: {cold.written}"] if cold else []
     return lines + _peer_lines(status)
 
 

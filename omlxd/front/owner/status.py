@@ -186,4 +186,6 @@ def _cold(folder: str, stats: LedgerStats) -> ColdStatus:
         capacity=stats.capacity,
         written_today=stats.written_today_bytes,
         written_ever=stats.written_ever_bytes,
+        daily_write_budget=stats.daily_write_budget_bytes,
+        write_budget_used_up=bool(stats.write_budget_used_up),
     )

@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...common.units import MOST_CACHE, counted, disk_room, human, most_text
+from ...common.units import MOST_CACHE, counted, disk_free, human, most_text
 from ...config import Settings, load_settings
 from ...errors import AGENT_CONTEXT, ConfigError, OmlxdError
 from ...models.footprint import weight_bytes
@@ -136,8 +136,11 @@ def _cap(settings: Settings, stats: LedgerStats, complete: bool) -> str:
     text = f"it takes {human(stats.cold_cache_bytes)} at most"
     if settings.cold_cache_bytes is not None or stats.cold_cache_bytes >= MOST_CACHE:
         return text
-    room = stats.bytes_used + disk_room(settings.paged_ssd_cache_dir)
-    return f"{text}, as its disk has room for {human(max(0, room))}; --paged-ssd-cache-max-size sets another"
+    free = stats.bytes_used + disk_free(settings.paged_ssd_cache_dir)
+    which = "are free or its own" if stats.bytes_used else "are free"
+    left = f"{human(max(0, free - stats.cold_cache_bytes))} of them are left to others"
+    why = f"{human(free)} {which}, and {left}; it moves with the disk"
+    return f"{text}: {why}, and --paged-ssd-cache-max-size sets another"
 
 
 def _commands(engine: ModelEngine, url: str, settings: Settings, key_required: bool) -> Rows:

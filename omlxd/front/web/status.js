@@ -186,6 +186,11 @@ function memory(status, look) {
     ["processes of omlxd", "ram", processes], ["others", "computed", Math.max(0, look.memory_total - look.memory_available - processes)]], bytes));
 }
 
+function daily(cold) {
+  const most = cold.daily_write_budget;
+  return most ? `, of ${bytes(most)} a day${cold.write_budget_used_up ? " (writing stops until midnight)" : ""}` : "";
+}
+
 function tiers(status) {
   const rows = status.models.filter((model) => model.values?.kv_hot_budget_bytes).map((model) =>
     whole(`RAM, ${model.id}`, model.values.kv_hot_budget_bytes, [["in use", "ram", model.values.kv_hot_bytes ?? 0]], bytes));
@@ -193,7 +198,7 @@ function tiers(status) {
   if (cold) {
     rows.push(whole("SSD", cold.cap, [["in use", "ssd", cold.bytes]], bytes),
       h("p", { class: "hint" }, `${counted(cold.files, "file")} in ${cold.dir}${cold.evicted_files ? `, ${number(cold.evicted_files)} evicted` : ""}${cold.folder_away ? "; the folder is away" : ""}`),
-      h("p", { class: "hint" }, `Written to SSD: ${bytes(cold.written_today)} today, ${bytes(cold.written_ever)} in all`));
+      h("p", { class: "hint" }, `Written to SSD: ${bytes(cold.written_today)} today${daily(cold)}, ${bytes(cold.written_ever)} in all`));
   } else rows.push(h("p", { class: "hint" }, "There is no SSD cache."));
   els.tiers.replaceChildren(...rows);
 }

@@ -45,10 +45,10 @@ def test_the_command(tmp_path: Path):
     assert run(home, "add", "no spaces")[0] == 2
     second = run(home, "add", "phone")[1].strip()
     listed = run(home, "list")[1]
-    assert re.fullmatch(r"(\S+T\S+\+00:00  (laptop|phone)\n){2}", listed)
+    assert re.fullmatch(r"(\S+T\S+\+00:00  (laptop|phone)  interactive\n){2}", listed)
     assert "priority" not in keys_path(home).read_text(), "an older daemon reads it, too"
     assert run(home, "add", "batch", "--priority", "background")[0] == 0
-    assert re.search(r"laptop\n.*phone\n.*batch  background\n$", run(home, "list")[1])
+    assert re.search(r"laptop  interactive\n.*phone  i.*\n.*batch  background\n$", run(home, "list")[1])
     assert run(home, "revoke", "batch")[0] == 0
     text = keys_path(home).read_text()
     assert key not in text and second not in text and key not in listed

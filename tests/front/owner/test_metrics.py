@@ -332,6 +332,7 @@ async def test_the_ssd_caches_account():
         **{"dir": "/cache", "bytes": 10, "cap": 100, "reserved": 2, "files": 3},
         **{"evicted_files": 4, "evicted_bytes": 40, "capacity": 0, "folder_away": False},
         **{"written_today": 7, "written_ever": 900},
+        **{"daily_write_budget": 0, "write_budget_used_up": False},
     }
 
 

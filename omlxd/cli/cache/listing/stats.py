@@ -150,7 +150,9 @@ def as_text(stats: CacheStats) -> str:
     lines = [stats.cache_dir, *table(rows)] if stats.namespaces else [stats.cache_dir, "nothing cached yet"]
     cap = f"{human(stats.cap_bytes)} ({stats.cap_source})" if stats.cap_bytes else "no SSD cache in settings"
     lines.append(f"total: {human(stats.bytes)} in {counted(stats.files, 'file')}; cap: {cap}")
-    lines.append(f"written to SSD: {written_text(stats.written_today, stats.written_ever)}")
+    cold = stats.live.cold if stats.live is not None else None
+    written = cold.written if cold is not None else written_text(stats.written_today, stats.written_ever)
+    lines.append(f"written to SSD: {written}")
     if stats.daemon:
         lines.append("daemon: running" + (f", process {stats.daemon_pid}" if stats.daemon_pid else ""))
     else:
