@@ -10,16 +10,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from ... import chat
-from ...errors import bad_field
+from ...errors import InvalidRequest, bad_field
 from ..conversation import conversation
-from ..fields.body import ParsedRequest, decode, image_url, json_text, refuse
-from ..openai.content import Content, content_parts
+from ..fields.body import ParsedRequest, convert, decode, image_url, json_text, refuse, unsupported
+from ..openai.content import KINDS, Content, content_parts
 from ..openai.scores import MOST_SCORES, MOST_TEXTS, labelled
 from ..responses.items import Item, messages_of
 from ..responses.tools import ResponseTools
@@ -29,11 +30,14 @@ from .questions import Question
 Shape = Literal["systemone", "openai", "mlx-vlm"]
 _Free = Union[str, dict[str, Any], list[Any], None]
 """Text, or JSON that is read as text."""
+_Body = TypeVar("_Body")
+_SOME = "questions.*"
+"""Some question of an object, in an error of `decode`."""
 _Listing = tuple[Question, tuple[chat.Part, ...]]
 """A question, and what it shows beside its text."""
 
 
-class NamedQuestion(msgspec.Struct):
+class NamedQuestion(msgspec.Struct, forbid_unknown_fields=True):
     """A question by its name. `bool` is `noul`.
 
     criteria  of a noul: `true` and `false`, or a text; of a choice: names and descriptions, or names;
@@ -45,7 +49,7 @@ class NamedQuestion(msgspec.Struct):
     criteria: _Free = None
 
 
-class _Asked(msgspec.Struct, tag_field="type", kw_only=True):
+class _Asked(msgspec.Struct, tag_field="type", kw_only=True, forbid_unknown_fields=True):
     instructions: Union[str, list[Content]]
     name: str | None = None
 
@@ -54,7 +58,7 @@ class Predicate(_Asked, tag="predicate"):
     pass
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, forbid_unknown_fields=True):
     value: Union[str, bool]
     description: str | None = None
 
@@ -63,7 +67,7 @@ class Choice(_Asked, tag="choice", kw_only=True):
     choices: list[_Choice]
 
 
-class _Level(msgspec.Struct):
+class _Level(msgspec.Struct, forbid_unknown_fields=True):
     label: str
     description: str | None = None
 
@@ -76,11 +80,12 @@ class SystemOneBody(msgspec.Struct):
     """A body of /v1/systemone. `images`: `data:` URLs, beside or in place of `state`."""
 
     questions: dict[str, NamedQuestion]
-    state: _Free = None
+    state: Union[_Free, UnsetType] = UNSET
     model: str | None = None
     images: list[str] | None = None
     audio: Any = None
     assets: Any = None
+    stream: bool | None = None
 
 
 class DecisionsBody(msgspec.Struct):
@@ -88,16 +93,22 @@ class DecisionsBody(msgspec.Struct):
 
     questions: Union[list[Union[Predicate, Choice, Scale]], dict[str, NamedQuestion]]
     input: Union[str, list[Item], None] = None
-    state: _Free = None
+    state: Union[_Free, UnsetType] = UNSET
     model: str | None = None
     images: list[str] | None = None
     audio: Any = None
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
     safety_identifier: str | None = None
+    stream: bool | None = None
+
+
+class _Questions(msgspec.Struct):
+    questions: dict[str, Any]
 
 
 _systemone, _decisions = msgspec.json.Decoder(SystemOneBody), msgspec.json.Decoder(DecisionsBody)
+_questions = msgspec.json.Decoder(_Questions)
 
 
 _SYSTEM = "You answer a question about what you are given, with one word."
@@ -113,7 +124,7 @@ class DecisionsRequest(ParsedRequest, frozen=True, kw_only=True):
 
 def parse_systemone(body: bytes, headers: Mapping[str, str]) -> DecisionsRequest:
     """Read a body of /v1/systemone. Raises InvalidRequest."""
-    asked = decode(_systemone, body)
+    asked = _decoded(_systemone, body)
     refuse({"assets": (asked.assets, "send images as data: URLs in `images`")})
     named = [_named(name, question) for name, question in asked.questions.items()]
     return _request(asked, _state(asked), [(question, ()) for question in named], "systemone")
@@ -121,13 +132,13 @@ def parse_systemone(body: bytes, headers: Mapping[str, str]) -> DecisionsRequest
 
 def parse_decisions(body: bytes, headers: Mapping[str, str]) -> DecisionsRequest:
     """Read a body of /v1/decisions. Raises InvalidRequest."""
-    asked = decode(_decisions, body)
+    asked = _decoded(_decisions, body)
     if isinstance(asked.questions, dict):
         if asked.input is not None:
             raise bad_field("questions", "with `input` they are a list; an object of them goes with `state`")
         named = [_named(name, question) for name, question in asked.questions.items()]
         return _request(asked, _state(asked), [(question, ()) for question in named], "mlx-vlm")
-    if asked.state is not None or asked.images:
+    if asked.state not in (UNSET, None) or asked.images:
         raise bad_field(
             "questions", "with `state` they are an object by their names; a list goes with `input`"
         )
@@ -136,9 +147,50 @@ def parse_decisions(body: bytes, headers: Mapping[str, str]) -> DecisionsRequest
     if isinstance(asked.input, str):
         messages = (chat.Message("user", (chat.TextPart(asked.input),)),)
     else:
-        messages = messages_of(asked.input, ResponseTools())
+        messages = _messages(asked.input)
     listed = [_listed(question, f"questions.{at}") for at, question in enumerate(asked.questions)]
     return _request(asked, messages, listed, "openai")
+
+
+def _decoded(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+    """Decode `body`. Raises InvalidRequest, with the name of the question at fault."""
+    try:
+        return decode(decoder, body)
+    except InvalidRequest as error:
+        param = error.param or ""
+        if not param.startswith(_SOME):
+            raise
+        why = error.message.removeprefix(f"{param}: ")
+        for name, question in _questions.decode(body).questions.items():
+            try:
+                convert(question, NamedQuestion)
+            except msgspec.ValidationError:
+                raise bad_field(param.replace(_SOME, f"questions.{name[:80]}", 1), why) from None
+        raise
+
+
+def _messages(items: list[Item]) -> tuple[chat.Message, ...]:
+    """Read an `input` of items. Nothing of it is left out: a decision on half of it looks like any other."""
+    calls: set[str | None] = set()
+    for at, item in enumerate(items):
+        kind, param = item.type or "message", f"input.{at}"
+        if kind.endswith("_output"):
+            if item.call_id not in calls:
+                raise bad_field(f"{param}.call_id", "no call before it has this id")
+            if item.output is None:
+                raise bad_field(f"{param}.output", "this field is required")
+        elif kind.endswith("_call"):
+            calls.add(item.call_id)
+        elif kind not in ("message", "reasoning", "compaction"):
+            raise unsupported(kind, f"{param}.type")
+        _check_kinds(item.content, f"{param}.content")
+    return messages_of(items, ResponseTools())
+
+
+def _check_kinds(content: str | list[Content] | None, param: str) -> None:
+    for at, entry in enumerate(content if isinstance(content, list) else ()):
+        if entry.type and entry.type not in KINDS:
+            raise unsupported(entry.type, f"{param}.{at}.type")
 
 
 def _request(
@@ -148,6 +200,7 @@ def _request(
     shape: Shape,
 ) -> DecisionsRequest:
     """Ask each question behind `messages`."""
+    refuse({"stream": (asked.stream, "decisions come at once; leave it out")})
     if not 0 < len(listed) <= MOST_TEXTS:
         raise bad_field("questions", f"1 to {MOST_TEXTS} questions are needed, not {len(listed)}")
     if sum(len(question.scored) for question, _ in listed) > MOST_SCORES:
@@ -192,8 +245,9 @@ def _state(asked: SystemOneBody | DecisionsBody) -> tuple[chat.Message, ...]:
     parts: list[chat.Part] = [image_url(url, f"images.{at}") for at, url in enumerate(asked.images or [])]
     if text := _text(asked.state, "state"):
         parts.append(chat.TextPart(text + "\n\n"))
-    if asked.state is None and not parts:
-        raise bad_field("state", "this field is required")
+    if not parts:
+        why = {UNSET: "this field is required", None: "Expected str | object | array, got null"}
+        raise bad_field("state", "this field is empty" if asked.state == "" else why[asked.state])
     return (chat.Message("user", tuple(parts)),)
 
 
@@ -225,7 +279,7 @@ def _named(name: str, asked: NamedQuestion) -> Question:
 
 def _text(value: Any, param: str) -> str:
     """Return text as it is, and JSON as text."""
-    if value is None or isinstance(value, str):
+    if value is None or value is UNSET or isinstance(value, str):
         return value or ""
     return json_text(value, param)
 
@@ -237,6 +291,7 @@ def _listed(asked: Predicate | Choice | Scale, param: str) -> _Listing:
     """Return a question, and the parts of its instructions if they are more than text."""
     text, shown = asked.instructions, ()
     if not isinstance(text, str):
+        _check_kinds(text, f"{param}.instructions")
         parts = content_parts(text, "user", f"{param}.instructions")
         text = "\n".join(part.text for part in parts if isinstance(part, chat.TextPart))
         shown = tuple(part for part in parts if not isinstance(part, chat.TextPart))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Union
 
 import msgspec
+from msgspec import UNSET
 
 from ... import chat
 from ...errors import bad_field
@@ -57,7 +58,7 @@ class Content(File):
     tool_use_id: str | None = None
     content: Union[str, list[Content], None] = None
     is_error: bool | None = None
-    data: Any = None
+    data: Any = UNSET
 
 
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "summary_text")
@@ -65,6 +66,9 @@ _SEALED = ("redacted_thinking", "encrypted_content")
 """Kinds of content that only their server reads."""
 IMAGES = ("image_url", "input_image", "computer_screenshot", "image")
 _FILES = ("file", "input_file", "document")
+_TEXTS = ("text", "input_text", "output_text", "refusal")
+KINDS = frozenset((*IMAGES, *_FILES, *_TEXTS, *_THOUGHTS, *_SEALED, "tool_use", "tool_result", "input_json"))
+"""Types of content that are read as what they are; any other's text is read too."""
 
 
 def content_parts(content: str | list[Content] | None, role: str, param: str) -> list[chat.Part]:
@@ -94,10 +98,12 @@ def content_part(entry: Content, role: str, param: str) -> chat.Part | None:
     if kind in _SEALED:
         return None
     if kind == "input_json":
+        if entry.data is UNSET:
+            raise bad_field(f"{param}.data", "this field is required")
         return chat.TextPart(json_text(entry.data, f"{param}.data"))
     text = entry.text if entry.text is not None else entry.refusal
     if text is None:
-        if kind in ("text", "input_text", "output_text", "refusal"):
+        if kind in _TEXTS:
             name = "refusal" if kind == "refusal" else "text"
             raise bad_field(f"{param}.{name}", "this field is required")
         raise unsupported(kind or "none", f"{param}.type")

@@ -178,6 +178,14 @@ async def test_a_question_that_cannot_be_asked_refuses_the_request():
 
 
 NOUL = {"q": {"type": "noul", "instructions": "?"}}
+BOGUS, JSON_PART = {"type": "bogus", "text": "x"}, {"type": "input_json", "json": {}}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+
+
+def asked_openai(*parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    parts = parts or ({"type": "input_text", "text": "s"},)
+    question = {"type": "predicate", "instructions": "?", **more}
+    return {"input": [{"role": "user", "content": parts}], "questions": [question]}
 
 
 @pytest.mark.parametrize(
@@ -186,10 +194,23 @@ NOUL = {"q": {"type": "noul", "instructions": "?"}}
         ("systemone", {"questions": NOUL}, "state"),
         ("systemone", {"state": "s"}, "questions"),
         ("systemone", {"state": "s", "questions": {}}, "questions"),
+        ("systemone", {"state": "", "questions": NOUL}, "state"),
+        ("systemone", {"state": None, "questions": NOUL}, "state"),
+        ("systemone", {"state": "s", "questions": NOUL, "stream": True}, "stream"),
+        ("systemone", {"state": "s", "questions": NOUL | {"r": {"id": 1}}}, "questions.r.id"),
+        ("decisions", {"state": "s", "questions": NOUL | {"r": {"type": 1}}}, "questions.r.type"),
+        ("decisions", asked_openai(id="x"), "questions.0.id"),
+        ("decisions", asked_openai(choices=[]), "questions.0.choices"),
+        ("decisions", asked_openai(instructions=[BOGUS]), "questions.0.instructions.0.type"),
+        ("decisions", asked_openai() | {"stream": True}, "stream"),
+        ("decisions", asked_openai(JSON_PART), "input.0.content.0.data"),
+        ("decisions", asked_openai(BOGUS), "input.0.content.0.type"),
+        ("decisions", asked_openai() | {"input": [OUTPUT]}, "input.0.call_id"),
+        ("decisions", asked_openai() | {"input": [{"type": "bogus"}]}, "input.0.type"),
         ("systemone", {"state": 3, "questions": NOUL}, "state"),
         ("systemone", {"state": "s", "questions": NOUL, "audio": "x"}, "audio"),
         ("systemone", {"state": "s", "questions": NOUL, "assets": {"x": {}}}, "assets"),
-        ("systemone", {"state": "s", "questions": {"q": {"type": "box"}}}, "questions.*.type"),
+        ("systemone", {"state": "s", "questions": {"q": {"type": "box"}}}, "questions.q.type"),
         ("systemone", {"state": "s", "questions": {"q": {"type": "noul"}}}, "questions.q.instructions"),
         ("systemone", {"state": "s", "questions": {"q": {"type": "noul", "criteria": {"x": ""}}}}, None),
         ("systemone", {"state": "s", "questions": {"q": {"criteria": {}}}}, "questions.q.criteria"),
