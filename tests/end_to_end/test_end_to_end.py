@@ -296,7 +296,7 @@ def test_a_budget_of_thinking_at_every_door(serving: Daemon):
     think = {"thinking": {"type": "enabled", "budget_tokens": 3}}
     contents = [{"parts": [{"text": USER[0]["content"]}]}]
     config = {"maxOutputTokens": 40, "thinkingConfig": {"thinkingBudget": 3, "includeThoughts": True}}
-    told = {"include_usage": True}
+    told, ollama = {"include_usage": True}, ("/api/chat", "/api/generate")
     doors: list[tuple[str, dict[str, Any], str]] = [
         (
             "/v1/chat/completions",
@@ -308,6 +308,11 @@ def test_a_budget_of_thinking_at_every_door(serving: Daemon):
             "/v1/responses",
             {"input": "x", "max_output_tokens": 40, "reasoning": {"max_tokens": 3}},
             "reasoning_tokens",
+        ),
+        (
+            "/api/v1/chat",
+            {"input": "x", "max_output_tokens": 40, "max_reasoning_tokens": 3},
+            "reasoning_output_tokens",
         ),
         ("/api/chat", talk | {"model": "default", "think": True, "thinking_budget": 3}, ""),
         ("/api/generate", {"model": "default", "prompt": "x", "thinking_token_budget": 3}, ""),
@@ -321,7 +326,7 @@ def test_a_budget_of_thinking_at_every_door(serving: Daemon):
         for stream in (False, True):
             asked = content | ({} if ":" in path else {"stream": stream})
             at = path.replace(":g", ":streamG") + "?alt=sse" if stream and ":" in path else path
-            text = serving.post(at, asked | ({"options": {"num_predict": 40}} if "/api" in path else {})).text
+            text = serving.post(at, asked | ({"options": {"num_predict": 40}} if path in ollama else {})).text
             assert '"reasoning_ended":"budget"' in text, (at, text)
             assert not counted or f'"{counted}":3' in text, (at, text)
     answer = serving.chat(*USER, max_tokens=40, thinking_budget=3)["choices"][0]["message"]

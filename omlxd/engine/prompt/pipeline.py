@@ -175,7 +175,7 @@ class PromptPipeline:
             return True
         if start and prompt.continue_final:
             begun = "".join(part.text for part in prompt.messages[-1].parts if isinstance(part, TextPart))
-            return begun.lstrip().startswith(start) and not (end and end in begun)
+            return begun.lstrip().startswith(start) and text.rfind(start) > text.rfind(end)
         return self._starts_in_thinking and prompt.thinking is not False
 
     def _thinking_budget(self, prompt: Conversation) -> int | None:
