@@ -40,7 +40,7 @@ from .cache.packed import Quantisation
 from .cache.segments import SEGMENT, Segment, add_segment, segmented_layers
 from .model.adapters.lora import Adapter, may_share_pass, row_adapters
 from .model.checks import has_own_rows, share_prefixes, use_own_rows
-from .model.drafter import Drafter, DrafterState
+from .model.drafter import Drafter, DrafterState, NothingGuessesError
 from .model.drafter_folder import load_drafter
 from .model.inspection import attention_from, write_keys
 from .model.layer_hook import LayerHook

@@ -117,10 +117,9 @@ def load_drafter(folder: Path, loaded: LoadedModel, model_id: str) -> mlx_adapte
     except Exception as error:
         mlx_adapter.end_if_fault(error)
         why = shorten(str(error), 300, placeholder=" …")
-        raise ModelError(
-            f"draft-model: {folder.name} can't guess for {model_id}: {why}; "
-            "name a drafter that was made for this model"
-        ) from error
+        nothing = isinstance(error, mlx_adapter.NothingGuessesError)
+        mend = "remove draft-model" if nothing else "name a drafter that was made for this model"
+        raise ModelError(f"draft-model: {folder.name} can't guess for {model_id}: {why}; {mend}") from error
 
 
 def _with_drafter(speculation: Speculation, model: DrafterModel, loaded: LoadedModel) -> Speculation:

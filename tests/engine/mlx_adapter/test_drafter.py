@@ -14,6 +14,7 @@ from families import build_family
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model.positions import forget_hidden, keeps_hidden
+from omlxd.engine.server.model_load import load_drafter
 from omlxd.errors import ModelError
 from omlxd.models.drafters import drafter_kind
 from omlxd.models.resolve import check_folder
@@ -84,6 +85,10 @@ def test_what_cannot_guess_says_why(tmp_path: Path):
         mlx_adapter.load_drafter(folder, mlx_adapter.load(model))
     model = build_family("deepseek_v4", tmp_path / "deepseek_v4")
     build_drafter("eagle3", tmp_path / "eagle3", model)
-    with pytest.raises(ValueError, match="can't take back tokens"):
-        mlx_adapter.load_drafter(tmp_path / "eagle3", mlx_adapter.load(model))
+    with pytest.raises(ModelError, match=r"can't take back tokens, .*; remove draft-model$"):
+        load_drafter(tmp_path / "eagle3", mlx_adapter.load(model), "m")
+    (folder / "config.json").write_text(json.dumps({"model_type": "glm9_mtp"}))
+    mx.save_safetensors(str(folder / "model.safetensors"), {"a": mx.zeros(1)})
+    with pytest.raises(ModelError, match=r"mlx-vlm \S+ has no drafter of type 'glm9_mtp', a newer omlxd may"):
+        load_drafter(folder, mlx_adapter.load(model), "m")
     assert not keeps_hidden()

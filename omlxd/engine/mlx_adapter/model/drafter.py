@@ -119,17 +119,21 @@ def _leaves(cache: Cache) -> Iterator[Any]:
         yield from _leaves(leaf.caches) if hasattr(leaf, "caches") else (leaf,)
 
 
+class NothingGuessesError(ValueError):
+    """No drafter guesses for this model, whichever is named."""
+
+
 def example_states(loaded: LoadedModel) -> mx.array:
     """Hidden states (1, 2, any) of two tokens, as passes of `loaded` keep them.
 
-    Raises ValueError where they keep none, or can't be taken back.
+    Raises NothingGuessesError where they keep none, or can't be taken back.
     """
     cache, _ = run_passes(loaded.model, [[0, 1]])
     hidden = take_hidden()
     if not can_take_back(cache, 1):
-        raise ValueError("the model's cache can't take back tokens, so nothing guesses for it")
+        raise NothingGuessesError("the model's cache can't take back tokens, so nothing guesses for it")
     if hidden is None or hidden.ndim != 3:
-        raise ValueError("the model's layers give no hidden states that can be read")
+        raise NothingGuessesError("the model's layers give no hidden states that can be read")
     return hidden
 
 
@@ -142,7 +146,7 @@ def hidden_size(loaded: LoadedModel) -> int:
 
 
 def embeddings_of(model: Any) -> tuple[Any, Any]:
-    """(embeddings, head) of a model. Raises ValueError where they have other names."""
+    """(embeddings, head) of a model. Raises NothingGuessesError where they have other names."""
     embeddings = head = None
     for name, module in model.named_modules():
         if "vision" in name or "per_layer" in name:
@@ -152,7 +156,7 @@ def embeddings_of(model: Any) -> tuple[Any, Any]:
         if head is None and isinstance(own := getattr(module, "lm_head", None), nn.Module):
             head = own
     if embeddings is None:
-        raise ValueError("the model's embeddings have a name that is not known here")
+        raise NothingGuessesError("the model's embeddings have a name that is not known here")
     return embeddings, head or embeddings.as_linear
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from ....models.drafters import drafter_kind
-from ....models.footprint import INSTALL_VISION, has_vlm, read_config, weight_files
+from ....models.footprint import INSTALL_VISION, VLM_VERSION, has_vlm, read_config, weight_files
 from . import vision
 from .drafter import ChainDrafter, Drafter, DrafterState, Draw, example_states, hidden_size, target_of
 from .load import LoadedModel, make_float32
@@ -105,7 +105,7 @@ def load_drafter(path: Path, loaded: LoadedModel) -> Drafter:
     if kind[0] == "eagle3" and "transformer_layer_config" not in read_config(path):
         module = _load_sglang(path)
     else:
-        module = vision.import_vlm("utils").load_model(path, lazy=True)
+        module = _load_vlm(path)
     if kind[0] == "mtp":
         return mtp_of(module, loaded)
     if loaded.float32:
@@ -126,6 +126,17 @@ def load_drafter(path: Path, loaded: LoadedModel) -> Drafter:
     make = Eagle3 if kind[0] == "eagle3" else BlockDrafter
     with forgotten_on_error():
         return make(module, target_of(loaded), loaded.vocab_size, example_states(loaded))
+
+
+def _load_vlm(path: Path) -> Any:
+    try:
+        return vision.import_vlm("utils").load_model(path, lazy=True)
+    except ValueError as error:
+        if not str(error).startswith("Model type "):
+            raise
+        family = read_config(path).get("model_type")
+        told = f"mlx-vlm {VLM_VERSION} has no drafter of type {family!r}, a newer omlxd may have it"
+        raise ValueError(told) from error
 
 
 def _load_sglang(path: Path) -> Any:

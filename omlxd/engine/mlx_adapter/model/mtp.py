@@ -21,7 +21,14 @@ import mlx.core as mx
 
 from ....models.footprint import has_vlm, read_config
 from . import vision
-from .drafter import ChainDrafter, DrafterState, embeddings_of, example_states, hidden_size
+from .drafter import (
+    ChainDrafter,
+    DrafterState,
+    NothingGuessesError,
+    embeddings_of,
+    example_states,
+    hidden_size,
+)
 from .load import LoadedModel, make_float32
 from .positions import forgotten_on_error, keep_hidden, keep_streams
 
@@ -93,6 +100,8 @@ def mtp_of(module: Any, loaded: LoadedModel) -> MtpHeads:
     reads = FAMILIES.get(family(loaded.model_type))
     own = module.config.text_config
     kind = getattr(own, "model_type", loaded.model_type)
+    if reads is None and family(kind) == family(loaded.model_type):
+        raise NothingGuessesError(UNUSED.get(family(kind), f"heads of a {kind} are not read here"))
     if reads is None or family(kind) != family(loaded.model_type):
         raise ValueError(f"it guesses for a {kind}, and the model is a {loaded.model_type}")
     if own.hidden_size != hidden_size(loaded):
