@@ -22,7 +22,7 @@ _OLDER = "EAGLE guesses here from version 3 on"
 def drafter_kind(config: Mapping[str, Any]) -> tuple[DrafterKind, str] | None:
     """Return (kind, why it is refused) of a folder's drafter; None: the folder holds another model."""
     model_type = str(config.get("model_type") or config.get("speculators_model_type") or "").lower()
-    architectures = " ".join(map(str, config.get("architectures") or ())).lower()
+    architectures = str(config.get("architectures")).lower()
     if why := _REFUSED.get(model_type):
         return "refused", why
     if "eagle3" in (model_type, config.get("speculators_model_type")) or "eagle3" in architectures:
