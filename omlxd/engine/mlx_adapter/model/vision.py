@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,8 @@ from ..cache.chosen import LatentKVCache, PooledKVCache, QSAKVCache, attend_by_r
 from ..cache.kinds import Cache, add_arrays_kind, leaves, spec_of
 from ..cache.rows import RowBatch
 from . import tower
+
+log = logging.getLogger(__name__)
 
 _FEATURES = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
 
@@ -66,6 +69,7 @@ def import_vlm(name: str) -> ModuleType:
         spec = importlib.util.find_spec("mlx_vlm")
         if spec is None:
             raise ImportError("mlx-vlm is not installed")
+        log.info("importing mlx-vlm for this model: slow the first time, and on a busy machine")
         sys.modules["mlx_vlm"] = importlib.util.module_from_spec(spec)
     return importlib.import_module(f"mlx_vlm.{name}")
 
