@@ -9,8 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from omlxd import wire
+from omlxd.cli.daemon.client import Daemon, DaemonError, NoDaemon
+from omlxd.cli.daemon.owner_api import DaemonStatus
 from omlxd.cli.models import fit
-from omlxd.cli.models.machine import Machine, apples_figure, this_machine
+from omlxd.cli.models.machine import Machine, apples_figure, this_machine, under_daemon
 from omlxd.common.units import total_ram
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
@@ -63,6 +65,44 @@ def test_the_choice_is_the_largest_that_an_agent_can_use(omlxd, monkeypatch, roo
     assert choice == (what["choice"] and (what["choice"]["size"], what["choice"]["fit"]["bits"]))
     status, said = omlxd("pull")
     assert status == 0 and ("none of these fits" in said) is (choice is None)
+    others = {("32B", 8): "14B in 4 bits", ("30B-A3B", 4): "14B in 4 bits"}.get(choice)  # 12 GB are free.
+    assert ("tokens of context, once others have closed\nbeside what runs now: " in said) is bool(others)
+    assert others is None or (f"runs now: {others}\n" in said and "yes, if others close" in said)
+
+
+def test_the_daemon_s_limit_holds_and_whose_it_is_is_said(monkeypatch):
+    monkeypatch.setattr("omlxd.cli.models.machine.sysctl", lambda *_: {})
+    monkeypatch.setattr("omlxd.cli.models.machine._ask_mlx", lambda *_: {})
+    status = DaemonStatus(
+        version="1", pid=1, started=0, uptime_s=1, resident=1, models=[], cold=None, memory_limit=6 * 10**8
+    )
+    settings, answer = load_settings({}, {"OMLXD_MEMORY_LIMIT": "500MB"}), status
+    monkeypatch.setattr(Daemon, "fetch", lambda *_, **__: answer)
+    machine = this_machine(under_daemon(lambda: Daemon("http://127.0.0.1:1"), settings))
+    assert machine.headline().startswith(
+        "this machine: models may take 600 MB (--memory-limit 600MB by the daemon at http://127.0.0.1:1)"
+    )
+    for error, said in (
+        (NoDaemon("x"), "no daemon answers"),
+        (DaemonError("a key."), "tells its own: a key"),
+    ):
+
+        def fails(error: DaemonError = error) -> Daemon:
+            raise error
+
+        machine = this_machine(under_daemon(fails, settings))
+        assert machine.room == 5 * 10**8 and machine.limit.endswith(f"{said}")
+        assert machine.limit.startswith("--memory-limit 500MB by OMLXD_MEMORY_LIMIT; no daemon ")
+
+
+def test_a_cpu_shows_what_weights_take_in_memory(monkeypatch):
+    monkeypatch.setattr("omlxd.models.footprint.available_ram", lambda: 64 * GB)
+    one = fit.SIZES[0]
+    cpu = replace(MAC, backend="cpu", room=64 * GB)
+    small = fit.in_bits(one.config, one.parameters, 4, cpu, False)
+    assert small.weights < GB < 4 * GB < small.memory == 4 * one.parameters
+    assert fit._cells(small)[1] == "5 GB"
+    assert fit.in_bits(one.config, one.parameters, 4, cpu, True).memory == small.weights
 
 
 def put(hub: type[Hub], config: dict[str, Any], weights: int, **metadata: int) -> None:  # noqa: F811
@@ -194,7 +234,11 @@ def test_without_a_figure_no_speed_is_said(monkeypatch):
 def test_this_machine_is_measured():
     settings = load_settings({}, {"OMLXD_MEMORY_LIMIT": "1GB"})
     machine = this_machine(settings)
-    assert machine.room == GB and machine.limit == "--memory-limit 1GB" and machine.bandwidth
+    assert (
+        machine.room == GB
+        and machine.limit == "--memory-limit 1GB by OMLXD_MEMORY_LIMIT"
+        and machine.bandwidth
+    )
     assert machine.source == "measured just now with MLX" and machine.backend == mlx_adapter.backend()
 
 

@@ -205,7 +205,7 @@ def test_a_download_is_asked_for_told_of_and_cancelled(mcp: Client, daemon: Scri
     monkeypatch.setattr(tools, "hub_page", lambda name: (name, {"download": "5 GB"}, []))
     told = mcp.call("pull_model", model="org/new")
     assert "5 GB" in told["content"][0]["text"] and "Nothing is downloaded yet" in told["content"][0]["text"]
-    assert daemon.asked == ["/omlxd/models/org/new"]
+    assert daemon.asked == ["/omlxd/models/org/new", "/omlxd/status"], "nothing is pulled"
     assert "is here already, in /models/tiny" in mcp.call("pull_model", model="tiny")["content"][0]["text"]
     for id, ends in (("a", "cancelled"), ("b", "done")):
         daemon.go_on.clear()

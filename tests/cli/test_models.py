@@ -163,6 +163,15 @@ def test_a_file_that_is_no_gguf_is_called_so(tmp_path: Path):
 
 
 def test_one_request_is_in_flight():
+    for reuse, line in (
+        ("", "yes: a p"),
+        ("its cache is odd", "no: its cache is odd"),
+        (None, "nobody knows"),
+    ):
+        page = as_page(InstalledStatus(id="a", state="ready", source="hub", kv_reuse=reuse, blind="no tower"))
+        assert re.search(rf"^  reuse +{line}", page, re.M) and re.search(
+            "^  images +no: no tower$", page, re.M
+        )
     pages = [as_page(InstalledStatus(id="a", state="ready", source="hub", in_flight=n)) for n in (1, 2)]
     assert "ready (1 request in flight)" in pages[0] and "ready (2 requests in flight)" in pages[1]
 

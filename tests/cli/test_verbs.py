@@ -32,7 +32,7 @@ def omlxd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captur
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("OMLXD_BASE_PATH", str(tmp_path / "base"))
 
-    def none(*_: object) -> Any:
+    def none(*_: object, **__: object) -> Any:
         raise NoDaemon("nothing answers")
 
     monkeypatch.setattr(Daemon, "fetch", none)

@@ -12,6 +12,7 @@ import contextlib
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from msgspec.structs import replace
@@ -243,6 +244,7 @@ class FakeEngines:
     def __init__(self, *engines: FakeEngine):
         self.cold = FakeCold()
         self.awake = KeepAwake(False)
+        self.catalog = SimpleNamespace(settings=SimpleNamespace(memory_limit_bytes=6 * 10**9))
         self._engines = {engine.model_id: engine for engine in engines}
 
     async def look_for_models(self, *, afresh: bool = False) -> None: ...

@@ -35,6 +35,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     trouble       why it can't serve, a sentence
     never         why it can never be loaded on this machine, a sentence; "": nothing is known against it
     images        it takes images; `blind`: why a vision model takes none
+    kv_reuse      why prefixes are not reused; "": they are; null: nobody knows before the first load
     origin        what it was imported from, by whom it is, and its license
     tools         its chat template takes tools
     adapter       folder of the LoRA adapter that it is loaded with; `shares`: the model whose engine it is in
@@ -60,6 +61,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     kv_bytes_per_token: int | None = None
     images: bool | None = None
     blind: str = ""
+    kv_reuse: str | None = None
     idle_s: float | None = None
     expires_in_s: float | None = None
     loads: int = 0
@@ -201,7 +203,9 @@ class AwakeStatus(msgspec.Struct, kw_only=True):
 
 
 class DaemonStatus(msgspec.Struct, kw_only=True):
-    """The daemon. `cold` None: no usable SSD cache. `resident`: bytes of the front process."""
+    """The daemon. `cold` None: no usable SSD cache. `resident`: bytes of the front process. `memory_limit`:
+    bytes that all models together may take; null: what the machine has; 0: no limit.
+    """
 
     version: str
     pid: int
@@ -211,6 +215,7 @@ class DaemonStatus(msgspec.Struct, kw_only=True):
     models: list[ModelStatus]
     cold: ColdStatus | None
     awake: AwakeStatus | None = None
+    memory_limit: int | None = None
 
 
 class InspectedKeys(msgspec.Struct):

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from ...common.units import human, spoken
-from ...config import Settings, closest, load_settings
+from ...config import closest, load_settings
 from ...errors import ConfigError, ModelError, OmlxdError
 from ...models.resolve import DEFAULT_ID, is_hub_id, no_hub_id
 from ..cache import why_miss
@@ -30,6 +30,7 @@ from ..daemon.owner_api import (
 )
 from ..models.command import LOAD_S, as_page, as_table, facts_page, here
 from ..models.fit import as_size_table, hub_page, look_up, what_fits
+from ..models.machine import under_daemon
 from ..watch.status import RESTORED, as_text, cold_line, hit_rate, percent, table, written_lines
 from .protocol import Call, CallError, Tool, with_beats
 
@@ -177,18 +178,22 @@ class _Asked:
         return as_page(self._find().fetch("/omlxd/models/" + quote(asked.model), InstalledStatus))
 
     def what_fits(self, asked: Fits, call: Call) -> str:
-        settings = load_settings({})
-        if not asked.model:
-            return with_beats(call, "this machine is measured", lambda: as_size_table(what_fits(settings)))
-        return self._before_download(asked.model, settings, call)[0]
+        if asked.model:
+            return self._before_download(asked.model, call)[0]
+        settings = under_daemon(self._find, load_settings({}))
+        return with_beats(call, "this machine is measured", lambda: as_size_table(what_fits(settings)))
 
-    def _before_download(self, name: str, settings: Settings, call: Call) -> tuple[str, bool]:
+    def _before_download(self, name: str, call: Call) -> tuple[str, bool]:
         """Return what `name` would take, and whether it is here. Raises OmlxdError."""
+        settings = load_settings({})
         if (found := here(name, self._find(), settings)) is not None:
             return f"{found.id} is here already, in {found.folder}; load_model loads it", True
         _check_hub_id(name)
-        look = lambda: facts_page(*hub_page(look_up(name, settings)))  # noqa: E731
-        return with_beats(call, f"{name} is looked up", look), False
+        settings = under_daemon(self._find, settings)
+        page = with_beats(
+            call, f"{name} is looked up", lambda: facts_page(*hub_page(look_up(name, settings)))
+        )
+        return page, False
 
     def load_model(self, asked: Load, call: Call) -> str:
         daemon, body = self._find(), LoadModel(asked.model, asked.keep_alive)
@@ -209,7 +214,7 @@ class _Asked:
     def pull_model(self, asked: Pull, call: Call) -> str:
         daemon = self._find()
         if not asked.confirmed:
-            page, is_here = self._before_download(asked.model, load_settings({}), call)
+            page, is_here = self._before_download(asked.model, call)
             ask = "\n\nNothing is downloaded yet. Ask the user, then call it with `confirmed`."
             return page + ask * (not is_here)
         _check_hub_id(asked.model)

@@ -45,6 +45,7 @@ from ..daemon.owner_api import (
 )
 from ..watch.status import as_json, table
 from .fit import as_size_table, hub_page, look_up, what_fits
+from .machine import under_daemon
 
 
 def why_broken(model: InstalledStatus) -> str:
@@ -162,6 +163,10 @@ def _where(model: InstalledStatus) -> str:
     return f"in the engine of {model.shares}" if model.shares else f"process {model.pid}"
 
 
+_REUSE = {
+    None: "nobody knows before its first load",
+    "": "yes: a prompt's cached prefix is not computed again",
+}
 _TOOLS = {
     True: "yes",
     False: "no: its chat template has none, so it may never call one",
@@ -184,11 +189,8 @@ def as_page(model: InstalledStatus) -> str:
         "in RAM": _bytes(model.memory_bytes),
         "layers": f"{model.layers}, hidden size {model.hidden_size}" if model.layers else "-",
         "context": f"{model.context_length} tokens" if model.context_length else "-",
-        "reads": "text, images"
-        if model.images
-        else f"text; no images: {model.blind}"
-        if model.blind
-        else "text",
+        "images": "yes" if model.images else f"no: {model.blind}" if model.blind else "no",
+        "reuse": _REUSE.get(model.kv_reuse) or f"no: {model.kv_reuse}",
         "KV": f"{human(model.kv_bytes_per_token)} a token" if model.kv_bytes_per_token else "-",
         "tools": _TOOLS[model.tools],
         "stays": _stays(model),
@@ -252,6 +254,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help=f"a hub id, or {DEFAULT_ID}; without one: what sizes of models fit this machine",
     )
+    pulled.add_argument("--url", help="without ORG/NAME: the daemon whose --memory-limit holds")
     add_flags(pulled, "base_path")
     made = verb("import", _import, "make a model folder of a GGUF file", asks=False)
     made.add_argument("file", metavar="FILE.gguf", help="or a name of `omlxd models list --found`")
@@ -306,11 +309,11 @@ def _show(args: argparse.Namespace) -> int:
     try:
         result = daemon.fetch("/omlxd/models/" + quote(args.model), InstalledStatus)
     except NotThere:
-        return _show_absent(args, settings, daemon.fetch("/omlxd/models", InstalledStatuses).models)
+        return _show_absent(args, daemon, settings, daemon.fetch("/omlxd/models", InstalledStatuses).models)
     except NoDaemon as error:
         result = _called(args.model, models := installed(settings))
         if result is None:
-            return _show_absent(args, settings, models)
+            return _show_absent(args, daemon, settings, models)
         result.trouble = why_broken(result)
         _say_absence(args, error)
     _say(args, result, lambda: as_page(result))
@@ -332,7 +335,9 @@ def _called(name: str, models: Sequence[InstalledStatus]) -> InstalledStatus | N
     return next((model for model in models if name in (model.id, model.id.rpartition("/")[2])), None)
 
 
-def _show_absent(args: argparse.Namespace, settings: Settings, installed: Sequence[InstalledStatus]) -> int:
+def _show_absent(
+    args: argparse.Namespace, daemon: Daemon, settings: Settings, installed: Sequence[InstalledStatus]
+) -> int:
     """Show a model that can be downloaded. Raises OmlxdError."""
     names = [each.id for each in installed]
     absent = f"There is no model {args.model!r} on this machine{_near(args.model, names)}"
@@ -342,7 +347,7 @@ def _show_absent(args: argparse.Namespace, settings: Settings, installed: Sequen
             f"`omlxd models pull ORG/NAME` downloads one, also {DEFAULT_ID}."
         )
     try:
-        model = look_up(args.model, settings)
+        model = look_up(args.model, under_daemon(lambda: daemon, settings))
     except ModelError as error:
         raise ModelError(f"{absent}, and {error.message}") from error
     _say(args, model, lambda: facts_page(*hub_page(model)))
@@ -361,7 +366,8 @@ def _say_absence(args: argparse.Namespace, error: NoDaemon) -> None:
 
 def _pull(args: argparse.Namespace) -> int:
     if args.model is None:
-        what = what_fits(settings_of(args, *_FOLDER_OPTIONS))
+        settings = settings_of(args, *_FOLDER_OPTIONS)
+        what = what_fits(under_daemon(lambda: find_daemon(args.url, settings), settings))
         _say(args, what, lambda: as_size_table(what))
         return 0
     if args.model == DEFAULT_ID:

@@ -69,7 +69,9 @@ DEFAULT = _size(
 class Fit(msgspec.Struct, frozen=True):
     """How a model in so many bits fits this machine. Bytes; tokens.
 
+    weights       of the files; `memory`: of the weights once they are loaded
     context       tokens that one conversation may have; 0: it does not fit
+    crowded       it takes more than is free now, so that others have to close before
     enough        that is what an agent needs, or all that the model takes
     read          bytes of weights that a token reads
     tokens_per_s  estimated, with a short context; `tokens_per_s_long`: with `AGENT_CONTEXT` tokens of it
@@ -77,11 +79,13 @@ class Fit(msgspec.Struct, frozen=True):
 
     bits: int
     weights: int
+    memory: int
     load_bytes: int
     kv_bytes_per_token: int
     context_length: int | None
     context: int
     enough: bool
+    crowded: bool
     read: int
     tokens_per_s: float | None
     tokens_per_s_long: float | None = None
@@ -99,11 +103,13 @@ def fit(
     return Fit(
         bits=bits,
         weights=weights,
-        load_bytes=prints.loading(on.backend),
+        memory=prints.weights,
+        load_bytes=(load_bytes := prints.loading(on.backend)),
         kv_bytes_per_token=prints.kv_per_token,
         context_length=prints.context_length,
         context=context,
         enough=context >= min(AGENT_CONTEXT, prints.context_length or AGENT_CONTEXT),
+        crowded=on.is_short_of(load_bytes),
         read=read,
         tokens_per_s=rate and rate / read,
         tokens_per_s_long=rate / long if rate and context >= AGENT_CONTEXT else None,
@@ -137,11 +143,16 @@ class SizeFit(msgspec.Struct, frozen=True):
 
 
 class WhatFits(msgspec.Struct, frozen=True):
-    """What fits this machine. `choice`: the largest that leaves an agent's context and is not slow."""
+    """What fits this machine.
+
+    choice  the largest that leaves an agent's context and is not slow
+    now     likewise, of those that fit beside what runs now
+    """
 
     machine: Machine
     sizes: list[SizeFit]
     choice: SizeFit | None
+    now: SizeFit | None
 
 
 def what_fits(settings: Settings) -> WhatFits:
@@ -154,7 +165,7 @@ def what_fits(settings: Settings) -> WhatFits:
         for size in SIZES
         for bits in (4, 8)
     ]
-    return WhatFits(on, rows, _choice(rows))
+    return WhatFits(on, rows, _choice(rows), _choice([row for row in rows if not row.fit.crowded]))
 
 
 def _choice(rows: Sequence[SizeFit]) -> SizeFit | None:
@@ -166,7 +177,7 @@ def _choice(rows: Sequence[SizeFit]) -> SizeFit | None:
     return max(usable, key=lambda row: (row.parameters, row.fit.bits))
 
 
-_HEAD = ("SIZE", "LIKE", "BITS", "WEIGHTS", "KV A TOKEN", "FITS", "CONTEXT", "TOKENS/S")
+_HEAD = ("SIZE", "LIKE", "BITS", "IN MEMORY", "KV A TOKEN", "FITS", "CONTEXT", "TOKENS/S")
 
 
 def as_size_table(what: WhatFits) -> str:
@@ -177,7 +188,11 @@ def as_size_table(what: WhatFits) -> str:
         lines.append("none of these fits; `omlxd models pull SmolLM2-135M-Instruct` downloads a small model")
     else:
         why = f"leaves {what.choice.fit.context:,} tokens of context"
-        lines.append(f"to choose: {what.choice.size} in {what.choice.fit.bits} bits, which {why}")
+        closed = ", once others have closed" if what.choice.fit.crowded else ""
+        lines.append(f"to choose: {what.choice.size} in {what.choice.fit.bits} bits, which {why}{closed}")
+        if closed:
+            now = what.now and f"{what.now.size} in {what.now.fit.bits} bits"
+            lines.append(f"beside what runs now: {now or 'none of these'}")
     lines += [
         f"context is what one conversation may have; {ESTIMATE}",
         "",
@@ -190,12 +205,16 @@ def as_size_table(what: WhatFits) -> str:
 def _cells(one: Fit) -> tuple[str, ...]:
     return (
         str(one.bits),
-        human(one.weights),
+        human(one.memory),
         human(one.kv_bytes_per_token),
-        "yes" if one.enough else "short" if one.context else "no",
+        ("yes" if one.enough else "short" if one.context else "no") + _closing(one),
         f"{one.context:,}" if one.context else "-",
         _rate(one.tokens_per_s) if one.context else "-",
     )
+
+
+def _closing(one: Fit) -> str:
+    return ", if others close" if one.context and one.crowded else ""
 
 
 def _rate(rate: float | None) -> str:
@@ -294,13 +313,14 @@ def hub_page(model: HubModel) -> tuple[str, dict[str, str], list[str]]:
     """Return a title, facts by name, and the lines behind them."""
     here = model.fit
     billions = f"{model.parameters / 1e9:.3g} billion parameters"
+    loaded = f", {human(here.memory)} in memory" if here.memory != here.weights else ""
     takes = f"{human(model.download_bytes)} in {counted(model.files, 'file')}"
     if model.download_bytes > model.disk:
         takes += f"; its disk has room for {human(model.disk)} alone: {hub_cache_dir()}"
     facts = {
         "state": f"{model.place}; not downloaded",
         "download": takes,
-        "weights": f"{human(here.weights)}: {billions} in {here.bits} bits",
+        "weights": f"{human(here.weights)}: {billions} in {here.bits} bits{loaded}",
         "to load it": f"about {human(here.load_bytes)}",
         "KV": f"{human(here.kv_bytes_per_token)} a token" if here.kv_bytes_per_token else "-",
         "context": f"{here.context_length:,} tokens" if here.context_length else "-",
@@ -322,7 +342,7 @@ def _fits(one: Fit, on: Machine) -> str:
     if not one.context:
         return f"no: models may take {human(on.room)} here ({on.limit})"
     short = "" if one.enough else f"; an agent needs {AGENT_CONTEXT:,}"
-    return f"yes, with {one.context:,} tokens of context{short}"
+    return f"yes{_closing(one)}, with {one.context:,} tokens of context{short}"
 
 
 def _speed(one: Fit, on: Machine) -> str:
@@ -347,4 +367,5 @@ def _advice(model: HubModel) -> str:
     chosen = next(each for each in model.choices if each.bits == model.choice)
     named = [copy for copy in model.copies if copy.lower().endswith(f"-{chosen.bits}bit")]
     get = f": `omlxd models pull {named[0]}`" if named else "; look for such a copy on the hub"
-    return f"{chosen.bits} bits, about {human(chosen.weights)} with {chosen.context:,} tokens of context{get}"
+    with_context = f"with {chosen.context:,} tokens of context{_closing(chosen)}"
+    return f"{chosen.bits} bits, about {human(chosen.weights)} {with_context}{get}"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from ...common.units import available_ram, human, total_ram
 from ...config import Settings
+from ...errors import OmlxdError
 from ...models.footprint import RESERVE_BYTES, RESERVE_FRACTION, likely_backend
 from ...wire import MeasureJob
+from ..daemon.client import Daemon, NoDaemon
 from ..doctor.report.bounds import Budget
 from ..doctor.report.measure import Measured, measure
 from ..doctor.report.system import sysctl
@@ -51,11 +54,29 @@ class Machine(msgspec.Struct, frozen=True):
     source: str
     backend: str
 
+    def is_short_of(self, nbytes: int) -> bool:
+        """Return whether fewer bytes are free now; those of a GPU's own memory are not known."""
+        return self.free < nbytes and self.backend != "cuda"
+
     def headline(self) -> str:
         """Say it in a line."""
         reads = f"reads {self.bandwidth / 1e9:,.3g} GB/s ({self.source})" if self.bandwidth else self.source
-        free = f"; {human(self.free)} are free now" if self.free < self.room else ""
+        free = f"; {human(self.free)} are free now" if self.is_short_of(self.room) else ""
         return f"this machine: models may take {human(self.room)} ({self.limit}){free}; {reads}"
+
+
+def under_daemon(find: Callable[[], Daemon], settings: Settings) -> Settings:
+    """Return `settings` with the memory limit of the daemon that `find` finds; without one, their own."""
+    limit, whose = settings.memory_limit_bytes, settings.sources["memory_limit"]
+    try:
+        daemon = find()
+        limit, whose = daemon.status().memory_limit, f"the daemon at {daemon.url}"
+    except NoDaemon:
+        whose += "; no daemon answers"
+    except OmlxdError as error:
+        whose += f"; no daemon tells its own: {error.message.rstrip('.')}"
+    sources = {**settings.sources, "memory_limit": whose}
+    return msgspec.structs.replace(settings, memory_limit_bytes=limit, sources=sources)
 
 
 def this_machine(settings: Settings) -> Machine:
@@ -72,6 +93,7 @@ def this_machine(settings: Settings) -> Machine:
     if not room.error:
         backend, total = room.lines[0][1], int(room.values["total"])
     most, limit = _room(total, settings.memory_limit_bytes)
+    limit += f" by {settings.sources['memory_limit']}"
     return Machine(most, limit, available_ram(), bandwidth, source, backend)
 
 

@@ -86,6 +86,7 @@ class Card(Struct, frozen=True, kw_only=True):
     kind          `chat`, `embedding` or `rerank`: what it answers to
     expires_in_s  seconds until it goes for being idle; None: it does not
     info          what it said when it was loaded; None before its first load
+    trouble       why it is `failed`, a sentence
     """
 
     id: str
@@ -103,6 +104,7 @@ class Card(Struct, frozen=True, kw_only=True):
     kind: str = "chat"
     expires_in_s: float | None = None
     info: wire.ModelInfo | None = None
+    trouble: str = ""
 
 
 @dataclass(slots=True)
@@ -276,6 +278,7 @@ class ModelEngine:
             kind=described.kind,
             expires_in_s=self.expires_in_s,
             info=info,
+            trouble=self.trouble if self.state == "failed" else "",
         )
 
     @property

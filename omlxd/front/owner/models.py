@@ -62,6 +62,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         context_length=engine.context_length,
         images=engine.images,
         blind=engine.blind,
+        kv_reuse=engine.info.kv_reuse if engine.info else None,
         idle_s=None if engine.is_pinned or idle == float("inf") else idle,
         expires_in_s=engine.expires_in_s,
         loads=engine.process.supervisor.loads,

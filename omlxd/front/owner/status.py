@@ -77,6 +77,7 @@ class Admin:
             models=[_status(engine, by_model.get(engine.model_id)) for engine in self._engines.models()],
             cold=_cold(cold.folder, ledger) if ledger is not None else None,
             awake=AwakeStatus(on=awake.on, held=awake.held, was_held=awake.was_held, trouble=awake.trouble),
+            memory_limit=self._engines.catalog.settings.memory_limit_bytes,
         )
 
     async def forget_files(self, asked: Forget) -> Forgotten:

@@ -90,6 +90,8 @@ def test_what_to_install_is_said_before_the_model_was_ever_loaded(tmp_path: Path
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     model.measure()
     assert model_entry(model.card).omlxd.note == ""
+    process.state, supervisor.trouble = "failed", "config.json names no model."
+    assert model_entry(model.card).omlxd.note == "config.json names no model."
 
 
 async def test_the_folders_of_a_model_that_was_never_loaded_are_looked_at():

@@ -290,7 +290,9 @@ async def test_a_scrape_waits_for_no_engine(monkeypatch):
         assert pages[0]("vllm:num_requests_running") == 1
         # These are of the look before, and whoever looks can tell.
         assert all(page("omlxd_engine_figures_age_seconds") > 0 for page in pages)
-        (model,) = (await http.get("/omlxd/status")).json()["models"]
+        status = (await http.get("/omlxd/status")).json()
+        (model,), limit = status["models"], status["memory_limit"]
+        assert limit == 6 * 10**9
         assert model["values_age_s"] > 0 and model["values"]["generation_tokens_total"] == 5
         engine.state, engine.in_flight = "loading", 4
         page = await scrape(http)

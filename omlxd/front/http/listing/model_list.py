@@ -51,8 +51,8 @@ def _quantization(card: Card) -> str:
 class ModelExtension(msgspec.Struct):
     """Facts that neither protocol has a field for. `kv_reuse` empty: prefixes are reused; else why not.
     `context_length` and `block_size` in tokens, null while nobody knows, before the first load. `note`: also
-    why a vision model takes no images. `input_modalities`: what a prompt may hold. `kind`: `chat`,
-    `embedding` or `rerank`.
+    why a vision model takes no images, or why its load failed. `input_modalities`: what a prompt may hold.
+    `kind`: `chat`, `embedding` or `rerank`.
     """
 
     state: str
@@ -132,7 +132,7 @@ def model_entry(card: Card) -> ModelEntry:
             context_length=context,
             kv_reuse=info.kv_reuse if info else "",
             block_size=info.block_size if info else None,
-            note=(info.note if info else "") or (card.blind and f"no images: {card.blind}"),
+            note=card.trouble or (info.note if info else "") or (card.blind and f"no images: {card.blind}"),
             input_modalities=_inputs(card),
             kind=card.kind,
         ),
