@@ -53,7 +53,7 @@ class House:
             (path / "config.json").write_text(name)
         return str(path)
 
-    def describe(self, letter: str, model: str) -> None:
+    def describe(self, letter: str, model: str, lead: str = "") -> None:
         describe_namespace(
             self.cache,
             NamespaceInfo(
@@ -63,6 +63,7 @@ class House:
                 block_size=4,
                 block_bytes=PAGE,
                 facts_digest=letter * 64,
+                lead=lead * 32,
             ),
             FileSystem(),
         )
@@ -155,6 +156,23 @@ def test_a_model_in_use_is_no_orphan_whatever_becomes_of_its_folder(house):
     house.load("b", "two")
     house.store("b", 3)
     assert house.files() == "a" + "b" * 9
+
+
+def test_a_ranks_share_is_an_orphan_when_rank_0s_is(house):
+    """Both are of one folder, of which one namespace alone is loaded: rank 0's."""
+    house.load("a", "one")
+    house.describe("b", "one", lead="a")
+    house.store("c", 2)
+    for letter in "bab":
+        house.store(letter, 2)
+    house.store("a", 4)
+    assert house.files() == "bbaabb" + "aaaa"
+    house.ledger.engine_gone(0, 1, "a" * 32)
+    house.store("a", 2)
+    assert house.files() == "aabb" + "aaaaaa"
+    house.load("d", "one")  # With other settings.
+    house.store("d", 6)
+    assert house.files() == "aaaa" + "d" * 6
 
 
 def test_a_namespace_that_was_superseded_goes_first_until_it_is_loaded_again(house):
