@@ -166,7 +166,7 @@ def test_one_request_is_in_flight():
     for reuse, line in (
         ("", "yes: a p"),
         ("its cache is odd", "no: its cache is odd"),
-        (None, "nobody knows"),
+        (None, "known once it is loaded"),
     ):
         page = as_page(InstalledStatus(id="a", state="ready", source="hub", kv_reuse=reuse, blind="no tower"))
         assert re.search(rf"^  reuse +{line}", page, re.M) and re.search(

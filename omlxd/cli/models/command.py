@@ -164,7 +164,7 @@ def _where(model: InstalledStatus) -> str:
 
 
 _REUSE = {
-    None: "nobody knows before its first load",
+    None: "known once it is loaded",
     "": "yes: a prompt's cached prefix is not computed again",
 }
 _TOOLS = {
