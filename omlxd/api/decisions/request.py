@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from ... import chat
@@ -80,7 +79,7 @@ class SystemOneBody(msgspec.Struct):
     """A body of /v1/systemone. `images`: `data:` URLs, beside or in place of `state`."""
 
     questions: dict[str, NamedQuestion]
-    state: Union[_Free, UnsetType] = UNSET
+    state: _Free = None
     model: str | None = None
     images: list[str] | None = None
     audio: Any = None
@@ -93,7 +92,7 @@ class DecisionsBody(msgspec.Struct):
 
     questions: Union[list[Union[Predicate, Choice, Scale]], dict[str, NamedQuestion]]
     input: Union[str, list[Item], None] = None
-    state: Union[_Free, UnsetType] = UNSET
+    state: _Free = None
     model: str | None = None
     images: list[str] | None = None
     audio: Any = None
@@ -138,7 +137,7 @@ def parse_decisions(body: bytes, headers: Mapping[str, str]) -> DecisionsRequest
             raise bad_field("questions", "with `input` they are a list; an object of them goes with `state`")
         named = [_named(name, question) for name, question in asked.questions.items()]
         return _request(asked, _state(asked), [(question, ()) for question in named], "mlx-vlm")
-    if asked.state not in (UNSET, None) or asked.images:
+    if asked.state is not None or asked.images:
         raise bad_field(
             "questions", "with `state` they are an object by their names; a list goes with `input`"
         )
@@ -182,7 +181,7 @@ def _messages(items: list[Item]) -> tuple[chat.Message, ...]:
         elif kind.endswith("_call"):
             calls.add(item.call_id)
         elif kind not in ("message", "reasoning", "compaction"):
-            raise unsupported(kind, f"{param}.type")
+            raise bad_field(f"{param}.type", f"an item of type {kind!r} is not read here; leave it out")
         _check_kinds(item.content, f"{param}.content")
     return messages_of(items, ResponseTools())
 
@@ -246,8 +245,8 @@ def _state(asked: SystemOneBody | DecisionsBody) -> tuple[chat.Message, ...]:
     if text := _text(asked.state, "state"):
         parts.append(chat.TextPart(text + "\n\n"))
     if not parts:
-        why = {UNSET: "this field is required", None: "Expected str | object | array, got null"}
-        raise bad_field("state", "this field is empty" if asked.state == "" else why[asked.state])
+        needed = "this field is required: a str, object or array"
+        raise bad_field("state", needed if asked.state is None else "this field is empty")
     return (chat.Message("user", tuple(parts)),)
 
 
@@ -279,7 +278,7 @@ def _named(name: str, asked: NamedQuestion) -> Question:
 
 def _text(value: Any, param: str) -> str:
     """Return text as it is, and JSON as text."""
-    if value is None or value is UNSET or isinstance(value, str):
+    if value is None or isinstance(value, str):
         return value or ""
     return json_text(value, param)
 

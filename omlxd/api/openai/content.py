@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Union
 
 import msgspec
-from msgspec import UNSET
 
 from ... import chat
 from ...errors import bad_field
@@ -58,7 +57,7 @@ class Content(File):
     tool_use_id: str | None = None
     content: Union[str, list[Content], None] = None
     is_error: bool | None = None
-    data: Any = UNSET
+    data: Any = None
 
 
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "summary_text")
@@ -98,7 +97,7 @@ def content_part(entry: Content, role: str, param: str) -> chat.Part | None:
     if kind in _SEALED:
         return None
     if kind == "input_json":
-        if entry.data is UNSET:
+        if entry.data is None:
             raise bad_field(f"{param}.data", "this field is required")
         return chat.TextPart(json_text(entry.data, f"{param}.data"))
     text = entry.text if entry.text is not None else entry.refusal
