@@ -336,18 +336,26 @@ def plain_texts(prompt: Conversation | RawPrompt) -> list[str]:
 
 
 class Limited(Struct, frozen=True):
-    """What an answer was held to, and what ended it before the model did.
+    """What an answer was held to, what ended it before the model did, and how it stood in line.
 
     not_enforced     keywords of the request's schemas that it or its calls were not held to
     reasoning_ended  what ended its reasoning: "budget", or "repetition" without end; "": the model
     answer_ended     "repetition": that ended the answer; "": anything else
     repeated_tokens  tokens that were repeated there
+    priority, side_request  of its request (engine/schedule/priority.py)
     """
 
     not_enforced: tuple[str, ...] = ()
     reasoning_ended: str = ""
     answer_ended: str = ""
     repeated_tokens: int = 0
+    priority: int = 0
+    side_request: bool = False
+
+    @property
+    def tells(self) -> bool:
+        """Whether anything held it or ended it."""
+        return bool(self.not_enforced or self.reasoning_ended or self.answer_ended)
 
 
 class Usage(Struct, frozen=True):
@@ -368,7 +376,6 @@ class Usage(Struct, frozen=True):
                        pass, where a stop string may have ended the answer
     model_drafted, model_accepted  of these, the draft model's
     predicted, predicted_accepted  of these, those that come from the request's prediction
-    priority, side_request  as it stood in line (engine/schedule/priority.py)
     """
 
     prompt_tokens: int = 0
@@ -391,8 +398,6 @@ class Usage(Struct, frozen=True):
     recomputed: int = 0
     left_over: int = 0
     limited: Limited = Limited()
-    priority: int = 0
-    side_request: bool = False
 
     @property
     def cached_tokens(self) -> int:

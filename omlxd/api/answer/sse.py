@@ -94,8 +94,7 @@ class UsageExtension(Struct, frozen=True):
 
 def usage_extension(usage: Usage) -> UsageExtension:
     computed = usage.computed_tokens
-    place = {"priority": usage.priority, "side_request": usage.side_request}
-    told = {name: value or UNSET for name, value in {**asdict(usage.limited), **place}.items()}
+    told = {name: value or UNSET for name, value in asdict(usage.limited).items()}
     left_out = {"computed", *told}
     if not usage.model_drafted:
         left_out |= {"model_drafted", "model_accepted"}

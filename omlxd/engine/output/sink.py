@@ -310,7 +310,9 @@ def usage_of(sequence: Sequence, now: float | None = None) -> chat.Usage:
         predicted_accepted=sequence.stats.predicted_accepted,
         recomputed=sequence.stats.recomputed,
         left_over=max(0, sequence.prompt.length - reached) if cut else 0,
-        limited=limits.report() if limits is not None else chat.Limited(),
-        priority=sequence.prompt.priority,
-        side_request=sequence.prompt.side,
+        limited=replace(
+            limits.report() if limits is not None else chat.Limited(),
+            priority=sequence.prompt.priority,
+            side_request=sequence.prompt.side,
+        ),
     )

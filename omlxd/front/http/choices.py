@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from msgspec.structs import replace
 
 from ...api.fields.body import ParsedRequest
-from ...chat import ChoiceEvent, Event, Failed, Finished, GenerateRequest, Limited, Progress, Usage
+from ...chat import ChoiceEvent, Event, Failed, Finished, GenerateRequest, Progress, Usage
 from ...errors import OmlxdError
 from ..engines.model import ModelEngine
 
@@ -190,5 +190,5 @@ def _sum(usages: dict[int, Usage], n: int) -> Usage:
     last = max(usage.ttft_s + usage.decode_s for usage in usages.values())
     decode_s = last - first.ttft_s if sums["completion_tokens"] else 0.0
     peak_bytes = max(usage.peak_bytes for usage in usages.values())
-    limited = next((own for each in usages.values() if (own := each.limited) != Limited()), first.limited)
+    limited = next((each.limited for each in usages.values() if each.limited.tells), first.limited)
     return replace(first, **sums, decode_s=decode_s, peak_bytes=peak_bytes, limited=limited)

@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True):
     drafted, accepted  tokens that were guessed, and guesses that held; None if it was begun and not finished
     peak_bytes  the most memory that MLX held; None likewise
     client   the User-Agent
-    priority, side_request  of `chat.Usage`
+    priority, side_request  of `chat.Limited`
     ignored  fields of its body that nobody reads
     param    the field at fault
     problem  the error's sentence; texts of the client's in it are left out
@@ -99,11 +99,13 @@ class Request(msgspec.Struct, frozen=True):
 class Answered:
     """What of an answer has come.
 
+    computed    tokens of its prompt, so far
     progress_s  seconds until the newest progress came
     first_s     seconds until the answer began; 0: it has not
     pieces      of text that have come
     """
 
+    computed: int = 0
     progress_s: float = 0.0
     first_s: float = 0.0
     pieces: int = 0
@@ -122,7 +124,6 @@ class RequestTrace:
     body     the beginning of the request's body; empty unless the log is at debug
     handed_on  a model has got it, or will once it is loaded
     prompt_tokens, restored  of its prompt, once its prefill began; -1: not known
-    computed   of its prompt, so far
     progress   the newest
     unknown_fields  of its body
     """
@@ -141,7 +142,6 @@ class RequestTrace:
     prompt_tokens: int = -1
     restored: int = -1
     handed_on: bool = False
-    computed: int = 0
     progress: Progress | None = None
     answer: Answered = field(default_factory=Answered)
     client: str = ""
@@ -159,13 +159,13 @@ class RequestTrace:
         if isinstance(event, Progress):
             if self.progress is None or event.done < self.progress.done:
                 self.restored, self.prompt_tokens = event.done, event.total
-            self.computed = event.done - self.restored
+            self.answer.computed = event.done - self.restored
             self.progress, self.answer.progress_s = event, passed_s
         elif isinstance(event, Restarted):
             self.answer.first_s, self.answer.pieces = 0.0, 0
         else:
             if not self.answer.first_s:
-                self.answer.first_s, self.computed = passed_s, self.prompt_tokens - self.restored
+                self.answer.first_s, self.answer.computed = passed_s, self.prompt_tokens - self.restored
             said = event.event if isinstance(event, ChoiceEvent) else event
             is_text = isinstance(said, TextDelta | ReasoningDelta)
             self.answer.pieces += said.pieces if is_text else isinstance(said, ToolCallDelta)
@@ -198,7 +198,7 @@ class RequestTrace:
             return
         usage, problem = self.usage or self.usage_so_far(), self.problem
         param = (problem.param or "") if problem else ""
-        known = self.prompt_tokens, self.restored, self.computed
+        known = self.prompt_tokens, self.restored, self.answer.computed
         if self.usage:
             known = usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens
         prompt_tokens, cached_tokens = (None if tokens < 0 else tokens for tokens in known[:2])
@@ -227,7 +227,7 @@ class RequestTrace:
             duration_s=round(time.monotonic() - self.started, 4),
             client=printable(self.client[:SHOWN_CHARS]) or "-",
             priority=self.priority,
-            side_request=usage.side_request,
+            side_request=usage.limited.side_request,
             ignored=[printable(name) for name in self.unknown_fields.names if name != param],
             param=printable(param[:SHOWN_CHARS]),
             problem=printable(without_texts(problem.message)[:PROBLEM_CHARS]) if problem else "",
