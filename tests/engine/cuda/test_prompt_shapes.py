@@ -191,12 +191,12 @@ def test_passes_before_the_last_have_them_and_a_model_answers_as_without(
     attended: list[tuple[int, ...]] = []
     own, own_attend = prompt_passes._pass, prompt_shapes._attend
 
-    def noted(model: Any, sequence: Any, start: int, stop: int) -> mx.array:
-        def call(*given: Any, **more: Any) -> mx.array:
+    def noted(model: Any, sequence: Any, start: int, stop: int, *more: Any) -> mx.array:
+        def call(*given: Any, **named: Any) -> mx.array:
             passes.append((stop, prompt_shapes._fixed))
-            return model(*given, **more)
+            return model(*given, **named)
 
-        return own(call, sequence, start, stop)
+        return own(call, sequence, start, stop, *more)
 
     def attend(queries: mx.array, *given: Any) -> mx.array:
         attended.append(queries.shape)
