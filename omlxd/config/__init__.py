@@ -26,5 +26,7 @@ from .settings import (
     add_flags,
     add_grouped_flags,
     full_name,
+    has_ssd_cache,
+    ssd_cap,
 )
 from .values import closest, is_loopback

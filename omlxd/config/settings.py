@@ -316,21 +316,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     overridden: tuple[str, ...] = ()
     sources: dict[str, str] = {}
 
-    @property
-    def has_ssd_cache(self) -> bool:
-        return self.cold_cache_bytes != 0 and not self.no_cache
-
-    def ssd_cap(self, held: int) -> int:
-        """Return the most bytes that the SSD cache may take, where it holds `held` now."""
-        if self.cold_cache_bytes is not None:
-            return self.cold_cache_bytes
-        return default_cap(disk_room(self.paged_ssd_cache_dir), held)
-
     def __repr__(self) -> str:
         """Format every value but the key: settings end up in logs and bug reports."""
         shown = {name: getattr(self, name) for name in self.__struct_fields__ if name != "sources"}
         shown["api_key"] = "***" if self.api_key else ""
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def has_ssd_cache(settings: Settings) -> bool:
+    return settings.cold_cache_bytes != 0 and not settings.no_cache
+
+
+def ssd_cap(settings: Settings, held: int) -> int:
+    """Return the most bytes that the SSD cache may take, where it holds `held` now."""
+    if settings.cold_cache_bytes is not None:
+        return settings.cold_cache_bytes
+    return default_cap(disk_room(settings.paged_ssd_cache_dir), held)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):

@@ -144,8 +144,7 @@ def create_app(
         exception_handlers={HTTPException: raise_route_error},
     )
     app.router.redirect_slashes = False
-    app.state.cache_index = tree.index
-    app.send_pause_s = settings.send_pause_s
+    app.state.cache_index, app.send_pause_s = tree.index, settings.send_pause_s
     return app
 
 

@@ -18,8 +18,10 @@ from omlxd.config import (
     OPTIONS,
     ModelSettings,
     Settings,
+    has_ssd_cache,
     is_loopback,
     load_settings,
+    ssd_cap,
     unknown_variables,
     warnings_of,
 )
@@ -152,12 +154,12 @@ def test_sizes_and_percentages(tmp_path: Path):
 def test_a_cap_that_was_set_is_kept_and_another_follows_the_disk(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("omlxd.config.settings.disk_room", lambda folder: 30 * 10**9)
     told = settings({"paged_ssd_cache_max_size": "90GB"}, home=tmp_path)
-    assert told.ssd_cap(0) == told.ssd_cap(10**10) == 90 * 10**9 and told.has_ssd_cache
+    assert ssd_cap(told, 0) == ssd_cap(told, 10**10) == 90 * 10**9 and has_ssd_cache(told)
     for none in ({"paged_ssd_cache_max_size": "0"}, {"no_cache": "true"}):
-        assert not settings(none, home=tmp_path).has_ssd_cache
+        assert not has_ssd_cache(settings(none, home=tmp_path))
     auto = settings(home=tmp_path)
-    assert auto.cold_cache_bytes is None and auto.has_ssd_cache
-    assert (auto.ssd_cap(0), auto.ssd_cap(10**10)) == (15 * 10**9, 20 * 10**9)
+    assert auto.cold_cache_bytes is None and has_ssd_cache(auto)
+    assert (ssd_cap(auto, 0), ssd_cap(auto, 10**10)) == (15 * 10**9, 20 * 10**9)
 
 
 @pytest.mark.parametrize(

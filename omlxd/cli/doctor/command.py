@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from ...config import Settings, add_flags, flags_of, read_settings, warnings_of
+from ...config import Settings, add_flags, flags_of, has_ssd_cache, read_settings, warnings_of
 from ...config.address import recorded_address
 from ...errors import ConfigError
 from ..daemon.client import daemon_of, find_daemon
@@ -120,7 +120,7 @@ def examine(
         ("model", lambda: models.check_models(settings)),
         ("clients", lambda: network.check_clients(settings)),
     ]
-    if disk_test and kept.has_ssd_cache:
+    if disk_test and has_ssd_cache(kept):
         checks.insert(-5, ("disk", lambda: disk.check_speed(kept)))
     for name, check in checks:
         try:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from ...common.units import disk_room, human, written_text
-from ...config import Settings
+from ...config import Settings, has_ssd_cache, ssd_cap
 from ...errors import ConfigError
 from ...kv.ledger.write_budget import bytes_written
 from ..cache import inventory
@@ -60,9 +60,9 @@ def check_folder(check: str, folder: Path) -> Finding:
 
 def check_cache_folder(settings: Settings, kept: Settings) -> Finding:
     """Check `kept`, with the cache in use; a daemon that can't use the folder of `settings` has none."""
-    if kept.has_ssd_cache:
+    if has_ssd_cache(kept):
         return check_folder("cache folder", kept.paged_ssd_cache_dir)
-    if not settings.has_ssd_cache:
+    if not has_ssd_cache(settings):
         return ok("cache folder", "none: the SSD cache is off")
     here = check_folder("cache folder", settings.paged_ssd_cache_dir)
     if here.verdict == "bad":
@@ -87,12 +87,12 @@ def check_space(settings: Settings) -> Finding:
     """Compare free room with what the SSD cache may still take."""
     folder = settings.paged_ssd_cache_dir
     free = _free(folder)
-    if not settings.has_ssd_cache:
+    if not has_ssd_cache(settings):
         return ok("space", f"{human(free)} free; the SSD cache is off")
     used = 0
     with contextlib.suppress(OSError):
         used = inventory.bytes_held(folder)
-    cap = settings.ssd_cap(used)
+    cap = ssd_cap(settings, used)
     facts = f"{human(free)} free; the SSD cache takes {human(used)} of at most {human(cap)}"
     room = disk_room(folder)
     left, lacks = free - room, -room

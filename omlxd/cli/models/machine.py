@@ -56,7 +56,7 @@ class Machine(msgspec.Struct, frozen=True):
 
     def is_short_of(self, nbytes: int) -> bool:
         """Return whether fewer bytes are free now; those of a GPU's own memory are not known."""
-        return self.free < nbytes and self.backend != "cuda"
+        return self.backend in ("cpu", "metal") and self.free < nbytes
 
     def headline(self) -> str:
         """Say it in a line."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import omlxd
 
-from ...config import Settings
+from ...config import Settings, has_ssd_cache
 from ...errors import ConfigError
 from ...models.catalog import hub_cache_dir
 from ...models.resolve import is_local, local_path
@@ -59,7 +59,7 @@ def used_paths(settings: Settings, log_file: Path | None) -> Paths:
         if own.draft_model and is_local(own.draft_model):
             yield f"the draft model of {name}", local_path(own.draft_model)
     yield "the base folder", settings.base_path
-    if settings.has_ssd_cache:
+    if has_ssd_cache(settings):
         yield "the SSD cache", settings.paged_ssd_cache_dir
     if settings.config is not None:
         yield "the settings file", settings.config

@@ -60,11 +60,9 @@ class Turn(Protocol):
 
     memory   is told of chunks; None: nobody looks after it
     decodes  whether any sequence does
-    on_ranks  computes a pass of one row where several ranks share the model; None: this process has all of it
     """
 
     memory: MemoryAdmission | None
-    on_ranks: OnRanks | None
 
     @property
     def decodes(self) -> bool: ...
@@ -130,6 +128,7 @@ class PromptPasses:
         self.computing: Seq[Sequence] = ()
         self.layer_s = self._looked_at = 0.0
         self.pass_tokens = 0
+        self.on_ranks: OnRanks | None = None
 
     def compute_next(self) -> bool:
         """One pass of one sequence, or over the ends of several. False: none is prefilling."""
@@ -246,9 +245,8 @@ class PromptPasses:
         began, decoded = time.perf_counter(), self._counts.decode_s
         compared = clock()
         with self._looking_up([sequence], stop - start):
-            on_ranks = self._turn.on_ranks
             logits = compute_chunk(
-                self._loaded.model, sequence, stop, last_alone=self.last_alone, on_ranks=on_ranks
+                self._loaded.model, sequence, stop, last_alone=self.last_alone, on_ranks=self.on_ranks
             )
         if self._speculation is not None and decoded == self._counts.decode_s:
             mx.eval(logits if stop == length else [])
@@ -459,7 +457,7 @@ class PromptPasses:
         """
         hook = self._loaded.hook
         # What several ranks compute is not interrupted: they are all in it.
-        if self._turn.on_ranks is None and (self._turn.decodes or self._is_long(tokens)):
+        if self.on_ranks is None and (self._turn.decodes or self._is_long(tokens)):
             hook.call = self.between_layers
         self.computing, self.pass_tokens = sequences, tokens
         self._looked_at = time.perf_counter()

@@ -27,7 +27,7 @@ from ..vision.images import Images
 from .bridges import Bridges
 from .counts import Counts
 from .decode_batch import DecodeBatch, best_batch
-from .forward import OnRanks, PromptPasses
+from .forward import PromptPasses
 from .memory_admission import MemoryAdmission
 from .prefill import SMOOTHING, PrefillBudget, slice_seconds
 from .priority import later_ones
@@ -97,7 +97,6 @@ class Scheduler:
         self._stopping = False
         self.memory: MemoryAdmission | None = None
         self.images: Images | None = None
-        self.on_ranks: OnRanks | None = None
         self._short = False  # Who is next waits for memory.
         self._last_step = _LastStep()
 
@@ -312,7 +311,7 @@ class Scheduler:
             states = self._loaded.states
             grid = self._block if states is not None and states.tensors else 0
             best = DecodeBatch(
-                self._loaded.model, self.speculation, grid, self.compiled, on_ranks=self.on_ranks
+                self._loaded.model, self.speculation, grid, self.compiled, on_ranks=self.passes.on_ranks
             )
             self._batches.append(best)
         return best

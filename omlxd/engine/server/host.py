@@ -153,7 +153,8 @@ class EngineHost:
             self.scheduler.bridge = self._store.open(lease, self.scheduler.post)
             return self.scheduler.bridge
         bridge = self._store.open(lease, self.scheduler.post, LeadBridge)
-        bridge.lead, self.scheduler.bridge, self.scheduler.on_ranks = self._lead, bridge, bridge.compute
+        bridge.lead, self.scheduler.bridge = self._lead, bridge
+        self.scheduler.passes.on_ranks = bridge.compute
         self._lead.begin(self.loaded.model, namespace_dir(self.namespace), self.scheduler.post)
         return bridge
 

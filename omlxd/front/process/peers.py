@@ -8,7 +8,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from ...common.ports import peer_address
-from ...config import Settings
+from ...config import Settings, has_ssd_cache
 from ...errors import ConfigError
 from .sockets import CannotListen, bind
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def open_peer_socket(settings: Settings) -> socket.socket | None:
     """Open the socket of --peer-listen; None without one. Raises CannotListen and ConfigError."""
     for name, value in (("peer_listen", settings.peer_listen), ("peer", settings.peer)):
-        if value and not settings.has_ssd_cache:
+        if value and not has_ssd_cache(settings):
             raise ConfigError(
                 f"{settings.sources[name]}: it is about the SSD cache, and this daemon has none."
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ....common.units import counted, human, spoken, written_text
-from ....config import Settings
+from ....config import Settings, ssd_cap
 from ....kv.checkpoint import KIND
 from ....kv.files.namespace import NamespaceInfo
 from ....kv.ledger.write_budget import bytes_written
@@ -105,7 +105,7 @@ def collect(root: Path, settings: Settings) -> CacheStats:
         cache_dir=str(root),
         bytes=held,
         files=sum(row.files for row in rows.values()),
-        cap_bytes=0 if settings.no_cache else settings.ssd_cap(held),
+        cap_bytes=0 if settings.no_cache else ssd_cap(settings, held),
         cap_source=settings.sources["paged_ssd_cache_max_size"],
         written_today=today,
         written_ever=ever,

@@ -17,7 +17,7 @@ from typing import IO
 
 from ....common.files import new_file, safetensors_header
 from ....common.units import counted, disk_room, human
-from ....config import Settings
+from ....config import Settings, ssd_cap
 from ....errors import ConfigError, InvalidRequest, OmlxdError
 from ....kv.files.namespace import FILE_NAME
 from ...daemon.client import STREAM_S, DaemonError, find_daemon, pieces
@@ -111,7 +111,7 @@ def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
     print(*(f"bad: {each}" for each in done.bad), sep="\n", end="\n" if done.bad else "")
     print(f"{counted(done.taken, 'file')} imported, {done.there} were there, {len(done.bad)} bad")
     if done.full:
-        most = daemon.cap if daemon else settings.ssd_cap(inventory.bytes_held(root))
+        most = daemon.cap if daemon else ssd_cap(settings, inventory.bytes_held(root))
         left_out = f"{counted(done.full, 'file')} left out"
         print(f"{left_out}: the SSD cache may take {human(most)}, as far as its disk has room")
     return 1 if done.bad or done.full else 0
@@ -128,7 +128,7 @@ class _Room(Room):
 
     def __init__(self, root: Path, settings: Settings):
         held = inventory.bytes_held(root)
-        self._left = min(settings.ssd_cap(held) - held, disk_room(root))
+        self._left = min(ssd_cap(settings, held) - held, disk_room(root))
 
     def reserve(self, nbytes: int) -> bool:
         if nbytes > self._left:

@@ -108,20 +108,17 @@ def load(
     weights_mmap  `on`, `auto` or `off`, as `MappedWeights` has it
     segment  tokens of a segment of KV that sequences share, where the model can; 0: they share none. On a CPU
              only in float32: products of 16 bits would be rounded where segments meet
-    segments_pay  share none on a GPU unless fused steps read segments there: MLX's own products are slower,
-                  and other steps of ours were not timed
+    segments_pay  share none on a GPU unless fused steps read segments there
 
     Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` is not possible,
     AdapterError where `adapter` is not, and what mlx-lm raises.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     attention.install()
-    blind = vision.blindness(path)
-    mapped = MappedWeights(weights_mmap, float32)
+    blind, mapped = vision.blindness(path), MappedWeights(weights_mmap, float32)
     with mapped.reading():
         model, tokenizer, config, converted = read_model(path, float32, blind, group)
-    if isinstance(model, vlm_text.TextModel):
-        model.check()
+    vlm_text.check(model)
     if adapter:
         _add_adapter(model, adapter, blind, converted)
     weight_bytes = tree_bytes(model.parameters())
@@ -130,10 +127,8 @@ def load(
     cache, logits = run_passes(model, [[0]])
     if kv is not None:
         cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
-    obstacle, batchable = (
-        reuse_obstacle(cache),
-        group is None and is_batchable(cache) and vlm_text.can_batch(model, cache),
-    )
+    obstacle = reuse_obstacle(cache)
+    batchable = group is None and is_batchable(cache) and vlm_text.can_batch(model, cache)
     if batchable:
         current().decode_step(model)  # Whether its steps are fused, the checks below ask.
     layout, hook = None if obstacle else layout_of(cache), LayerHook(model)

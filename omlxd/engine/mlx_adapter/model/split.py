@@ -26,7 +26,7 @@ from mlx_lm.models.pipeline import PipelineMixin
 from mlx_lm.utils import _get_classes
 
 from ....errors import ModelError
-from ..runtime.device import backend
+from ..attention.backend import current
 
 Group = mx.distributed.Group
 
@@ -34,10 +34,10 @@ Group = mx.distributed.Group
 def join_group(rank: int, hosts: Sequence[str]) -> Group:
     """The group of all ranks, whose addresses `hosts` are, `IP:PORT` each; returns once all are there.
 
-    By NCCL on CUDA, where each process sees a GPU of its own, else by MLX's ring. Raises RuntimeError.
+    By NCCL between devices with memory of their own, else by MLX's ring. Raises RuntimeError.
     """
     os.environ["MLX_RANK"] = str(rank)
-    if backend() == "cuda":
+    if current().own_memory:
         ip, _, port = hosts[0].rpartition(":")
         os.environ |= {"NCCL_HOST_IP": ip, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(len(hosts))}
         return mx.distributed.init(strict=True, backend="nccl")
@@ -49,9 +49,9 @@ def join_group(rank: int, hosts: Sequence[str]) -> Group:
 
 
 def rank_environment(rank: int) -> dict[str, str]:
-    """Variables of another rank's process on this machine: on CUDA it sees a GPU of its own."""
+    """Variables of another rank's process on this machine: of GPUs with memory of their own it sees one."""
     environ = dict(os.environ)
-    if backend() == "cuda":
+    if current().own_memory:
         seen = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         environ["CUDA_VISIBLE_DEVICES"] = seen[rank] if rank < len(seen) else str(rank)
     return environ

@@ -99,6 +99,12 @@ class TextModel(nn.Module):
             raise ModelError("its language model alone is not all that mlx-vlm computes of a text")
 
 
+def check(model: Any) -> None:
+    """`TextModel.check` of one that mlx-vlm gave; nothing of others."""
+    if isinstance(model, TextModel):
+        model.check()
+
+
 def can_batch(model: Any, cache: Cache) -> bool:
     """Whether rows of such caches may be put together, where mlx-vlm says that it can.
 
