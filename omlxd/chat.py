@@ -342,7 +342,7 @@ class Limited(Struct, frozen=True):
     reasoning_ended  what ended its reasoning: "budget", or "repetition" without end; "": the model
     answer_ended     "repetition": that ended the answer; "": anything else
     repeated_tokens  tokens that were repeated there
-    priority, side_request  of its request (engine/schedule/priority.py)
+    priority, side_request  of its request (engine/schedule/waiting/priority.py)
     """
 
     not_enforced: tuple[str, ...] = ()

@@ -43,8 +43,8 @@ LINES = "lines of omlxd/"
 ADDED = {
     "images and PDFs": (
         "engine/vision/*",
-        "engine/mlx_adapter/model/vision.py",
-        "engine/mlx_adapter/model/tower.py",
+        "engine/mlx_adapter/model/vlm/vision.py",
+        "engine/mlx_adapter/model/vlm/tower.py",
     ),
     "Ollama's API": ("api/ollama/*",),
     "discovery by clients": (
@@ -77,7 +77,7 @@ ADDED = {
     "omlxd chat": ("cli/chat/command.py", "cli/daemon/own.py", "front/process/start_page.py"),
     "omlxd bench, perplexity": (
         "cli/bench.py",
-        "engine/server/perplexity.py",
+        "engine/server/measure/perplexity.py",
         "engine/mlx_adapter/model/perplexity.py",
     ),
     "omlxd doctor --report": ("cli/doctor/report/*", "engine/server/measure/*"),
@@ -108,7 +108,7 @@ ADDED = {
     "memory and key inspection": ("cli/watch/memory.py", "engine/mlx_adapter/model/inspection.py"),
     "guessed tokens": (
         *("engine/speculate/controller.py", "engine/speculate/draft_model.py", "engine/speculate/drafter.py"),
-        "engine/mlx_adapter/model/mtp.py",
+        "engine/mlx_adapter/model/drafters/mtp.py",
     ),
     "labels in shared passes": ("engine/schedule/scoring.py",),
     "attention kernels, compiled steps": (

@@ -283,7 +283,7 @@ class _Bench:
 def perplexity(folder: Path, tokens: int, float32: bool) -> Generator[KVResult]:
     """Measure the perplexity of each KV type, in a program of its own: it needs MLX. Raises DaemonError."""
     arguments = [str(folder), str(TEXT), str(tokens), str(int(float32))]
-    command = [sys.executable, "-m", "omlxd.engine.server.perplexity", *arguments]
+    command = [sys.executable, "-m", "omlxd.engine.server.measure.perplexity", *arguments]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as log,
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import early_stop  # noqa: F401  (before whatever takes time)
+from ..common import early_stop  # noqa: F401  (before whatever takes time)
 
 # isort: split
 import argparse
@@ -44,7 +44,10 @@ VERBS = {
         "front.bridge.command",
         "speak JSON Lines on standard input and output, to be embedded in another program",
     ),
-    "peer": ("cli.peer.command", "pair with another omlxd of yours, which then reads this SSD cache"),
+    "peer": (
+        "cli.cache.transfer.peer.command",
+        "pair with another omlxd of yours, which then reads this SSD cache",
+    ),
     "run": ("cli.chat.run", "talk to the model that is named first, as Ollama does; downloads it if need be"),
     "launch": ("cli.launch", "start Claude Code, Codex or another coding agent with this daemon's models"),
     "mcp": ("cli.mcp.command", "let an agent manage this daemon's models, by the Model Context Protocol"),

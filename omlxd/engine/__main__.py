@@ -36,7 +36,7 @@ def main() -> None:
     gc.disable()
     # After logging is set up: these import MLX.
     if args.follow:
-        from .server.follower import Follower as Service
+        from .server.ranks.follower import Follower as Service
     else:
         from .server.service import EngineService as Service
 

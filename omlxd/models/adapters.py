@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..errors import AdapterError, ModelError
-from .json_files import BrokenJSON, read_json
+from .config.json_files import BrokenJSON, read_json
 from .resolve import read_tensors
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")

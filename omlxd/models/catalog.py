@@ -18,8 +18,8 @@ from ..common.files import read_small
 from ..config import Settings, closest
 from ..errors import AdapterError, ModelError
 from .adapters import ADAPTER_FILES, check_adapter
+from .config.json_files import BrokenJSON, read_json
 from .footprint import ModelKind, kind_of, read_config
-from .json_files import BrokenJSON, read_json
 from .resolve import (
     DEFAULT_ID,
     DEMO_ID,

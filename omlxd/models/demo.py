@@ -23,7 +23,7 @@ import numpy as np
 
 from ..errors import ModelError
 from .builder import make_private, part_folder, run_builder
-from .json_files import BrokenJSON, read_json
+from .config.json_files import BrokenJSON, read_json
 
 VERSION = 1
 MARKER = "omlxd_demo.json"

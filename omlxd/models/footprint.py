@@ -19,7 +19,7 @@ import msgspec
 from ..common.files import read_small
 from ..common.units import CPU_PREFILL_CHUNK, DRAFT_CONTEXT, PREFILL_CHUNK, available_ram
 from ..errors import ModelError
-from .json_files import BrokenJSON, read_json
+from .config.json_files import BrokenJSON, read_json
 from .resolve import Tensor, WeightIndex, parse_config, read_tensors
 
 PROCESS_BYTES = 200 * 10**6

@@ -24,7 +24,7 @@ from ..common.files import read_small
 from ..config import Settings
 from ..errors import ConfigError, ModelError
 from .catalog import default_model, describe
-from .json_files import BrokenJSON, read_json
+from .config.json_files import BrokenJSON, read_json
 from .resolve import check_folder, is_gguf, local_path
 
 Store = Literal["ollama", "lmstudio", "llama.cpp"]

@@ -20,8 +20,8 @@ import msgspec
 
 from ..common.files import SMALL, check_small, read_small, safetensors_header
 from ..errors import ModelError
-from .drafters import drafter_kind
-from .json_files import BrokenJSON, decode_json, read_json
+from .config.drafters import drafter_kind
+from .config.json_files import BrokenJSON, decode_json, read_json
 
 DEFAULT_ID = "SmolLM2-135M-Instruct"
 """Id of the default model, once it was fetched (models/fetch/smollm.py)."""

@@ -19,8 +19,8 @@ import msgspec
 from ..common.files import read_small
 from ..common.units import PREFILL_CHUNK
 from ..errors import ConfigError
+from .config.json_files import BrokenJSON, read_json
 from .footprint import Footprint
-from .json_files import BrokenJSON, read_json
 
 VALID_PART = 10
 """Examples of which one is for validation, without `valid.jsonl`."""

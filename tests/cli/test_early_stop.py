@@ -119,7 +119,8 @@ print(*loaded[-1] - before)
         "omlxd",
         "omlxd.cli",
         "omlxd.cli.main",
-        "omlxd.cli.early_stop",
+        "omlxd.common",
+        "omlxd.common.early_stop",
         "__future__",
     }
 

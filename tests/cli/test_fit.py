@@ -16,7 +16,7 @@ from omlxd.cli.models.machine import Machine, apples_figure, this_machine, under
 from omlxd.common.units import total_ram
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
-from omlxd.models.quantised import bits_of, load_of, parameters_of, weights_in
+from omlxd.models.fetch.quantised import bits_of, load_of, parameters_of, weights_in
 from tests.cli.test_verbs import omlxd  # noqa: F401
 from tests.models.test_resolve import Hub, hub  # noqa: F401
 

@@ -153,7 +153,7 @@ NO_GPU = {
     "kvio/reads/tail_read.py: RuntimeError": "to submit a read computes nothing",
     "mlx_adapter/model/adapters/tuning.py: (OSError, RuntimeError, ValueError)": "another process: it trains",
     "mlx_adapter/runtime/arrays.py: Exception": "the process ends",
-    "server/follower.py: Exception": "the process ends, and rank 0's with it",
+    "server/ranks/follower.py: Exception": "the process ends, and rank 0's with it",
     "vision/media_child.py: Exception": "another process, which decodes pictures",
 }
 """And what `cuda/` hides each later call raises again; `measure/` serves nobody."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omlxd.peer.frames import (
+from omlxd.kv.peer.frames import (
     Channel,
     Found,
     Look,
@@ -21,7 +21,7 @@ from omlxd.peer.frames import (
     encode,
     read_frame,
 )
-from omlxd.peer.identity import PeerError
+from omlxd.kv.peer.identity import PeerError
 
 names = st.binary(min_size=32, max_size=32)
 asked = st.one_of(

@@ -15,10 +15,10 @@ from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import block_path
 from omlxd.kv.hashing import namespace_of
-from omlxd.peer.client import connected, pair
-from omlxd.peer.frames import Channel, Hello, Look, PairedWith, Read, Refused, ToClient
-from omlxd.peer.identity import CODE_S, TRIES, Identity, PeerError, proof
-from omlxd.peer.server import PeerServer
+from omlxd.kv.peer.client import connected, pair
+from omlxd.kv.peer.frames import Channel, Hello, Look, PairedWith, Read, Refused, ToClient
+from omlxd.kv.peer.identity import CODE_S, TRIES, Identity, PeerError, proof
+from omlxd.kv.peer.server import PeerServer
 
 FACTS = {"weights": {"a": "1"}, "block_size": 64, "kv_bits": 0, "versions": {"mlx": "1"}}
 NAMESPACE = namespace_of(FACTS)

@@ -9,8 +9,8 @@ import pytest
 from daemon import BLOCK, Daemon, free_port, own_usage, prose, restored, wait_until
 
 from omlxd.cli.main import main
-from omlxd.peer.client import pair
-from omlxd.peer.identity import Identity, PeerError
+from omlxd.kv.peer.client import pair
+from omlxd.kv.peer.identity import Identity, PeerError
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model import positions
-from omlxd.engine.mlx_adapter.model.drafter import target_of
-from omlxd.engine.mlx_adapter.model.drafter_folder import eagle_layers
-from omlxd.engine.mlx_adapter.model.vision import import_vlm
+from omlxd.engine.mlx_adapter.model.drafters.drafter import target_of
+from omlxd.engine.mlx_adapter.model.drafters.drafter_folder import eagle_layers
+from omlxd.engine.mlx_adapter.model.vlm.vision import import_vlm
 
 KINDS = ("eagle3", "eagle3-sglang", "dflash", "dflash2", "dspark")
 OTHERS = ("laguna", "gemma4_dspark")

@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from tokenizers.processors import TemplateProcessing
 
-from omlxd.engine.mlx_adapter.model.vision import import_vlm
+from omlxd.engine.mlx_adapter.model.vlm.vision import import_vlm
 from omlxd.models import demo
 
 VOCAB = 512

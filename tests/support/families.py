@@ -19,7 +19,7 @@ from family_configs import COMMON, CONFIGS, VLM_TEXT, VOCAB
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, quantize_model, save_config, save_model
 
-from omlxd.engine.mlx_adapter.model import vision
+from omlxd.engine.mlx_adapter.model.vlm import vision
 from omlxd.models import demo
 
 DType = Literal["fp32", "bf16"]

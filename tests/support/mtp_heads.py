@@ -14,8 +14,8 @@ from mlx.utils import tree_flatten
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model import positions
-from omlxd.engine.mlx_adapter.model.drafter import embeddings_of
-from omlxd.engine.mlx_adapter.model.vision import import_vlm
+from omlxd.engine.mlx_adapter.model.drafters.drafter import embeddings_of
+from omlxd.engine.mlx_adapter.model.vlm.vision import import_vlm
 
 NORMS = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight")
 """Names of weights that Qwen's files hold less 1."""

@@ -31,8 +31,8 @@ from ..fields.body import (
     session_header,
     stops,
 )
+from ..fields.text_files import file_part
 from ..fields.types import MAX_INT64, Temperature, TopK, TopP
-from ..text_files import file_part
 from . import blocks, threads
 from .documents import browser_state_text, document_parts, image_block, search_result_text
 from .tools import ToolChoice, Tools, as_tool_choice, engine_id

@@ -13,7 +13,7 @@ from ... import chat
 from ...errors import bad_field
 from ..conversation import tool_result
 from ..fields.body import NOT_FETCHED, free_json, from_base64, image, is_pdf, misplaced, pdf, stable_json
-from ..text_files import file_part
+from ..fields.text_files import file_part
 from .body import Blob, Content, FunctionCall, FunctionResponse, Part, ResponsePart
 
 

@@ -14,7 +14,7 @@ from ... import chat
 from ...errors import bad_field
 from ..conversation import tool_result
 from ..fields.body import free_json, image, image_url, json_text, lenient_arguments, misplaced, unsupported
-from ..text_files import file_part
+from ..fields.text_files import file_part
 
 
 class Url(msgspec.Struct):

@@ -14,10 +14,10 @@ from ...common.units import counted, disk_room, human
 from ...config import ModelSettings, Settings
 from ...errors import AGENT_CONTEXT, ModelError
 from ...models.catalog import hub_cache_dir
+from ...models.config.json_files import BrokenJSON, read_json
 from ...models.fetch.offer import DOWNLOAD_BYTES
+from ...models.fetch.quantised import bits_of, load_of, parameters_of, weights_in
 from ...models.footprint import read_config
-from ...models.json_files import BrokenJSON, read_json
-from ...models.quantised import bits_of, load_of, parameters_of, weights_in
 from ...models.resolve import DEFAULT_ID, default_folder, look_up_on_hub
 from ..watch.status import table
 from .machine import Machine, this_machine

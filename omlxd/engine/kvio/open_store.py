@@ -284,8 +284,8 @@ class ModelStore:
 
     def _peer(self) -> Peer:
         """Whom this store asks for blocks that it lacks."""
-        from ...peer.client import connected  # With Python's ssl, which no other engine needs.
-        from ...peer.identity import Identity
+        from ...kv.peer.client import connected  # With Python's ssl, which no other engine needs.
+        from ...kv.peer.identity import Identity
 
         settings, address = self._settings, peer_address(self._settings.peer)
         identity, namespace = Identity(Path(settings.peer_base)), self.namespace

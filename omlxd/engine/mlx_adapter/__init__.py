@@ -40,12 +40,12 @@ from .cache.packed import Quantisation
 from .cache.segments import SEGMENT, Segment, add_segment, segmented_layers
 from .model.adapters.lora import Adapter, may_share_pass, row_adapters
 from .model.checks import has_own_rows, share_prefixes, use_own_rows
-from .model.drafter import Drafter, DrafterState, NothingGuessesError
-from .model.drafter_folder import load_drafter
+from .model.drafters.drafter import Drafter, DrafterState, NothingGuessesError
+from .model.drafters.drafter_folder import load_drafter
+from .model.drafters.mtp import load_mtp
 from .model.inspection import attention_from, write_keys
 from .model.layer_hook import LayerHook
 from .model.load import LoadedModel, load, load_tokenizer, tree_bytes
-from .model.mtp import load_mtp
 from .model.positions import keeps_hidden, last_position_only, last_positions, logits_at, take_hidden
 from .model.prompt_cache_file import (
     PromptCacheFile,
@@ -55,7 +55,7 @@ from .model.prompt_cache_file import (
     write_prompt_cache,
 )
 from .model.split import Group, check_split, join_group, rank_environment
-from .model.vision import VLM_VERSION, blindness
+from .model.vlm.vision import VLM_VERSION, blindness
 from .runtime.arrays import (
     blank_arrays,
     give_memory_back,

@@ -38,8 +38,8 @@ from .decode_batch import DecodeBatch
 from .end_steps import LONGEST, EndSteps
 from .memory_admission import MemoryAdmission
 from .prefill import PrefillBudget
-from .priority import pass_levels
 from .scoring import score, tokens_to_score
+from .waiting.priority import pass_levels
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence as Seq
 from ...common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK
 from .. import mlx_adapter
 from ..sequence.sequence import Sequence
-from .priority import Levels, pass_levels
+from .waiting.priority import Levels, pass_levels
 
 SLICE_S = 0.5
 """Seconds that a pass may take on Metal, as far as the measured rate foretells. Other GPUs are never so

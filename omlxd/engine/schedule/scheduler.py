@@ -30,8 +30,8 @@ from .decode_batch import DecodeBatch, best_batch
 from .forward import PromptPasses
 from .memory_admission import MemoryAdmission
 from .prefill import SMOOTHING, PrefillBudget, slice_seconds
-from .priority import later_ones
-from .queue import Inbox, RequestQueue, Watchdog
+from .waiting.priority import later_ones
+from .waiting.queue import Inbox, RequestQueue, Watchdog
 
 log = logging.getLogger(__name__)
 

@@ -116,7 +116,7 @@ class Prompt:
     pins           names of blocks to pin while it runs
     client, session  whose it is, and which conversation of theirs: for fairness alone
     priority       as the request has it (chat.py)
-    side           it goes behind others of its session (engine/schedule/priority.py)
+    side           it goes behind others of its session (engine/schedule/waiting/priority.py)
     """
 
     length: int
@@ -250,7 +250,7 @@ class Sequence:
     carried        its KV comes from a file or goes into one: no client's prompt, which nothing counts
     begun          its sink knows of how many tokens its KV was restored
     wait_logged    the log says that it waits behind others; never of an answer that is `again`
-    outranked      turns that lower numbers had before it (engine/schedule/priority.py)
+    outranked      turns that lower numbers had before it (engine/schedule/waiting/priority.py)
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
     """
 

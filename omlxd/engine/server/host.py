@@ -38,8 +38,6 @@ from ..prompt.pipeline import PromptPipeline, RenderedPrompt
 from ..prompt.sessions import Lineage, Sessions, Standing, is_side_request, lineage_of
 from ..prompt.template.template import TOOLS_AS_TEXT
 from ..prompt.turn_memory import Answer, Scope
-from ..ranks.lead import Lead, share
-from ..ranks.lead_bridge import LeadBridge
 from ..schedule.memory_admission import MemoryAdmission
 from ..schedule.rehearsal import rehearse
 from ..schedule.scheduler import Scheduler
@@ -52,6 +50,8 @@ from .explain import Explainer, ExtraKeys, Placed
 from .metrics import TrafficCounters, adapter_metrics, metrics_of
 from .model_load import load_model, load_speculation, model_info
 from .new_sequence import SequenceMaker
+from .ranks.lead import Lead, share
+from .ranks.lead_bridge import LeadBridge
 from .request import RequestChecks, parser_of
 
 log = logging.getLogger(__name__)

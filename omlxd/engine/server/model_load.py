@@ -17,7 +17,7 @@ from ...common.files import read_small
 from ...errors import ModelError
 from ...kv.files.paths import KERNELS_NAME, namespace_dir
 from ...kv.hashing import BlockHash
-from ...models.drafters import drafter_kind
+from ...models.config.drafters import drafter_kind
 from ...models.footprint import Footprint, read_config
 from ...wire.plan import Ready
 from .. import mlx_adapter

@@ -45,10 +45,10 @@ from .. import mlx_adapter
 from ..kvio.hot_budget import memory
 from ..kvio.lease import FrontLease
 from ..output.sink import OutputThread
-from ..ranks.lead import Lead, share_of_load
 from ..sequence.sequence import Sequence
 from .embedding import EmbedderHost
 from .host import EngineHost
+from .ranks.lead import Lead, share_of_load
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from ...common.bounded_map import BoundedMap
 from ...errors import InvalidRequest, PromptTooLong, bad_field
 from ...kv.hashing import ExtraKey
 from ..mlx_adapter import end_if_fault
-from ..mlx_adapter.model.vision import (
+from ..mlx_adapter.model.vlm.vision import (
     Features,
     ImageProcessor,
     Piece,

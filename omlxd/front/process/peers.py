@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from .sockets import CannotListen, bind
 
 if TYPE_CHECKING:
-    from ...peer.server import PeerServer
+    from ...kv.peer.server import PeerServer
 
 
 def open_peer_socket(settings: Settings) -> socket.socket | None:
@@ -46,8 +46,8 @@ def share_cache(settings: Settings, listening: socket.socket | None) -> PeerServ
     """Begin to answer peers. Raises OSError."""
     if listening is None:
         return None
-    from ...peer.identity import Identity
-    from ...peer.server import PeerServer
+    from ...kv.peer.identity import Identity
+    from ...kv.peer.server import PeerServer
 
     server = PeerServer(Identity(settings.base_path), settings.paged_ssd_cache_dir, listening)
     server.start()

@@ -14,7 +14,7 @@ from ...common.units import human
 from ...config import Settings
 from ...errors import ModelError
 from ..catalog import looks_like_model
-from ..json_files import read_json
+from ..config.json_files import read_json
 from ..resolve import DEFAULT_ID, DEMO_ID, default_folder, fetch_default_model
 
 AGREED = "OMLXD_FETCH_MODEL"

@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from responses import item, messages
 from sdk_clients import gpt
 
-from omlxd.api import text_files
+from omlxd.api.fields import text_files
 from omlxd.api.openai import chat_request
 from omlxd.chat import Message, TextPart, ToolResultPart
 from omlxd.errors import InvalidRequest

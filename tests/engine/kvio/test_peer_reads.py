@@ -19,7 +19,7 @@ from rig import BLOCK, Output, Rig
 from omlxd.engine.kvio.reads.peer_reads import AWAY_S, Peer, PeerReads
 from omlxd.engine.kvio.reads.rates import Rates
 from omlxd.kv.files.paths import block_path
-from omlxd.peer.identity import PeerError
+from omlxd.kv.peer.identity import PeerError
 
 TOKENS = prompt(1300)
 CACHED = 1280

@@ -1,4 +1,4 @@
-"""What mlx_adapter/model/drafter_folder.py relies on in mlx-vlm's drafters."""
+"""What mlx_adapter/model/drafters/drafter_folder.py relies on in mlx-vlm's drafters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model.positions import forget_hidden, keeps_hidden
 from omlxd.engine.server.model_load import load_drafter
 from omlxd.errors import ModelError
-from omlxd.models.drafters import drafter_kind
+from omlxd.models.config.drafters import drafter_kind
 from omlxd.models.resolve import check_folder
 
 TOKENS = [105, 109, 200, 131, 177, 112, 109, 300]

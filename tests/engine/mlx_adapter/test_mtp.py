@@ -13,7 +13,7 @@ from mtp_heads import HEADS, add_heads
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model.positions import forget_hidden, keeps_hidden
-from omlxd.engine.mlx_adapter.model.vision import import_vlm
+from omlxd.engine.mlx_adapter.model.vlm.vision import import_vlm
 
 TOKENS = [5, 9, 200, 31, 77, 12, 9, 300]
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from omlxd.engine.mlx_adapter.model import tower
+from omlxd.engine.mlx_adapter.model.vlm import tower
 
 
 @pytest.fixture(autouse=True)

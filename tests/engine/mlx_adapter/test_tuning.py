@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from omlxd.engine.mlx_adapter.model import vision
 from omlxd.engine.mlx_adapter.model.adapters import tuning
 from omlxd.engine.mlx_adapter.model.load import read_model
+from omlxd.engine.mlx_adapter.model.vlm import vision
 from omlxd.errors import ModelError
 
 UNTRAINED = ("gemma3n", "recurrent_gemma")

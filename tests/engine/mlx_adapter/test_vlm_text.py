@@ -22,7 +22,7 @@ from mlx_lm.utils import quantize_model, save_model
 from rig import Rig
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter.model import vision, vlm_text
+from omlxd.engine.mlx_adapter.model.vlm import vision, vlm_text
 from omlxd.engine.mlx_adapter.runtime.arrays import distance
 from omlxd.errors import ModelError
 

@@ -13,9 +13,9 @@ import pytest
 from daemon import family_model
 
 from omlxd import wire
-from omlxd.engine.ranks.lead import share_of_load
-from omlxd.engine.ranks.lead_bridge import MOST_ROUNDS, _Agreement
-from omlxd.engine.ranks.link import SILENCE_S, Link
+from omlxd.engine.server.ranks.lead import share_of_load
+from omlxd.engine.server.ranks.lead_bridge import MOST_ROUNDS, _Agreement
+from omlxd.engine.server.ranks.link import SILENCE_S, Link
 from omlxd.errors import ModelError
 from omlxd.wire import plan
 

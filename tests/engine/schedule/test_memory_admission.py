@@ -23,7 +23,7 @@ from omlxd.chat import Failed, Finished, Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.runtime import arrays
 from omlxd.engine.schedule.memory_admission import RESERVE_FRACTION, MemoryAdmission
-from omlxd.engine.schedule.queue import PATIENCE
+from omlxd.engine.schedule.waiting.queue import PATIENCE
 from omlxd.engine.sequence.sampling import RowSampling, SamplingDefaults
 from omlxd.engine.sequence.sequence import Prompt, SamplerRow, Sequence
 from omlxd.errors import InvalidRequest, Unavailable

@@ -16,9 +16,9 @@ from rig import BLOCK, Output, Rig
 from omlxd.chat import Sampling
 from omlxd.engine.schedule.bridges import Bridges
 from omlxd.engine.schedule.prefill import PrefillBudget
-from omlxd.engine.schedule.priority import PATIENCE, Levels, later_ones
-from omlxd.engine.schedule.queue import RequestQueue
 from omlxd.engine.schedule.scheduler import Scheduler
+from omlxd.engine.schedule.waiting.priority import PATIENCE, Levels, later_ones
+from omlxd.engine.schedule.waiting.queue import RequestQueue
 from omlxd.engine.sequence.sampling import UNNAMED, RowSampling, SamplerRow
 from omlxd.engine.sequence.sequence import Prompt, Sequence, State
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omlxd.chat import Sampling
-from omlxd.engine.schedule.queue import PATIENCE, RequestQueue
+from omlxd.engine.schedule.waiting.queue import PATIENCE, RequestQueue
 from omlxd.engine.sequence.sampling import UNNAMED, RowSampling, SamplerRow
 from omlxd.engine.sequence.sequence import Prompt, Sequence
 

@@ -12,7 +12,7 @@ from rig import BLOCK, Output, Rig
 from omlxd.api.fields.body import ParsedRequest, with_timeout
 from omlxd.chat import Conversation, GenerateRequest
 from omlxd.engine.output.sink import usage_of
-from omlxd.engine.schedule.queue import Watchdog
+from omlxd.engine.schedule.waiting.queue import Watchdog
 from omlxd.engine.sequence.sequence import Prompt, SequenceKV, SequenceStats
 from omlxd.errors import InvalidRequest
 

@@ -16,7 +16,7 @@ import numpy as np
 from rig import BLOCK
 from vision_rig import Segments, VisionRig, image
 
-from omlxd.engine.mlx_adapter.model.vision import Features, pack_features, unpack_features
+from omlxd.engine.mlx_adapter.model.vlm.vision import Features, pack_features, unpack_features
 from omlxd.engine.vision import image_files
 from omlxd.errors import OmlxdError
 from omlxd.kv.cold.health import ColdHealth

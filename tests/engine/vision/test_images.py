@@ -43,7 +43,7 @@ from omlxd.chat import (
 )
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model import load as loading
-from omlxd.engine.mlx_adapter.model import vision
+from omlxd.engine.mlx_adapter.model.vlm import vision
 from omlxd.engine.prompt.turn_memory import Scope
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.errors import InvalidRequest, ModelError

@@ -20,7 +20,7 @@ from rig import BLOCK
 from vision_families import IMAGE, VISION_FAMILIES
 from vision_rig import Segments, VisionRig, image
 
-from omlxd.engine.mlx_adapter.model import vision
+from omlxd.engine.mlx_adapter.model.vlm import vision
 
 FAST = ("qwen3_vl", "gemma4")
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in VISION_FAMILIES]

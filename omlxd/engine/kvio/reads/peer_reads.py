@@ -26,8 +26,8 @@ from ....kv.checkpoint import Checkpoints, checkpoint_name
 from ....kv.cold.tier import ColdTier
 from ....kv.files.block_file import BlockKey
 from ....kv.hashing import BlockHash
+from ....kv.peer.identity import PeerError
 from ....kv.store import KVStore
-from ....peer.identity import PeerError
 from ...sequence.sequence import Sequence
 from .rates import LEAST_S, Rates
 
@@ -46,7 +46,7 @@ Ready = Callable[[], None]
 
 
 class Connection(Protocol):
-    """To the peer, about this store's namespace (omlxd/peer/client.py). Each call raises PeerError."""
+    """To the peer, about this store's namespace (omlxd/kv/peer/client.py). Each call raises PeerError."""
 
     def look(self, names: Seq[bytes], model: str, facts: dict[str, Any]) -> tuple[list[bool], str]: ...
 

@@ -21,7 +21,7 @@ import numpy as np
 from ....errors import ModelError
 from ....models.footprint import INSTALL_VISION, kind_of, read_config
 from .load import context_length, make_float32, tree_bytes
-from .vision import import_vlm
+from .vlm.vision import import_vlm
 
 Rows = Sequence[Sequence[int]]
 """Token ids of each text."""

@@ -10,8 +10,8 @@ import mlx.nn as nn
 
 from ..cache.kinds import arrays_of
 from ..runtime.device import backend
-from . import tower, vision
 from .positions import passes
+from .vlm import tower, vision
 
 
 class LayerHook:

@@ -39,11 +39,12 @@ from ..cache.live_segments import LiveSegments
 from ..cache.packed import Quantisation
 from ..runtime.device import backend
 from ..runtime.mapped import MappedWeights
-from . import checks, vision, vlm_text
+from . import checks
 from .adapters.lora import Adapters, read_adapter
 from .layer_hook import LayerHook
 from .positions import last_position_only
 from .split import Group, split_of, take_share
+from .vlm import vision, vlm_text
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,6 @@ def load(
     """Load weights and tokenizer, and learn the KV layout from a forward pass of one token.
 
     kv       keep per-token KV so; None: in the model's own type
-    float32  make the weights float32
     adapter  folder of a LoRA adapter; "": none
     weights_mmap  `on`, `auto` or `off`, as `MappedWeights` has it
     segment  tokens of a segment of KV that sequences share, where the model can; 0: they share none. On a CPU

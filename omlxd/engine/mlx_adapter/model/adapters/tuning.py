@@ -26,8 +26,8 @@ from .....common.units import human
 from .....errors import ModelError
 from .....models.tuning import Example, Job
 from ...runtime.device import backend
-from .. import vision
 from ..load import read_model
+from ..vlm import vision
 
 ADAPTER = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"

@@ -24,13 +24,13 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from ..common.files import read_small, write_atomic
+from ...common.files import read_small, write_atomic
 
 FOLDER = "peer"
 CODE_S, TRIES = 300.0, 3
@@ -201,7 +201,7 @@ class Identity:
         (self.folder / "code.json").unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Generator[None, None, None]:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

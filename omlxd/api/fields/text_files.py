@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from ..chat import DocumentPart, TextPart
-from ..errors import InvalidRequest, bad_field
-from .fields.body import DATA_URL, NOT_FETCHED, PDF, from_base64, misplaced, pdf
+from ...chat import DocumentPart, TextPart
+from ...errors import InvalidRequest, bad_field
+from .body import DATA_URL, NOT_FETCHED, PDF, from_base64, misplaced, pdf
 
 MAX_BYTES = 8 * 1024 * 1024
 """Bytes of one text at most; a PDF may be as large as a request."""

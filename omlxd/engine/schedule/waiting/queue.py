@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ..sequence.sequence import Sequence
+from ...sequence.sequence import Sequence
 from .priority import PATIENCE, Levels, session_of
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..common.files import SMALL, read_small
+from ...common.files import SMALL, read_small
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...wire import plan
-from ..kvio.copier import Rows
-from ..kvio.split_bridge import SplitBridge
-from ..mlx_adapter import Cache
-from ..sequence.sequence import Sequence
+from ....wire import plan
+from ...kvio.copier import Rows
+from ...kvio.split_bridge import SplitBridge
+from ...mlx_adapter import Cache
+from ...sequence.sequence import Sequence
 from .lead import Lead
 
 MOST_ROUNDS = 3

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..runtime.device import backend
+from ...runtime.device import backend
 
 PART = 1 << 30
 """Multiplications: 20 ms at 100 GFLOP/s."""

@@ -7,11 +7,11 @@ import getpass
 import sys
 from collections.abc import Sequence
 
-from ...common.ports import peer_address
-from ...config import add_flags, settings_of
-from ...errors import ConfigError, OmlxdError
-from ...peer.client import pair
-from ...peer.identity import Identity, PeerError, plain_code
+from .....common.ports import peer_address
+from .....config import add_flags, settings_of
+from .....errors import ConfigError, OmlxdError
+from .....kv.peer.client import pair
+from .....kv.peer.identity import Identity, PeerError, plain_code
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:

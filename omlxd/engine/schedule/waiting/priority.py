@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from ..sequence.sequence import Sequence
+from ...sequence.sequence import Sequence
 
 PATIENCE = 16
 

@@ -19,8 +19,10 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from ....models.footprint import has_vlm, read_config
-from . import vision
+from .....models.footprint import has_vlm, read_config
+from ..load import LoadedModel, make_float32
+from ..positions import forgotten_on_error, keep_hidden, keep_streams
+from ..vlm import vision
 from .drafter import (
     ChainDrafter,
     DrafterState,
@@ -29,8 +31,6 @@ from .drafter import (
     example_states,
     hidden_size,
 )
-from .load import LoadedModel, make_float32
-from .positions import forgotten_on_error, keep_hidden, keep_streams
 
 FAMILIES: dict[str, Literal["normed", "streams"]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm_moe_dsa", "glm5_next"), "normed"),

@@ -20,13 +20,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ....models.drafters import drafter_kind
-from ....models.footprint import INSTALL_VISION, VLM_VERSION, has_vlm, read_config, weight_files
-from . import vision
+from .....models.config.drafters import drafter_kind
+from .....models.footprint import INSTALL_VISION, VLM_VERSION, has_vlm, read_config, weight_files
+from ..load import LoadedModel, make_float32
+from ..positions import forgotten_on_error, keep_layers, last_positions
+from ..vlm import vision
 from .drafter import ChainDrafter, Drafter, DrafterState, Draw, example_states, hidden_size, target_of
-from .load import LoadedModel, make_float32
 from .mtp import mtp_of
-from .positions import forgotten_on_error, keep_layers, last_positions
 
 
 class Eagle3(ChainDrafter):

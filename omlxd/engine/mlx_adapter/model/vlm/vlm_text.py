@@ -21,12 +21,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
-from ....errors import ModelError
-from ....models.footprint import INSTALL_VISION, VLM_VERSION, has_vlm, read_config
-from ..cache.kinds import Cache, leaves
-from ..runtime.arrays import distance
+from .....errors import ModelError
+from .....models.footprint import INSTALL_VISION, VLM_VERSION, has_vlm, read_config
+from ...cache.kinds import Cache, leaves
+from ...runtime.arrays import distance
+from ..positions import give_streams, is_head, keeps_streams
 from . import vision
-from .positions import give_streams, is_head, keeps_streams
 
 FAR = 0.2
 """`distance` of logits from which on `TextModel.check` fails. In bfloat16 rounding may choose other experts;

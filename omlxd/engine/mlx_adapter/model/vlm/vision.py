@@ -30,14 +30,14 @@ import msgspec
 import numpy as np
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from ....common.files import read_small
-from ....errors import ModelError
-from ....models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
-from ..attention import hooks as attention
-from ..attention.backend import current
-from ..cache.chosen import LatentKVCache, PooledKVCache, QSAKVCache, attend_by_rows
-from ..cache.kinds import Cache, add_arrays_kind, leaves, spec_of
-from ..cache.rows import RowBatch
+from .....common.files import read_small
+from .....errors import ModelError
+from .....models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
+from ...attention import hooks as attention
+from ...attention.backend import current
+from ...cache.chosen import LatentKVCache, PooledKVCache, QSAKVCache, attend_by_rows
+from ...cache.kinds import Cache, add_arrays_kind, leaves, spec_of
+from ...cache.rows import RowBatch
 from . import tower
 
 log = logging.getLogger(__name__)

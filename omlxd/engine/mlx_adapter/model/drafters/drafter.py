@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache.kinds import Cache, arrays_of, can_take_back
-from . import vision
-from .load import LoadedModel, run_passes, tree_bytes
-from .positions import take_hidden
+from ...cache.kinds import Cache, arrays_of, can_take_back
+from ..load import LoadedModel, run_passes, tree_bytes
+from ..positions import take_hidden
+from ..vlm import vision
 
 Draw = Callable[[mx.array], mx.array]
 """Logits (1, vocabulary) of the next position → its token (1,)."""

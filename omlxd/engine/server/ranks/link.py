@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ... import wire
-from ...wire.plan import Ping, Pong
+from .... import wire
+from ....wire.plan import Ping, Pong
 
 PING_S = 0.5
 SILENCE_S = 4.0

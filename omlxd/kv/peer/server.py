@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..kv.files.fs import FileSystem
-from ..kv.files.namespace import NamespaceInfo, differences, read_namespace
-from ..kv.files.paths import block_path, is_namespace_dir, namespace_dir
+from ..files.fs import FileSystem
+from ..files.namespace import NamespaceInfo, differences, read_namespace
+from ..files.paths import block_path, is_namespace_dir, namespace_dir
 from .frames import (
     MOST_UNPAIRED,
     VERSION,

@@ -27,22 +27,22 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import wire
-from ...errors import ModelError, OmlxdError
-from ...kv.files.paths import namespace_dir
-from ...kv.hashing import hash_blocks
-from ...wire import plan
-from .. import mlx_adapter
-from ..kvio.bridge import OWN_CACHE
-from ..kvio.fingerprint import file_identities
-from ..kvio.hot_budget import evict_unused
-from ..kvio.lease import FrontLease
-from ..kvio.open_store import ModelStore
-from ..kvio.split_bridge import SplitBridge
+from .... import wire
+from ....errors import ModelError, OmlxdError
+from ....kv.files.paths import namespace_dir
+from ....kv.hashing import hash_blocks
+from ....wire import plan
+from ... import mlx_adapter
+from ...kvio.bridge import OWN_CACHE
+from ...kvio.fingerprint import file_identities
+from ...kvio.hot_budget import evict_unused
+from ...kvio.lease import FrontLease
+from ...kvio.open_store import ModelStore
+from ...kvio.split_bridge import SplitBridge
+from ...sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
+from ..model_load import load_model
 from ..ranks.compute import compute
 from ..ranks.link import PING_S, Link
-from ..sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
-from .model_load import load_model
 
 log = logging.getLogger(__name__)
 

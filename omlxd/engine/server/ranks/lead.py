@@ -30,15 +30,15 @@ import mlx.core as mx
 from msgspec import structs
 from msgspec.structs import replace
 
-from ... import wire
-from ...common.ports import free_on_loopback
-from ...errors import ModelError
-from ...kv.cold.writer import Lease
-from ...models.footprint import read_config
-from ...wire import plan
-from .. import mlx_adapter
-from ..mlx_adapter import Cache, Group
-from ..sequence.sequence import Sequence
+from .... import wire
+from ....common.ports import free_on_loopback
+from ....errors import ModelError
+from ....kv.cold.writer import Lease
+from ....models.footprint import read_config
+from ....wire import plan
+from ... import mlx_adapter
+from ...mlx_adapter import Cache, Group
+from ...sequence.sequence import Sequence
 from .compute import compute
 from .link import PING_S, Link
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import mlx_adapter
-from ..mlx_adapter import Cache
+from ... import mlx_adapter
+from ...mlx_adapter import Cache
 
 
 def compute(model: Any, tokens: list[int] | tuple[int, ...], cache: Cache) -> mx.array:

@@ -8,7 +8,7 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from .frames import VERSION, Channel, Found, Hello, Look, Pair, PairedWith, Piece, Read
@@ -21,7 +21,7 @@ CONNECT_S, STEP_S = 1.0, 3.0
 @contextlib.contextmanager
 def _connected(
     address: tuple[str, int], context: ssl.SSLContext, deadline: float = math.inf
-) -> Iterator[Channel]:
+) -> Generator[Channel, None, None]:
     """Raises PeerError, in words, for whatever fails inside."""
 
     def at_most(seconds: float) -> float:
@@ -99,7 +99,7 @@ class Connection:
 @contextlib.contextmanager
 def connected(
     identity: Identity, address: tuple[str, int], namespace: bytes, deadline: float
-) -> Iterator[Connection]:
+) -> Generator[Connection, None, None]:
     """Connect. All of it ends at `deadline`, by time.monotonic().
 
     Raises PeerError, also for what fails inside.

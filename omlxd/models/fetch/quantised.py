@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .footprint import FLOAT32_FRACTION, Footprint, element_of, expected, footprint_of
+from ..footprint import FLOAT32_FRACTION, Footprint, element_of, expected, footprint_of
 
 GROUP = 64
 """Weights that share a scale and a bias of 16 bits each, as mlx-lm quantises."""

@@ -1,0 +1,1 @@
+"""Drafters that read their target's hidden states: their folders, one interface, a model's own heads."""

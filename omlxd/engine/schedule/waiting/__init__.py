@@ -1,0 +1,1 @@
+"""Requests that wait, and who of them goes first."""

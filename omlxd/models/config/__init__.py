@@ -1,0 +1,1 @@
+"""What the JSON files of a model folder say."""
