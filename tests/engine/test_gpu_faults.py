@@ -153,6 +153,7 @@ NO_GPU = {
     "kvio/reads/tail_read.py: RuntimeError": "to submit a read computes nothing",
     "mlx_adapter/model/adapters/tuning.py: (OSError, RuntimeError, ValueError)": "another process: it trains",
     "mlx_adapter/runtime/arrays.py: Exception": "the process ends",
+    "server/ranks/lead.py: Exception": "to start a process computes nothing",
     "server/ranks/follower.py: Exception": "the process ends, and rank 0's with it",
     "vision/media_child.py: Exception": "another process, which decodes pictures",
 }

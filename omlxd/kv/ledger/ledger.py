@@ -290,8 +290,7 @@ class Ledger:
         Removes temporary files, and in a walk of all records that nobody has used for `MOST_AGE_S`.
 
         only  namespaces to look into
-        dead  the process whose temporary files go, with those of processes that are no more, as its other
-              ranks; None: everybody's
+        dead  the process whose temporary files go; None: everybody's
 
         Symlinks are not followed, and what has no name of ours is left alone: somebody may point
         --paged-ssd-cache-dir at a folder of models, whose weights are safetensors files too. A
@@ -304,7 +303,7 @@ class Ledger:
                     if not kind or not entry.is_file(follow_symlinks=False):
                         continue
                     is_temp = kind == "temp"
-                    if is_temp and dead is not None and _writes(temp_owner(entry.name), dead):
+                    if is_temp and dead is not None and temp_owner(entry.name) != dead:
                         continue  # Some living engine is writing it, under its own grant.
                     if is_temp and unlink(entry.path) is None:
                         self._leftovers_removed += 1
@@ -545,16 +544,3 @@ class Ledger:
             folder_away=int(self._away),
             capacity=self.capacity(),
         )
-
-
-def _writes(owner: int | None, dead: int) -> bool:
-    """Whether the process `owner` may still write its temporary file, now that `dead` has ended."""
-    if owner is None or owner == dead:
-        return False
-    try:
-        os.kill(owner, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
