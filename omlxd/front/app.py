@@ -25,7 +25,7 @@ from starlette.routing import Route
 from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
 from ..api.fields.body import ParsedRequest, keep_alive_of, mended, with_timeout
-from ..api.fields.priority import with_priority
+from ..api.fields.priority import priority_of
 from ..api.gemini.answer import TokenCount as GeminiTokenCount
 from ..api.gemini.body import CountTokensBody
 from ..api.gemini.request import parse_count
@@ -314,9 +314,12 @@ class _Prompted:
         def read() -> ParsedRequest:
             body = mended(b"".join(pieces))
             pieces.clear()
-            parsed = with_priority(parse(body, request.headers), body, request.headers, floor)
+            parsed = parse(body, request.headers)
+            priority = priority_of(body, request.headers, floor)
             named = request.path_params.get("model", parsed.model)
-            whose = msgspec.structs.replace(parsed.generate, client=client_of(request.scope))
+            whose = msgspec.structs.replace(
+                parsed.generate, client=client_of(request.scope), priority=priority
+            )
             return msgspec.structs.replace(
                 parsed, model=named, generate=whose, keep_alive=keep_alive_of(body)
             )

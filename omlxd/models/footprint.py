@@ -46,7 +46,12 @@ INSTALL_VISION = f"`pip install 'omlxd[vision]'`, then `pip install --no-deps ml
 
 RESERVE_FRACTION = 0.05
 RESERVE_BYTES = 2 << 30
-"""Bytes that the rest of the machine keeps at most; below them a fraction."""
+
+
+def reserve_of(total: int) -> int:
+    """Return the bytes of a device's `total` that other programs keep."""
+    return min(RESERVE_BYTES, int(total * RESERVE_FRACTION))
+
 
 _GEMMA3 = {
     "num_attention_heads": 8,

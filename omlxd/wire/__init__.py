@@ -163,6 +163,15 @@ class Load(Struct, frozen=True, tag="load"):
     ranks: int = 1
 
 
+SAMPLE_KERNELS = (
+    *("attend_rows", "attend_rows 8bit"),
+    *("few rows 4 bits", "few rows 8 bits", "few rows experts"),
+    *("delta prompts", "delta steps"),
+)
+"""Metal kernels that a report measures, each at a shape of common models: a part of its own, as one may end
+its process."""
+
+
 class MeasureJob(Struct, frozen=True):
     """What engine/server/measure measures. No frame: it stands in a file.
 

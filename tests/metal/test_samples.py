@@ -9,15 +9,14 @@ import mlx.core as mx
 import pytest
 from metal import stand_ins
 
-from omlxd.cli.doctor.report import measure
 from omlxd.engine.mlx_adapter.attention import backend
 from omlxd.engine.mlx_adapter.metal import kernel, rule
 from omlxd.engine.mlx_adapter.metal.attention import choice
 from omlxd.engine.mlx_adapter.metal.backend import MetalBackend
 from omlxd.engine.mlx_adapter.metal.delta import layers, prompts
 from omlxd.engine.mlx_adapter.metal.products import install
-from omlxd.engine.server.measure.attention import KERNELS
 from omlxd.engine.server.measure.attention import kernel as measured
+from omlxd.wire import SAMPLE_KERNELS as KERNELS
 
 called = set[str]()
 """Names of kernels."""
@@ -52,7 +51,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_report_has_a_line_for_each_kernel(small: None):
-    assert tuple(MetalBackend().samples) == KERNELS == measure.KERNELS
+    assert tuple(MetalBackend().samples) == KERNELS
     lines = [line for name in KERNELS for line in measured(name).lines]
     assert [name for name, _ in lines] == list(KERNELS)
     said = [text for _, text in lines]

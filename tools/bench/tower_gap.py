@@ -3,7 +3,8 @@
     python -m tools.bench.tower_gap [--size 1280x800]
 
 Four layers of the tower of Qwen2.5-VL 7B, three with windows and one without, of random weights in float32.
-`whole layers`: as if the tower were looked into between its layers alone; `parts`: as it is (model/tower.py).
+`whole layers`: as if the tower were looked into between its layers alone; `parts`: as it is
+(model/vlm/tower.py).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class StructuredOutputs(msgspec.Struct):
 
 
 class GuidedFields(ThinkingFields, kw_only=True):
-    """Body fields of vLLM, behind those of thinking: a struct has one base."""
+    """Body fields of vLLM, and those of thinking, since a struct can have one base alone."""
 
     guided_json: Union[str, dict[str, Any], None] = None
     guided_regex: str | None = None

@@ -9,9 +9,8 @@ import msgspec
 
 from ... import chat
 from ...errors import OmlxdError
-from ..answer.sse import usage_extension
 from ..openai.scores import Scores
-from ..responses.objects import InputDetails, OutputDetails, UsageBody
+from ..responses.objects import UsageBody, usage_body
 from .questions import Question, confidence, expected
 from .request import DecisionsRequest
 
@@ -181,16 +180,14 @@ class DecisionsCollector:
         self._scores.event(event)
 
     def response(self) -> bytes:
-        asked, usage = self._parsed, self._scores.usage
+        asked = self._parsed
         told: list[tuple[Question, tuple[float, ...]]] = []
         for question, scores in zip(asked.questions, self._scores, strict=True):
             if isinstance(scores, OmlxdError):
                 raise scores
             told.append((question, question.probabilities(scores)))
-        tokens, cached = usage.prompt_tokens, InputDetails(usage.cached_tokens)
-        body = UsageBody(tokens, cached, 0, OutputDetails(0), tokens, usage_extension(usage))
         made: Any = SystemOneAnswer if asked.shape == "systemone" else Decision
         write: Any = {"systemone": _systemone, "mlx-vlm": _mlx_vlm, "openai": _openai}[asked.shape]
         answers = [(question.name, write(question, each)) for question, each in told]
         listed: Any = [each for _, each in answers] if asked.shape == "openai" else dict(answers)
-        return msgspec.json.encode(made(asked.model, listed, body))
+        return msgspec.json.encode(made(asked.model, listed, usage_body(self._scores.usage)))

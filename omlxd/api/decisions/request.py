@@ -20,7 +20,7 @@ from ...errors import InvalidRequest, bad_field
 from ..conversation import conversation
 from ..fields.body import ParsedRequest, convert, decode, image_url, json_text, refuse, unsupported
 from ..openai.content import KINDS, Content, content_parts
-from ..openai.scores import MOST_SCORES, MOST_TEXTS, labelled
+from ..openai.scores import MOST_SCORES, MOST_TEXTS, SAMPLING
 from ..responses.items import Item, messages_of
 from ..responses.tools import ResponseTools
 from . import questions
@@ -209,13 +209,10 @@ def _request(
         for question, shown in listed
     ]
     keys = range(len(listed)) if shape == "openai" else [question.name for question, _ in listed]
-    one = labelled(
-        ParsedRequest(asked.model or "", stream=False, generate=chat.GenerateRequest(prompts[0])), ()
-    )
     return DecisionsRequest(
-        one.model,
+        asked.model or "",
         stream=False,
-        generate=one.generate,
+        generate=chat.GenerateRequest(prompts[0], sampling=SAMPLING),
         more_prompts=tuple(prompts[1:]),
         labels=tuple(question.scored for question, _ in listed),
         fields=tuple({"prompt": f"questions.{key}", "messages": f"questions.{key}"} for key in keys),

@@ -1,4 +1,4 @@
-"""Reads who goes first: a body's `priority`, else the header's word; never before the request's key."""
+"""Reads who goes first: a body's `priority`, else the header's word; never less than the key's number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from ...chat import PRIORITIES, PriorityWord
 from ...errors import bad_field
-from .body import ParsedRequest, decode
+from .body import decode
 from .types import MAX_INT64
 
 PRIORITY_HEADER = "x-omlxd-priority"
@@ -24,10 +24,8 @@ class PriorityBody(msgspec.Struct):
 _decoder = msgspec.json.Decoder(PriorityBody)
 
 
-def with_priority(
-    parsed: ParsedRequest, body: bytes, headers: Mapping[str, str], floor: PriorityWord | None
-) -> ParsedRequest:
-    """Set the priority in `parsed`, whose `body` has been read. Raises InvalidRequest.
+def priority_of(body: bytes, headers: Mapping[str, str], floor: PriorityWord | None) -> int:
+    """Return the number of a request whose `body` has been read. Raises InvalidRequest.
 
     floor  what the key says; None: there is none
     """
@@ -36,8 +34,4 @@ def with_priority(
         raise bad_field(PRIORITY_HEADER, f"write {' or '.join(PRIORITIES)}")
     said = decode(_decoder, body).priority if b'"priority"' in body else None
     priority = PRIORITIES[word] if said is None else said
-    if floor is not None:
-        priority = max(priority, PRIORITIES[floor])
-    return msgspec.structs.replace(
-        parsed, generate=msgspec.structs.replace(parsed.generate, priority=priority)
-    )
+    return priority if floor is None else max(priority, PRIORITIES[floor])

@@ -140,7 +140,7 @@ def labelled(parsed: ParsedRequest, labels: Sequence[str], top: int = 0) -> Pars
     if isinstance(prompt, chat.Conversation):
         # A label is no thought: the answer begins at once, unless the request says otherwise.
         prompt = replace(prompt, thinking=bool(prompt.thinking))
-    sampling = replace(_SAMPLING, logprobs=top)
+    sampling = replace(SAMPLING, logprobs=top)
     generate = replace(parsed.generate, prompt=prompt, sampling=sampling, format=None)
     prompts = 1 + len(parsed.more_prompts)
     return replace(parsed, stream=False, n=1, generate=generate, labels=(tuple(labels),) * prompts)
@@ -153,12 +153,12 @@ def without_top(body: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
-_SAMPLING = chat.Sampling(temperature=0.0, logprobs=0)
+SAMPLING = chat.Sampling(temperature=0.0, logprobs=0)
 
 
 def _prompts(model: str | None, prompts: Sequence[str]) -> ParsedRequest:
     first, *more = [chat.RawPrompt(text) for text in prompts]
-    generate = chat.GenerateRequest(first, sampling=_SAMPLING)
+    generate = chat.GenerateRequest(first, sampling=SAMPLING)
     return ParsedRequest(model or "", stream=False, generate=generate, more_prompts=tuple(more))
 
 

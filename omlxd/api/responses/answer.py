@@ -18,7 +18,7 @@ from msgspec import UNSET
 
 from ... import chat
 from ...errors import OmlxdError
-from ..answer.sse import OpenCall, named_event, usage_extension
+from ..answer.sse import OpenCall, named_event
 from ..errors import message_of
 from ..fields.body import lenient_arguments
 from ..openai.fields import ChatLogprob, chat_logprobs
@@ -90,7 +90,7 @@ class _Answer:
             completed_at=int(time.time()) if status == "completed" else None,
             error=error,
             incomplete_details=body.Incomplete() if status == "incomplete" else None,
-            usage=None if usage is None else _usage(usage),
+            usage=None if usage is None else body.usage_body(usage),
         )
 
     def _finish(self, finished: chat.Finished) -> list[Sent]:
@@ -279,14 +279,3 @@ def _problem(error: OmlxdError) -> body.Problem:
         return body.Problem("server_error", error.message)
     code = "context_length_exceeded" if error.code == "prompt_too_long" else "invalid_prompt"
     return body.Problem(code, message_of(error, "openai"))
-
-
-def _usage(usage: chat.Usage) -> body.UsageBody:
-    return body.UsageBody(
-        input_tokens=usage.prompt_tokens,
-        input_tokens_details=body.InputDetails(usage.cached_tokens),
-        output_tokens=usage.completion_tokens,
-        output_tokens_details=body.OutputDetails(usage.reasoning_tokens),
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        omlxd=usage_extension(usage),
-    )

@@ -7,7 +7,8 @@ from typing import Any, Literal, Union
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..answer.sse import UsageExtension
+from ... import chat
+from ..answer.sse import UsageExtension, usage_extension
 from ..openai.fields import ChatLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -95,6 +96,17 @@ class UsageBody(msgspec.Struct):
     output_tokens_details: OutputDetails
     total_tokens: int
     omlxd: UsageExtension
+
+
+def usage_body(usage: chat.Usage) -> UsageBody:
+    return UsageBody(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputDetails(usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputDetails(usage.reasoning_tokens),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        omlxd=usage_extension(usage),
+    )
 
 
 class Problem(msgspec.Struct):

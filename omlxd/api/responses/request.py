@@ -86,7 +86,7 @@ class _ContextEdit(msgspec.Struct):
 
 
 class _Reasoning(ReasoningEcho):
-    """Others' fields beside OpenAI's: OpenRouter's `max_tokens`, `exclude` and `enabled`."""
+    """Others' fields beside OpenAI's: `max_tokens`, `exclude` and `enabled` (OpenRouter), `budget_tokens`."""
 
     enabled: Any = None
     budget_tokens: Any = None

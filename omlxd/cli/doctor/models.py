@@ -33,8 +33,9 @@ def check_parts(settings: Settings) -> list[Finding]:
     """Check that each `draft-model` and `adapter` exists, as far as is known without the network."""
     mend = "Correct the settings file, which SIGHUP reads again; is --model-dir the daemon's?"
     catalog, found = Catalog(settings), list[Finding]()
-    troubles = [each.trouble for each in _served(settings) if each.state == "failed"]
-    for setting, model, value, why in catalog.parts():
+    parts = [*catalog.parts()]
+    troubles = [each.trouble for each in _served(settings) if each.state == "failed"] if parts else []
+    for setting, model, value, why in parts:
         check, told = setting.replace("-", " "), f"{setting} of {model}: {value}"
         if why:
             found.append(bad(check, f"{told}: {why}", mend))

@@ -122,13 +122,14 @@ def tools_of(find: Callable[[], Daemon]) -> list[Tool]:
         Tool(
             "unload_model",
             "Write a model's cache to SSD and end its engine, once its answers have ended. Its next request "
-            "loads it again. This may be the model that you are.",
+            "loads it again. It may be the model that you run on.",
             *(OneModel, _CHANGES | {"destructiveHint": True}, asked.unload_model),
         ),
         Tool(
             "pull_model",
             "Download a model from the hub. Call it first without `confirmed`: it tells the size and whether "
-            "the model fits. Ask the user, then call it with `confirmed`. A broken download goes on.",
+            "the model fits. Ask the user, then call it with `confirmed`. An interrupted download goes "
+            "on where it ended.",
             *(Pull, _CHANGES | {"openWorldHint": True}, asked.pull_model),
         ),
         Tool(

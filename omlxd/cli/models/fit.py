@@ -292,9 +292,20 @@ def _default_model(settings: Settings) -> HubModel:
     on, disk = this_machine(settings), max(0, disk_room(default_folder(settings.base_path)))
     config = {**DEFAULT.config, "quantization": {"bits": 4, "group_size": 32}}
     here = fit(config, DOWNLOAD_BYTES, DEFAULT.parameters, 4, on, settings.cpu_weights == "as-stored")
-    choice = here.bits if here.context else None
-    told = DEFAULT_ID, "", DOWNLOAD_BYTES, 1, disk, DEFAULT.parameters, here, [], choice, []
-    return HubModel(*told, on, "in the package index, from which pip takes it")
+    return HubModel(
+        id=DEFAULT_ID,
+        revision="",
+        download_bytes=DOWNLOAD_BYTES,
+        files=1,
+        disk=disk,
+        parameters=DEFAULT.parameters,
+        fit=here,
+        choices=[],
+        choice=here.bits if here.context else None,
+        copies=[],
+        machine=on,
+        place="in the package index, from which pip takes it",
+    )
 
 
 def _metadata(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import msgspec
 from ...common.units import available_ram, human, total_ram
 from ...config import Settings
 from ...errors import OmlxdError
-from ...models.footprint import RESERVE_BYTES, RESERVE_FRACTION, likely_backend
+from ...models.footprint import likely_backend, reserve_of
 from ...wire import MeasureJob
 from ..daemon.client import Daemon, NoDaemon
 from ..doctor.report.bounds import Budget
@@ -109,7 +109,7 @@ def apples_figure(brand: str, fast_cores: str) -> tuple[float | None, str]:
 def _room(total: int, limit: int | None) -> tuple[int, str]:
     if limit == 0:
         return total, "--memory-limit off"
-    usable = total - min(RESERVE_BYTES, int(total * RESERVE_FRACTION))
+    usable = total - reserve_of(total)
     if limit and limit < usable:
         return limit, f"--memory-limit {human(limit).replace(' ', '')}"
     return usable, "--memory-limit auto"

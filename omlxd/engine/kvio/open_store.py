@@ -284,7 +284,7 @@ class ModelStore:
 
     def _peer(self) -> Peer:
         """Whom this store asks for blocks that it lacks."""
-        from ...kv.peer.client import connected  # With Python's ssl, which no other engine needs.
+        from ...kv.peer.client import connected  # Only an engine that has a peer needs these.
         from ...kv.peer.identity import Identity
 
         settings, address = self._settings, peer_address(self._settings.peer)

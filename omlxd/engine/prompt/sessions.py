@@ -33,7 +33,8 @@ MOST_BRANCHES = 16
 """Branches of one session at most. A hundred sub-agents that are over are of no use to anybody."""
 
 OPENING_MESSAGES = 3
-"""Messages, and the last one, that may say that a title is wanted: a system's, an order, what it is about."""
+"""Messages at the beginning that may ask for a title: the system's, an order, the text. The last one may,
+too."""
 
 TOLERANCE = 1
 """Blocks at the end of a prompt that the next one may change, with its prompt to answer."""

@@ -164,8 +164,9 @@ class PromptPasses:
         if self._step_tokens:
             fit = [sequence for sequence in sequences if self._takes_steps(sequence)]
             return self._budget.ends_together(first, fit) if first in fit else [first]
-        keys = [self._key(sequence) for sequence in every]
-        once = [sequence for sequence in sequences if keys.count(self._key(sequence)) == 1]
+        keys = {sequence: self._key(sequence) for sequence in every}
+        held = [*keys.values()]
+        once = [sequence for sequence in sequences if held.count(keys[sequence]) == 1]
         other = self._budget.before_its_end(first, once)
         return self._budget.ends_together(first, sequences) if other is None else [other]
 

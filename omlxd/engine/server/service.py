@@ -75,7 +75,7 @@ LAST_WORDS_S = 1.0
 class Lane:
     """`threads` threads. Clients take turns, and so do a client's sessions: work of one is done in order.
 
-    What a client asks with another priority is another client's.
+    Requests of one client with different priorities take turns as those of different clients do.
     """
 
     def __init__(self, name: str, threads: int):
@@ -216,8 +216,9 @@ class EngineService:
         what = f"it took {human(beyond)} beside its model and KV, and {human(most)} is the most"
         self._end_now(what)
 
-    def _end_now(self, why: str) -> None:
-        self._leave(why, wire.LoadFailed(message=why), 5)
+    def _end_now(self, why: str, lasting: bool = False) -> None:
+        """End this process. `lasting`: as `LoadFailed` has it. Any thread."""
+        self._leave(why, wire.LoadFailed(message=why, lasting=lasting), 5)
 
     def _end_for_fault(self, fault: str) -> None:
         """End this process before anybody reads what the GPU has not computed. Any thread."""
@@ -343,16 +344,12 @@ class EngineService:
         lead = None
         if load.ranks > 1:
             load = share_of_load(load)
-            lead = Lead(load, self._lease, self._end_for_rank)
+            lead = Lead(load, self._lease, self._end_now)
 
         def want(wants: wire.Wants) -> None:
             self._send(replace(wants, nbytes=wants.nbytes * load.ranks))
 
         return EngineHost(load, self._output, self._lease, want, lead)
-
-    def _end_for_rank(self, why: str, lasting: bool) -> None:
-        """End this process, since another rank has. Any thread."""
-        self._leave(why, wire.LoadFailed(message=why, lasting=lasting), 5)
 
     def _pulse(self) -> None:
         """Say that work gets done: a long tool call or a restore sends no events. A PDF on its way has a

@@ -116,7 +116,7 @@ class InFlight:
     def check_room(self, client: str = "", priority: int = 0) -> None:
         """Raise Overloaded if no more requests may wait, or no more of `client`, or of that priority.
 
-        Those that go after it take no more room from it than other clients do.
+        Requests with higher numbers take no more room from it than other clients' do.
         """
         held = sum(request.client == client for request in self.requests.values())
         ahead = sum(request.priority <= priority for request in self.requests.values())

@@ -28,11 +28,10 @@ from ...errors import InvalidRequest, NotNow
 from ...models.footprint import (
     FLOAT32_FRACTION,
     PROCESS_BYTES,
-    RESERVE_BYTES,
-    RESERVE_FRACTION,
     Footprint,
     expected,
     likely_backend,
+    reserve_of,
 )
 from ...wire import Budget, Device, Wants
 from .model import ModelEngine
@@ -277,7 +276,7 @@ class MemoryGuard:
             more = limit + enough - free
             step = 10**8 if more >= 10**9 else 10**6
             available = await self._available(engine, device) - self._claimed()
-            beyond = available - self._reserve(device) >= enough and more + step <= device.total
+            beyond = available - reserve_of(device.total) >= enough and more + step <= device.total
             if beyond:  # Else the limit is not what holds it back.
                 return f"it fits from --memory-limit {human(-(-more // step) * step).replace(' ', '')} on"
         return f"it fits where {human(enough)} are free"
@@ -334,11 +333,8 @@ class MemoryGuard:
         return self._device.backend if self._device is not None else likely_backend()
 
     def _most(self, device: Device) -> int:
-        usable = device.total - self._reserve(device)
+        usable = device.total - reserve_of(device.total)
         return min(usable, self.memory_limit_bytes) if self.memory_limit_bytes else usable
-
-    def _reserve(self, device: Device) -> int:
-        return min(RESERVE_BYTES, int(device.total * RESERVE_FRACTION))
 
     def _spare(self) -> int:
         """Sum the bytes of all hot tiers and of freed arrays that MLX keeps."""
@@ -362,7 +358,7 @@ class MemoryGuard:
 
         def free(available: int) -> int:
             # Where little is free, the reserve must not refuse what fits.
-            return available - min(self._reserve(device), available // 2) - claimed
+            return available - min(reserve_of(device.total), available // 2) - claimed
 
         return Room(
             free=min(free(available), counted),
@@ -489,7 +485,7 @@ class MemoryGuard:
 def _higher_limit(need: int) -> str:
     """Say how the owner lets Metal wire the `need` bytes of a model; "": the Mac is too small for them."""
     total = total_ram()
-    limit = need + min(RESERVE_BYTES, int(total * RESERVE_FRACTION))
+    limit = need + reserve_of(total)
     if limit > total - max(MACOS_BYTES, int(total * MACOS_FRACTION)):
         return ""
     command = f"sudo sysctl iogpu.wired_limit_mb={math.ceil(limit / (1 << 20))}"

@@ -163,7 +163,8 @@ MEASURED = "omlxd.engine.mlx_adapter."
 OF_A_LOAD = ("omlxd.engine.", "omlxd.front.engines.supervisor")
 """Loggers of a load's progress, `MEASURED` among them."""
 JUDGED = "omlxd.engine.mlx_adapter.metal.rule"
-"""Logger of what may take long in a load: it does not wait, and what waited is written before it."""
+"""Logger of kernels that are judged, which may take long. Its lines are printed at once, behind those that
+waited."""
 
 
 class _Stream(logging.StreamHandler[TextIO]):

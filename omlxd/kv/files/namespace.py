@@ -75,7 +75,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     facts_digest  the namespace's digest, 64 hex digits; the folder's name is its first half
     facts         what it is the digest of; {} in a description that an older version wrote
     copies        models that used it, the last one first
-    lead          of a rank's share: folder of rank 0's, and an orphan if that is one
+    lead          of a rank's share: the folder of rank 0's namespace; if that is an orphan, this is one
     """
 
     model_id: str

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from .frames import VERSION, Channel, Found, Hello, Look, Pair, PairedWith, Piece, Read
-from .identity import Identity, PeerError, plain_code, proof
+from .identity import MOST_NAME, Identity, PeerError, plain_code, proof
 
 CONNECT_S, STEP_S = 1.0, 3.0
 """Seconds for a connection, and for the other side to say something."""
@@ -64,7 +64,7 @@ def pair(identity: Identity, address: tuple[str, int], typed: str) -> str:
     with _connected(address, identity.for_client(pairing=True)) as channel:
         assert isinstance(channel.socket, ssl.SSLSocket)
         theirs = channel.socket.getpeercert(binary_form=True) or b""
-        channel.send(Pair(socket.gethostname()[:64], own, proof(code, "client", theirs, own)))
+        channel.send(Pair(socket.gethostname()[:MOST_NAME], own, proof(code, "client", theirs, own)))
         answer = channel.expect(PairedWith)
     if not hmac.compare_digest(answer.proof, proof(code, "server", theirs, own)):
         raise PeerError("it does not know the code: another program may stand in between")

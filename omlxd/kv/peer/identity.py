@@ -11,7 +11,7 @@ authority signs any. At a pairing no certificate is known yet. Then both prove t
 HMAC over the certificates that each of them sees: somebody in between has another certificate and no code,
 which has 80 bits, so nothing that a listener hears tells it in time.
 
-Python's ssl makes no certificates. `cryptography` does, and is kept by those who keep Python's own.
+Python's ssl makes no certificates. `cryptography` does.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from .frames import (
     Refused,
     ToServer,
 )
-from .identity import Identity, PeerError, proof
+from .identity import MOST_NAME, Identity, PeerError, proof
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class PeerServer:
         self._identity.end_code()
         self._identity.add(asked.name, asked.certificate)
         log.info("peers: %s (%s) is paired, and may read this machine's SSD cache", asked.name, host)
-        return PairedWith(socket.gethostname()[:64], proof(code, "server", own, asked.certificate))
+        return PairedWith(socket.gethostname()[:MOST_NAME], proof(code, "server", own, asked.certificate))
 
     def _path(self, namespace: bytes, name: bytes) -> str:
         return f"{self._cache}/{block_path(namespace, name)}"

@@ -270,7 +270,7 @@ async def test_weights_become_float32_where_they_take_half_of_what_is_free(
     monkeypatch.setattr(memory_guard, "available_ram", lambda: available * MB)
     monkeypatch.setattr(footprint, "available_ram", lambda: available * MB)
     monkeypatch.setattr(memory_guard, "likely_backend", lambda: "cpu")
-    monkeypatch.setattr(memory_guard, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(footprint, "RESERVE_BYTES", 0)
     stored = 800 if weights == "are float32" else 100
     models, model = Models(limit=None), Model("m", stored)
     models.device = Device("cpu", 10**12, 0, "host")

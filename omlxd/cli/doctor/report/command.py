@@ -16,19 +16,19 @@ from ....common.units import human
 from ....config import Settings
 from ....models.catalog import default_model
 from ....models.footprint import kind_of, likely_backend, read_config, weight_bytes
-from ....wire import MeasureJob
+from ....wire import SAMPLE_KERNELS, MeasureJob
 from ...service.manager import ServiceError
 from .. import disk
 from . import agent, busy, folders, system
 from .bounds import Budget, ended_by_signals, within
 from .inside import Inside, surroundings
-from .measure import KERNELS, Measured, measure
+from .measure import Measured, measure
 from .privacy import Privacy
 from .system import ABSENT, Lines
 
 TOTAL_S = 110.0
 FACTS_S, FOLDERS_S, DISK_S, AGENT_S = 10.0, 30.0, 20.0, 60.0
-FIRST = ("device", "eval", "bandwidth", *KERNELS, "model", "pass", "hits")
+FIRST = ("device", "eval", "bandwidth", *SAMPLE_KERNELS, "model", "pass", "hits")
 LAST = ("sdpa 512", "sdpa 4,096", "sdpa 16,384", "longest kernel")
 MOST_MODEL_BYTES = 25 * 10**8
 WRITES = ", and writes 268 MB beside the SSD cache, which it removes"

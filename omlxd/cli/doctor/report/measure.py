@@ -16,18 +16,15 @@ from typing import IO
 
 import msgspec
 
+from ....wire import SAMPLE_KERNELS
 from .bounds import Budget
 
 COMMAND = (sys.executable, "-m", "omlxd.engine.server.measure")
 START_S = 40.0
 """Seconds for Python and MLX to start; the first start after an installation compiles everything."""
-KERNELS = (
-    *("attend_rows", "attend_rows 8bit"),
-    *("few rows 4 bits", "few rows 8 bits", "few rows experts"),
-    *("delta prompts", "delta steps"),
+PART_S = {"model": 45.0, "pass": 40.0, "hits": 25.0, "sdpa 16,384": 15.0} | dict.fromkeys(
+    SAMPLE_KERNELS, 15.0
 )
-"""As engine/server/measure/attention.py has them."""
-PART_S = {"model": 45.0, "pass": 40.0, "hits": 25.0, "sdpa 16,384": 15.0} | dict.fromkeys(KERNELS, 15.0)
 USUAL_S = 10.0
 END_S = 3.0
 START = "start"

@@ -1,9 +1,9 @@
 """KV of attention that chooses blocks of tokens to look at, of one sequence and of a batch's rows.
 
-Qwen Sparse Attention (`qwen4_exp`) and that of GLM-5-Next keep keys more of each token, of which they make
-one a block; by these they choose. Here they are kept per token, as the KV is, and blocks are made of them: so
-they can be stored and brought back, and forgotten, at any token. mlx-vlm keeps GLM-5-Next's blocks, and the
-tokens behind the last.
+Qwen Sparse Attention (`qwen4_exp`) and that of GLM-5-Next keep a second key of each token. They make one key
+of each block's, and choose blocks by it. Here the second keys are kept per token, as the KV is, and blocks
+are made of them: so they can be stored, brought back and forgotten at any token. mlx-vlm keeps GLM-5-Next's
+blocks, and the tokens behind the last.
 
 A batch of mlx-vlm's own attends to all tokens where rows of `qwen4_exp` have unequal lengths, not to those
 that it chose (`left_padded_decode` of mlx-vlm 0.7.10), and so gives other tokens than each row alone. Here
@@ -93,8 +93,9 @@ class QSAKVCache(ChosenKVCache):
 
 
 class PooledKVCache(ChosenKVCache):
-    """Of a layer of GLM-5-Next, which takes it for four: latents, which tokens are some, pools, and keys and
-    values of all heads. The last are none here: it makes them for each pass, as from 32,768 tokens on.
+    """Of a layer of GLM-5-Next, which reads it as a list of four caches: latents; which tokens are no
+    padding; pools; keys and values of all heads. The fourth is None here: the model then makes them in each
+    pass, as it does by itself from 32,768 tokens on.
 
     `index` holds keys and gates.
     """

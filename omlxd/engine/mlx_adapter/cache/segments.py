@@ -24,7 +24,8 @@ the wheel's BLAS, which adds in order, bits depend on the prompt alone: not on w
 who else is in the batch.
 
 `attend` of attention/hooks.py is put in place of mlx-lm's `scaled_dot_product_attention`, and of mlx-vlm's
-(model/vision.py); `can_share` says whether all attention of a model's layers with segments goes through it.
+(model/vlm/vision.py); `can_share` says whether all attention of a model's layers with segments goes through
+it.
 
 SmolLM2's shape in float32, 20,000 tokens that rows share and 500 of each's own, 2 CPUs with a load of 6,
 OpenBLAS, fastest step (tools/bench/shared_prefix.py): one row 714 ms and 552 in segments; four rows 1,544

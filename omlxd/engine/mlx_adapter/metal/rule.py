@@ -223,7 +223,8 @@ def judged(case: Case, clock: Clock = time.perf_counter) -> Verdict:
 
 @contextmanager
 def _noted(case: Case) -> Iterator[Path | None]:
-    """Leave a file if the process ends in here. Gives the file that `MOST_TRIES` left, or None."""
+    """Leave a file if the process ends in here. Gives the file, if `_notes.tries` processes ended so
+    before; else None."""
     if (folder := _notes.folder) is None:
         yield None
         return

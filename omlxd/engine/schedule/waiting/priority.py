@@ -7,8 +7,8 @@ turn in PATIENCE + 1, and a number that begins to wait beside n others has one o
 without any.
 
 Who has a slot and has begun nothing gives it back to a lower number that needs it, or its memory. It keeps a
-slot that it had before a lower number that waits, and any once lower numbers had `PATIENCE` turns before it:
-beside n others at most, one of (n + 2) * (PATIENCE + 1), where a turn that is given back is none.
+slot that it had before a lower number that waits, and any once lower numbers had `PATIENCE` turns before it.
+Beside n others it keeps one of the next (n + 2) * (PATIENCE + 1). A slot that is given back does not count.
 
 Side requests of an agent (`is_side_request` of engine/prompt/sessions.py) go behind the others of their
 session that wait with the same number: for a slot, behind `PATIENCE` at most that came later; for passes, by

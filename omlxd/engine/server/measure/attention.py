@@ -17,12 +17,6 @@ GROUPS = (4, 8)
 UNEVEN = 7
 """Tokens by which each row is shorter than the one before."""
 NEW, CONTEXT = 2048, 32768
-KERNELS = (
-    *("attend_rows", "attend_rows 8bit"),
-    *("few rows 4 bits", "few rows 8 bits", "few rows experts"),
-    *("delta prompts", "delta steps"),
-)
-"""Kernels, each at a shape of common models: a part of its own, as one may end its process."""
 ENOUGH_S = 3.0
 """Seconds after which a length's second group is left out."""
 

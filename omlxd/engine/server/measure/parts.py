@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from ....wire import SAMPLE_KERNELS
 from . import attention, device, model, reuse
 from .engine import Engine, Job
 from .timing import Measured
@@ -27,7 +28,7 @@ PARTS: dict[str, Callable[[Job], Measured]] = {
     "pass": lambda job: _engine(job).call(lambda: model.passes(_engine(job))),
     "hits": lambda job: reuse.hits(_engine(job)),
     **{f"sdpa {n:,}": lambda job, n=n: attention.decode(n) for n in attention.LENGTHS},
-    **{name: lambda job, name=name: attention.kernel(name) for name in attention.KERNELS},
+    **{name: lambda job, name=name: attention.kernel(name) for name in SAMPLE_KERNELS},
     "longest kernel": lambda job: attention.longest_kernel(),
 }
 

@@ -41,8 +41,8 @@ from ...kvio.open_store import ModelStore
 from ...kvio.split_bridge import SplitBridge
 from ...sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
 from ..model_load import load_model
-from ..ranks.compute import compute
-from ..ranks.link import PING_S, Link
+from .compute import compute
+from .link import PING_S, Link
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ _READ = 1 << 18
 class Link:
     """One end of a connected socket. `type`: of the frames that come. Any thread.
 
-    held  what a ping is answered by; `last`: what the other end said so
+    held  makes the answer to a ping
+    last  the other end's last answer to one
     """
 
     def __init__(

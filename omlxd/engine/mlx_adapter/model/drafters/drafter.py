@@ -51,7 +51,7 @@ class Drafter:
         state = self.new_state(0)
         plain = vision.import_vlm("models.cache").KVCache
         self._trims = all(type(leaf) is plain for leaf in _leaves(state.cache))
-        drawn = self.draft(state, [0] * tokens, hidden, 2, lambda logits: self._check(logits))
+        drawn = self.draft(state, [0] * tokens, hidden, 2, self._check)
         mx.eval(drawn)
         held = arrays_of([leaf.state for leaf in _leaves(state.cache)])
         self.token_bytes = sum(array.nbytes for array in held) // tokens

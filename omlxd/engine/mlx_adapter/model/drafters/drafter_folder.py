@@ -76,13 +76,10 @@ class BlockDrafter(Drafter):
     def draft(
         self, state: DrafterState, following: list[int], hidden: mx.array, width: int, draw: Draw
     ) -> list[mx.array]:
-        drawn: list[mx.array] = []
-
         def each(logits: mx.array) -> mx.array:
-            positions = [logits] if logits.ndim == 2 else [*mx.unstack(logits, axis=1)]
-            new = [draw(position) for position in positions]
-            drawn.extend(new)
-            return new[0] if logits.ndim == 2 else mx.stack(new, axis=1)
+            if logits.ndim == 2:
+                return draw(logits)
+            return mx.stack([draw(position) for position in mx.unstack(logits, axis=1)], axis=1)
 
         size = 1 + min(width, self._most)
         with last_positions(size):

@@ -158,8 +158,8 @@ def load_text_model(folder: Path) -> tuple[TextModel, dict[str, Any]]:
 
 
 def _call_heads_once() -> None:
-    """Have mlx-vlm call a head once for a pass of few tokens, not once a token: it says itself which it takes
-    (positions.py)."""
+    """Have mlx-vlm call a head once for a pass of few tokens, not once a token: our head chooses its
+    positions itself (positions.py)."""
     module: Any = vision.import_vlm("models.linear")
     if (own := module.native_batch_linear).__module__ != module.__name__:
         return
