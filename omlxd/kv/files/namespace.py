@@ -171,11 +171,22 @@ class Installed:
         self._root = root
         self._in_use: Counter[str] = Counter()
         self._loaded_as: dict[str, str] = {}  # model folder → namespace of its last load
+        self._leads: dict[str, str] = {}  # of a rank's share → of rank 0
 
-    def loaded(self, namespace: str, model_path: str) -> None:
-        """Note that an engine runs the model of `model_path` under `namespace`."""
+    def loaded(self, namespace: str, model_path: str, shares: Iterable[str] = ()) -> None:
+        """Note that an engine runs the model of `model_path` under `namespace`, its other ranks under
+        `shares`."""
         self._in_use[namespace] += 1
         self._loaded_as[model_path] = namespace
+        self._leads |= dict.fromkeys(shares, namespace)
+
+    def of_other_ranks(self, namespace: str) -> list[str]:
+        """Return the namespaces in which other ranks keep their shares of its blocks, as far as known."""
+        lead = self._leads.get(namespace, namespace)
+        if lead not in self._leads.values():
+            return []
+        of_all = [lead, *(share for share, its in self._leads.items() if its == lead)]
+        return [name for name in of_all if name != namespace]
 
     def left(self, namespace: str) -> None:
         """Note that an engine of `namespace` is gone."""
@@ -188,6 +199,7 @@ class Installed:
     def _is_orphan(self, namespace: str) -> bool:
         info = read_namespace(self._root, namespace)
         if info is not None and info.lead and info.lead != namespace:
+            self._leads[namespace] = info.lead
             namespace = info.lead
             info = read_namespace(self._root, namespace)
         if self._in_use[namespace] > 0:

@@ -25,9 +25,10 @@ daemon runs it grows with that, and never shrinks: files are evicted for it by t
 What may be written on one day has a limit of its own, if one is set (write_budget.py).
 
 Blocks that no installed model has go first (kv/files/namespace.py), then the least recently used over all
-models (kv/ledger/eviction_order.py). Requests touch their chain from leaf to root, so that a parent is never
-older than its child and leaves go first; the touch is also written to the file's mtime, by whoever read it,
-so the order survives a restart without an index.
+models (kv/ledger/eviction_order.py). Where several ranks share a model, each has a share of a block in a
+namespace of its own: they go together, since a block is a hit where all ranks have it. Requests touch their
+chain from leaf to root, so that a parent is never older than its child and leaves go first; the touch is also
+written to the file's mtime, by whoever read it, so the order survives a restart without an index.
 
 Not thread-safe: one thread owns a ledger (front/engines/ledger/cold_ledger.py).
 """
@@ -430,9 +431,11 @@ class Ledger:
         for path in paths:
             self._files.touch(path)
 
-    def engine_loaded(self, namespace: str, model_path: str) -> None:
-        """Note that an engine runs the model in folder `model_path`, and will use the folder `namespace`."""
-        self._installed.loaded(namespace, model_path)
+    def engine_loaded(self, namespace: str, model_path: str, shares: Iterable[str] = ()) -> None:
+        """Note that an engine runs the model in folder `model_path`, and will use the folder `namespace`, its
+        other ranks `shares`.
+        """
+        self._installed.loaded(namespace, model_path, shares)
         self._judge()
 
     def engine_gone(
@@ -493,23 +496,37 @@ class Ledger:
         stuck = 0
         limit = min(UNDELETABLE_LIMIT, len(self._files))
         while excess > 0 and stuck < limit and (oldest := self._files.pop_oldest()) is not None:
-            path, size = oldest
-            if (error := unlink(self.root / path)) is not None:
+            for path, size in (oldest, *self._pop_of_other_ranks(oldest[0])):
+                if (error := unlink(self.root / path)) is None:
+                    excess -= size
+                    self._note_evicted(path, size)
+                    continue
                 # It still takes its space, so it stays on the account.
                 self._files.add_stuck(path, size)
                 if stuck == 0:
                     log.warning("cold tier: can't remove %s: %s", path, error)
                 stuck += 1
-                continue
-            self._evicted.files += 1
-            self.evicted_log.note(path, "evicted")
-            self._evicted.nbytes += size
-            excess -= size
-            namespace = path.partition("/")[0]
-            if self._files.is_orphan(namespace):
-                self._evicted.orphans += 1
-                if not self._files.holds_any(namespace):
-                    self._remove_folder(namespace)
+
+    def _pop_of_other_ranks(self, path: str) -> list[tuple[str, int]]:
+        """Forget what other ranks hold of a block; returns files with their bytes."""
+        found = [(other, self._files.remove(other)) for other in self.of_other_ranks(path)]
+        return [(other, size) for other, size in found if size]
+
+    def of_other_ranks(self, path: str) -> list[str]:
+        """Return the files in which other ranks hold their shares of a block, those on the account."""
+        namespace, _, rest = path.partition("/")
+        others = [f"{other}/{rest}" for other in self._installed.of_other_ranks(namespace)]
+        return [other for other in others if self._files.nbytes_of(other) is not None]
+
+    def _note_evicted(self, path: str, size: int) -> None:
+        self._evicted.files += 1
+        self.evicted_log.note(path, "evicted")
+        self._evicted.nbytes += size
+        namespace = path.partition("/")[0]
+        if self._files.is_orphan(namespace):
+            self._evicted.orphans += 1
+            if not self._files.holds_any(namespace):
+                self._remove_folder(namespace)
 
     def _remove_folder(self, namespace: str) -> None:
         """Remove the folder of an orphan without files, unless something that is not ours is in it.

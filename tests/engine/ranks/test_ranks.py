@@ -47,8 +47,8 @@ class Ranks(Daemon):
 
 
 @contextlib.contextmanager
-def serving(home: Path, family: str, ranks: int = 2) -> Iterator[Ranks]:
-    flags = ("--ranks", str(ranks), "--paged-ssd-cache-max-size", str(CAP))
+def serving(home: Path, family: str, ranks: int = 2, cap: int = CAP) -> Iterator[Ranks]:
+    flags = ("--ranks", str(ranks), "--paged-ssd-cache-max-size", str(cap))
     with Ranks(home, *flags, model=family_model(family)) as daemon:
         yield daemon
 
@@ -100,6 +100,33 @@ def test_a_rank_without_its_files_makes_a_miss(tmp_path: Path):
         again, hit = daemon.text(PROMPT)
         assert (again, hit > 0) == (first, True)
         daemon.lose(0, signal.SIGSTOP)
+
+
+def names(daemon: Ranks) -> list[set[str]]:
+    """Of the blocks that each rank has on SSD."""
+    folders: dict[Path, set[str]] = {}
+    for file in cache_files(daemon):
+        folders.setdefault(file.parents[1], set()).add(file.name)
+    return [*folders.values()]
+
+
+def test_under_a_small_cap_ranks_keep_the_same(tmp_path: Path):
+    """Far more is written than the cap; what was used last is a hit on all of them after a restart."""
+    with serving(tmp_path, "llama", cap=1_000_000) as daemon:
+        first, _ = daemon.text(PROMPT)
+        for seed in range(9):
+            daemon.text(prose(60, seed=seed + 20))
+            daemon.settled()
+            assert sum(file.stat().st_size for file in cache_files(daemon)) <= 1_000_000
+            if seed % 3 == 2:
+                assert daemon.text(PROMPT)[0] == first
+        daemon.settled()
+        assert daemon.http.get("/omlxd/status").json()["cold"]["evicted_files"] > 10
+        one, other = names(daemon)
+        assert one == other
+        daemon.lose(1, signal.SIGKILL)
+        again, hit = daemon.text(PROMPT)
+        assert (again, hit > 100) == (first, True)
 
 
 def test_a_rank_dies_at_each_moment(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -173,6 +174,36 @@ def test_a_ranks_share_is_an_orphan_when_rank_0s_is(house):
     house.load("d", "one")  # With other settings.
     house.store("d", 6)
     assert house.files() == "aaaa" + "d" * 6
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_shares_of_a_block_go_together(house, restarted):
+    """Whichever rank's file is the oldest, since a block is a hit where all ranks have it."""
+    house.describe("a", "one")
+    house.ledger.engine_loaded("a" * 32, house.model("one"), ["b" * 32])
+
+    def store(letter: str, *numbers: int) -> None:
+        for number in numbers:
+            house.count = number - 1
+            house.store(letter)
+
+    def kept(letter: str) -> list[int]:
+        return sorted(int(file.stem, 16) for file in house.cache.glob(f"{letter * 32}/*/*.safetensors"))
+
+    for letter in "ab":  # Rank 1 is behind.
+        store(letter, 5, 4, 3, 2, 1)
+    if restarted:
+        house.describe("b", "one", lead="a")
+        for at, file in enumerate(sorted(house.cache.rglob("*.safetensors"))):
+            os.utime(file, (at, at))  # All of rank 0's first.
+        house.ledger.close()
+        house.ledger = Ledger(house.cache, house.cap)
+        house.ledger.open()
+        store("a", 6, 7)
+        assert (kept("a"), kept("b")) == ([2, 3, 4, 5, 6, 7], [2, 3, 4, 5])
+        return
+    store("b", 6, 7)
+    assert (kept("a"), kept("b")) == ([1, 2, 3, 4], [1, 2, 3, 4, 6, 7])
 
 
 def test_a_namespace_that_was_superseded_goes_first_until_it_is_loaded_again(house):

@@ -24,11 +24,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from ....cli.cache.pinned import names_by_file
 from ....cli.daemon.owner_api import PinList, PinnedBlocks
@@ -383,7 +385,8 @@ class ColdLedger:
         return PinList(pins, ledger.bytes_of(self._pins.files()), int(ledger.capacity() * SHARE))
 
     async def pin(self, name: str, chain: PinnedChain | None) -> PinList:
-        """Evict these files last; None: as all others. Returns all pins.
+        """Evict these files last, and what other ranks hold of the same; None: as all others. Returns all
+        pins.
 
         Raises InvalidRequest where they take too large a share, NotFound for a name that is not pinned, and
         Unavailable.
@@ -393,14 +396,15 @@ class ColdLedger:
             if chain is None:
                 self._pins.remove(name)
             else:
-                held = ledger.bytes_of({*self._pins.files(), *chain.files})
+                files = [each for path in chain.files for each in (path, *ledger.of_other_ranks(path))]
+                held = ledger.bytes_of({*self._pins.files(), *files})
                 most = int(ledger.capacity() * SHARE)
                 if held > most:
                     raise InvalidRequest(
                         f"With it {human(held)} would be pinned, and at most half of what the SSD cache can "
                         f"take, {human(most)}, can be; unpin something, or raise --paged-ssd-cache-max-size."
                     )
-                self._pins.put(name, chain)
+                self._pins.put(name, replace(chain, files=files))
             ledger.pin(self._pins.files())
             return self._pinned(ledger)
 
@@ -500,7 +504,7 @@ class Account:
                 lambda granted: self._reply(Grant(ticket, granted.result(), self._owner.capacity()))
             )
 
-    def model_loaded(self, namespace: str, model_path: str, shares: Iterable[str] = ()) -> None:
+    def model_loaded(self, namespace: str, model_path: str, shares: Sequence[str] = ()) -> None:
         """Note that the engine has loaded the model, or adapter, in folder `model_path`.
 
         namespace  "": it has no blocks to keep
@@ -512,7 +516,7 @@ class Account:
             if self._host is not self:
                 self._host._adapters.add(namespace)
             self._adapters.update(shares)
-            ledger.engine_loaded(namespace, model_path)
+            ledger.engine_loaded(namespace, model_path, shares)
             return 0
 
         if namespace:
