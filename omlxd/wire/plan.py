@@ -138,14 +138,22 @@ class Matched(Struct, frozen=True, tag="matched"):
 
 
 class Pong(Struct, frozen=True, tag="pong"):
-    """It lives, and holds so much; by names of `Stats`."""
+    """It lives, and holds so much; by names of `Stats`.
 
+    pid, resident_bytes  of its process, on whatever host
+    kv_cold_tier_on      its disk works; kv_cold_disk_full: it does not, as it is full
+    """
+
+    pid: int = 0
+    resident_bytes: int = 0
     mlx_active_bytes: int = 0
     mlx_peak_bytes: int = 0
     mlx_cache_bytes: int = 0
     kv_hot_bytes: int = 0
     kv_unwritten_blocks: int = 0
     kv_store_queue_bytes: int = 0
+    kv_cold_tier_on: bool = True
+    kv_cold_disk_full: bool = False
 
 
 class Closed(Struct, frozen=True, tag="closed"):

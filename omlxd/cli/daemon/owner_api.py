@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ...common.units import written_text
+from ...common.units import human, written_text
 from ...wire import Kernel
 from ...wire.explanation import Explanation
 
@@ -127,13 +127,35 @@ class NameModel(msgspec.Struct):
     model: Name | None
 
 
+class RankStatus(msgspec.Struct, kw_only=True):
+    """One of several ranks that share a model. Bytes of its process, of MLX's arrays, of its RAM tier, and of
+    its files on SSD.
+
+    disk  `full` or `off` while its disk takes nothing; "": it works
+    """
+
+    rank: int
+    pid: int
+    resident: int
+    mlx: int
+    hot: int
+    cold: int
+    disk: str = ""
+
+    def __str__(self) -> str:
+        disk = {"full": "; its disk is FULL", "off": "; its disk FAILS"}.get(self.disk, "")
+        held = f"{human(self.resident)}, MLX {human(self.mlx)}, RAM tier {human(self.hot)}"
+        return f"rank {self.rank} is process {self.pid}: {held}, SSD {human(self.cold)}{disk}"
+
+
 class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A loaded model's status. Bytes, tokens and seconds; 0: nothing to say.
 
     trouble   why it can't serve, a sentence
     slowed    that its passes are small since a GPU fault, and what lifts that
     shares    the model whose engine it is in, which has the other figures of both; "": it has its own
-    resident  bytes of the engine process
+    resident  bytes of the engine process, and of its other ranks
+    ranks     where several share the model
     kernels   of omlxd's own, as its load judged them
     values    the engine's counters and gauges, counters over all its processes
     values_age_s  how old they are
@@ -155,6 +177,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_reuse: str = ""
     note: str = ""
     kernels: tuple[Kernel, ...] = ()
+    ranks: tuple[RankStatus, ...] = ()
     running: int = 0
     waiting: int = 0
     values: dict[str, float] = {}

@@ -10,7 +10,7 @@ from ...config import Settings
 from ...errors import ConfigError
 from ...models.catalog import Catalog, files_state
 from ..daemon.client import DaemonError, daemon_of
-from ..daemon.owner_api import InstalledStatuses, ModelStatus
+from ..daemon.owner_api import InstalledStatuses, ModelStatus, RankStatus
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
@@ -76,9 +76,18 @@ def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
             if model.backend == "metal" and model.speed:
                 how.append(model.speed)
             yield ok("model", f"{model.id} decodes {', '.join(how)}")
+            yield from map(_of_rank, model.ranks)
             yield from _kernels(model)
             if model.note:
                 yield warn("model", f"{model.id}: {model.note.rstrip('.')}", _NO_MODEL)
+
+
+def _of_rank(rank: RankStatus) -> Finding:
+    if not rank.disk:
+        return ok("rank", f"{rank}")
+    return warn(
+        "rank", f"{rank}", "Make room on its disk, or see the log: until then no rank stores anything."
+    )
 
 
 def _kernels(model: ModelStatus) -> Iterator[Finding]:

@@ -76,6 +76,7 @@ def as_text(status: DaemonStatus, url: str) -> str:
             lines.append(f"{model.id}: {model.slowed}")
         if model.kv_reuse:
             lines.append(f"{model.id}: prefixes are not reused: {model.kv_reuse}")
+        lines += [f"{model.id}: {rank}" for rank in model.ranks]
     if status.awake is not None:
         lines.append(f"keeps the machine awake while it works: {_awake(status.awake)}")
     return "\n".join([*lines, cold_line(status), *written_lines(status)])
@@ -109,7 +110,11 @@ def cold_line(status: DaemonStatus) -> str:
         return f"{text}; OFF, the folder is away: put it back, or restart omlxd"
     off = [model.values for model in status.models if model.values.get("kv_cold_tier_on") == 0]
     if off and all(values.get("kv_cold_disk_full") for values in off):
-        return f"{text}; its disk is FULL: writes wait for room, reads go on"
+        ranks = [
+            f"rank {rank.rank} of {model.id}" for model in status.models for rank in model.ranks if rank.disk
+        ]
+        whose = f"the disk of {' and '.join(ranks)}" if ranks else "its disk"
+        return f"{text}; {whose} is FULL: writes wait for room, reads go on"
     return text + ("; OFF, its disk fails: see the log" if off else "")
 
 

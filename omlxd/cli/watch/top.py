@@ -137,6 +137,7 @@ def page(
         Text(cold_line(now) + _flow(now, before, seconds)),
         *map(Text, written_lines(now)),
     ]
+    parts += [Text(f"{model.id}: {rank}") for model in now.models for rank in model.ranks]
     parts += [Text(f"{model.id}: {model.trouble}", style="red") for model in now.models if model.trouble]
     if trouble:
         parts.append(Text(trouble, style="red"))

@@ -152,10 +152,10 @@ class EngineHost:
         if self._lead is None:
             self.scheduler.bridge = self._store.open(lease, self.scheduler.post)
             return self.scheduler.bridge
-        bridge = self._store.open(lease, self.scheduler.post, LeadBridge)
+        bridge = self._store.open(self._lead.lease_of(0), self.scheduler.post, LeadBridge)
         bridge.lead, self.scheduler.bridge = self._lead, bridge
         self.scheduler.passes.on_ranks = bridge.compute
-        self._lead.begin(self.loaded.model, namespace_dir(self.namespace), self.scheduler.post)
+        self._lead.begin(self.loaded.model, namespace_dir(self.namespace), bridge.store, self.scheduler.post)
         return bridge
 
     def _make_prompts(self, load: wire.Load) -> None:

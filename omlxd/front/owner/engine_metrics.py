@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from ..engines.watch import resident
 
 ANSWER_S = 0.5
 """Seconds that a look waits for an engine; Prometheus gives up after ten by default."""
+OF_RANK = re.compile(r"rank_(\d+)_(.+)")
+"""Matches names of values of one of several ranks."""
 COUNTER = "_total"
 """Ending of the names of counters; all other engine values are gauges."""
 
@@ -32,7 +35,7 @@ class EngineMetrics:
     engine    that `life` and `last` are of: a folder that went and came back has another one
     starts    engine processes started so far; deaths: those of them that died or hung
     before    (starts, deaths) of engines before this one
-    resident  bytes of the engine process; 0 without one
+    resident  bytes of the engine process, and of its other ranks; 0 without one
     running, waiting  requests; those that wait for a load are among the waiting
     age_s     seconds since a ready engine said the values; 0: it has just done so
     """
@@ -57,6 +60,14 @@ class EngineMetrics:
 
     def total(self, name: str) -> float:
         return self.totals.get(name, 0.0)
+
+    def ranks(self) -> dict[int, dict[str, int]]:
+        """Return what each of several ranks says of itself, by name."""
+        found: dict[int, dict[str, int]] = {}
+        for name, value in self.gauges.items():
+            if of_rank := OF_RANK.fullmatch(name):
+                found.setdefault(int(of_rank[1]), {})[of_rank[2]] = int(value)
+        return found
 
     def add_counters(self, values: dict[str, float], life: int) -> None:
         """Add what process `life` has counted since the last look."""
@@ -119,7 +130,11 @@ class MetricsOf:
         metrics.state = engine.state
         if engine.state != "ready":
             metrics.gauges = {}
-        metrics.resident = resident(engine.pid) or 0
+        if "ranks" in metrics.gauges and engine.info is not None:
+            for number, namespace in enumerate((engine.info.namespace, *engine.info.shares)):
+                metrics.gauges[f"rank_{number}_cold_bytes"] = self._engines.cold.bytes_in(namespace)
+        others = (rank.get("resident_bytes", 0) for number, rank in metrics.ranks().items() if number)
+        metrics.resident = (resident(engine.pid) or 0) + sum(others)
         metrics.running = int(metrics.gauges.get("num_requests_running", 0))
         queued = int(metrics.gauges.get("num_requests_waiting", 0))
         metrics.waiting = queued if engine.state == "ready" else engine.in_flight

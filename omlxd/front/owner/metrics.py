@@ -28,7 +28,7 @@ from ... import __version__
 from ...kv.ledger.ledger import LedgerStats
 from ..engines.pool import EnginePool
 from ..http.observe.request_metrics import Requests
-from .engine_metrics import COUNTER, EngineMetrics, MetricsOf
+from .engine_metrics import COUNTER, OF_RANK, EngineMetrics, MetricsOf
 
 MODEL = "model_name"
 _PER_POS = re.compile(r"spec_decode_num_accepted_tokens_per_pos_(\d+)_total")
@@ -147,6 +147,12 @@ HELP = {
     "prompt_turns_not_healed_too_long_total": f"{NOT_HEALED}: the prompt would no longer fit.",
 }
 
+RANK_HELP = {
+    "pid": "Its process, on its host.",
+    "resident_bytes": "Resident memory of its process.",
+    "cold_bytes": "Bytes of its files in the SSD cache.",
+}
+
 LEDGER = {
     "bytes_used": ("omlxd_cold_bytes", "Bytes of the SSD cache."),
     "reserved": ("omlxd_cold_reserved_bytes", "Bytes granted to writers and not used yet."),
@@ -206,6 +212,7 @@ class _Polled(Collector):
         yield from self._daemon()
         yield from self._of_vllm()
         yield self._accepted_per_position()
+        yield from self._of_ranks()
         yield from self._own()
         if self._ledger is not None:
             yield from _of_ledger(self._ledger)
@@ -293,12 +300,24 @@ class _Polled(Collector):
                     family.add_metric([each.model_id, per_position[1]], value)
         return family
 
+    def _of_ranks(self) -> Iterable[Metric]:
+        """Return what each rank says of itself."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for each in self._engines_metrics:
+            for number, values in each.ranks().items():
+                for name, value in values.items():
+                    help = f"Of one rank. {RANK_HELP.get(name) or HELP.get(name, 'As it says.')}"
+                    made = GaugeMetricFamily(f"omlxd_rank_{name}", help, labels=[MODEL, "rank"])
+                    families.setdefault(name, made).add_metric([each.model_id, str(number)], value)
+        return families.values()
+
     def _own(self) -> Iterator[Metric]:
         """Yield the other engine values, under their own names."""
         families: dict[str, Metric] = {}
         for each in self._engines_metrics:
             for name, value in {**each.totals, **each.gauges}.items():
-                if name in DERIVED or _PER_POS.fullmatch(name) or not _NAME.fullmatch(name):
+                elsewhere = name in DERIVED or _PER_POS.fullmatch(name) or OF_RANK.fullmatch(name)
+                if elsewhere or not _NAME.fullmatch(name):
                     continue
                 family = families.get(name)
                 if family is None:

@@ -21,6 +21,7 @@ from ...cli.daemon.owner_api import (
     Forget,
     Forgotten,
     ModelStatus,
+    RankStatus,
     Readiness,
     TidyMemory,
 )
@@ -34,7 +35,7 @@ from ..engines.pool import EnginePool
 from ..engines.watch import resident
 from ..http.routes import Operation
 from ..http.sending.streams import as_json
-from .engine_metrics import EngineMetrics, MetricsOf
+from .engine_metrics import OF_RANK, EngineMetrics, MetricsOf
 
 _CANNOT = frozenset({"loading", "restarting", "failed"})
 """States in which a request waits or is refused. In any other it is served, loading if need be, or if the
@@ -163,7 +164,11 @@ def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
         resident=metrics.resident,
         running=metrics.running,
         waiting=metrics.waiting,
-        values={**metrics.totals, **metrics.gauges},
+        ranks=tuple(_rank(number, values) for number, values in metrics.ranks().items()),
+        values={
+            **metrics.totals,
+            **{name: value for name, value in metrics.gauges.items() if not OF_RANK.fullmatch(name)},
+        },
         values_age_s=metrics.age_s,
     )
     if info is not None:
@@ -172,6 +177,19 @@ def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
         status.backend, status.speed = info.backend, info.speed
         status.kv_reuse, status.note, status.kernels = info.kv_reuse, info.note, info.kernels
     return status
+
+
+def _rank(number: int, values: dict[str, int]) -> RankStatus:
+    works, full = values.get("kv_cold_tier_on", 1), values.get("kv_cold_disk_full", 0)
+    return RankStatus(
+        rank=number,
+        pid=values.get("pid", 0),
+        resident=values.get("resident_bytes", 0),
+        mlx=values.get("mlx_active_bytes", 0),
+        hot=values.get("kv_hot_bytes", 0),
+        cold=values.get("cold_bytes", 0),
+        disk="" if works else "full" if full else "off",
+    )
 
 
 def _cold(folder: str, stats: LedgerStats) -> ColdStatus:

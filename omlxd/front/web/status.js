@@ -203,10 +203,15 @@ function tiers(status) {
   els.tiers.replaceChildren(...rows);
 }
 
+function ofRank(rank) {
+  const disk = { full: "; its disk is full", off: "; its disk fails" }[rank.disk] ?? "";
+  return h("div", { class: disk ? "problem" : "hint" }, `rank ${rank.rank}: process ${rank.pid}, ${bytes(rank.resident)}; MLX ${bytes(rank.mlx)}, RAM tier ${bytes(rank.hot)}, SSD ${bytes(rank.cold)}${disk}`);
+}
+
 function engines(status) {
   const head = ["Model", "State", "Running", "Waiting", "Process", "Context", "Prefill", "Backend"];
   const rows = status.models.map((model) => [
-    h("span", {}, model.id, model.trouble ? h("div", { class: "problem" }, model.trouble) : null),
+    h("span", {}, model.id, model.trouble ? h("div", { class: "problem" }, model.trouble) : null, ...(model.ranks ?? []).map(ofRank)),
     model.state, number(model.running ?? 0), number(model.waiting ?? 0),
     model.pid ? `${model.pid}${model.starts > 1 ? `, start ${model.starts}` : ""}` : "–",
     model.context_length ? number(model.context_length) : "–",

@@ -9,7 +9,7 @@ out of date is too old at worst, and is put right when it comes up: O(log namesp
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Set as AbstractSet
 
 _STUCK = ""
@@ -34,6 +34,8 @@ class FileOrder:
         self._count = 0
         self.nbytes = 0
         """Bytes of all files."""
+        self.by_namespace = Counter[str]()
+        """Bytes of each namespace's files."""
 
     def __len__(self) -> int:
         return self._count
@@ -86,6 +88,7 @@ class FileOrder:
             return 0
         nbytes = files.pop(path)[0]
         self.nbytes -= nbytes
+        self.by_namespace[path.partition("/")[0]] -= nbytes
         self._count -= 1
         return nbytes
 
@@ -131,6 +134,7 @@ class FileOrder:
         if is_new:
             self._queue(namespace, files)
         self.nbytes += nbytes
+        self.by_namespace[path.partition("/")[0]] += nbytes
         self._count += 1
 
     def _queue(self, namespace: str, files: _Files) -> None:

@@ -544,6 +544,9 @@ class Ledger:
                 unlink(folder / FILE_NAME)
                 os.rmdir(folder)
 
+    def bytes_in(self, namespace: str) -> int:
+        return self._files.by_namespace[namespace]
+
     def stats(self) -> LedgerStats:
         return LedgerStats(
             bytes_used=self._files.nbytes,

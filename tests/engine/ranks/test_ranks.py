@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import pretend_metal
 import psutil
 import pytest
 from cold_files import all_on_disk, settled, unsettled
 from daemon import READY_S, Daemon, alive, family_model, own_usage, prose, restored, wait_until
 from dying import BASE, Asking, Dying
 from dying import CAP as DYING_CAP
+
+from omlxd.cli.daemon.owner_api import DaemonStatus
+from omlxd.cli.watch.status import as_text
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +45,12 @@ class Ranks(Daemon):
         message = answer["choices"][0]["message"]
         return f"{message.get('reasoning_content')}{message['content']}", restored(own_usage(answer))
 
+    def told(self) -> str:
+        """What `omlxd status` prints."""
+        return as_text(
+            msgspec.json.decode(self.http.get("/omlxd/status").content, type=DaemonStatus), self.url
+        )
+
     def lose(self, number: int, how: signal.Signals) -> None:
         """End or stop a rank; wait until all have ended. The next request starts them again."""
         before = [psutil.Process(pid) for pid in self.pids()]
@@ -47,9 +59,11 @@ class Ranks(Daemon):
 
 
 @contextlib.contextmanager
-def serving(home: Path, family: str, ranks: int = 2, cap: int = CAP) -> Iterator[Ranks]:
+def serving(
+    home: Path, family: str, ranks: int = 2, cap: int = CAP, env: dict[str, str] | None = None
+) -> Iterator[Ranks]:
     flags = ("--ranks", str(ranks), "--paged-ssd-cache-max-size", str(cap))
-    with Ranks(home, *flags, model=family_model(family)) as daemon:
+    with Ranks(home, *flags, model=family_model(family), env=env) as daemon:
         yield daemon
 
 
@@ -127,6 +141,65 @@ def test_under_a_small_cap_ranks_keep_the_same(tmp_path: Path):
         daemon.lose(1, signal.SIGKILL)
         again, hit = daemon.text(PROMPT)
         assert (again, hit > 100) == (first, True)
+
+
+FULL_DISK = """
+import errno, os, sys
+
+if "omlxd.engine" in sys.orig_argv:
+    import omlxd.kv.cold.health
+
+    omlxd.kv.cold.health.PAUSE_S = 0.5
+if "--follow" in sys.orig_argv:
+    def writev(fd, buffers, write=os.writev):
+        if os.path.exists({full!r}):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, buffers)
+
+    os.writev = writev
+"""
+
+
+def test_the_disk_of_one_rank_is_full(tmp_path: Path):
+    """It keeps what its RAM holds, and no rank stores what is a hit on none; then all store it."""
+    full = tmp_path / "full"
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "sitecustomize.py").write_text(FULL_DISK.format(full=f"{full}"))
+    path = f"{tmp_path / 'code'}:{pretend_metal.code_path()}"
+    with serving(tmp_path, "llama", env={"PYTHONPATH": path}) as daemon:
+        first, _ = daemon.text(PROMPT)
+        daemon.settled()
+        before, _ = names(daemon)
+        full.touch()
+        texts = [daemon.text(prose(60, seed=seed))[0] for seed in (5, 6)]
+        wait_until(lambda: "the disk of rank 1 of " in daemon.told(), why=daemon.logged)
+        assert (
+            len(
+                re.findall(
+                    r": rank [01] is process \d+: .* SSD .* [kM]B(; its disk is FULL)?\n", daemon.told()
+                )
+            )
+            == 2
+        )
+        held = re.findall(r'omlxd_rank_(\w+){\S+rank="([01])"} ([\d.e+]+)', daemon.metrics())
+        assert {rank: float(value) for name, rank, value in held if name == "kv_cold_disk_full"} == {
+            "0": 0,
+            "1": 1,
+        }
+        assert all(
+            float(value) > 0 for name, _, value in held if name in ("pid", "resident_bytes", "cold_bytes")
+        )
+        again, hit = daemon.text(PROMPT)
+        assert (again, hit > 0) == (first, True)
+        again, hit = daemon.text(prose(60, seed=6))
+        assert (again, hit > 0) == (texts[1], True)  # From RAM.
+        full.unlink()
+        daemon.settled()
+        one, other = names(daemon)
+        assert one == other > before
+        daemon.lose(0, signal.SIGKILL)
+        again, hit = daemon.text(prose(60, seed=5))
+        assert (again, hit > 0) == (texts[0], True)
 
 
 def test_a_rank_dies_at_each_moment(tmp_path: Path):

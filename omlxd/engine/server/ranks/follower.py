@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from .... import wire
 from ....errors import ModelError, OmlxdError
 from ....kv.files.paths import namespace_dir
@@ -42,6 +40,7 @@ from ...kvio.split_bridge import SplitBridge
 from ...sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
 from ..model_load import load_model
 from .compute import compute
+from .figures import held
 from .link import PING_S, Link
 
 log = logging.getLogger(__name__)
@@ -129,17 +128,7 @@ class Follower:
 
     def _held(self) -> plan.Pong:
         """For a ping. Any thread."""
-        bridge = self._bridge
-        flusher = bridge.store.flusher if bridge is not None else None
-        active = mx.get_active_memory()
-        return plan.Pong(
-            mlx_active_bytes=active,
-            mlx_peak_bytes=max(active, mx.get_peak_memory()),
-            mlx_cache_bytes=mx.get_cache_memory(),
-            kv_hot_bytes=bridge.store.pool.hot_bytes if bridge is not None else 0,
-            kv_unwritten_blocks=len(flusher.unwritten.due) if flusher is not None else 0,
-            kv_store_queue_bytes=flusher.writer.queued_bytes if flusher is not None else 0,
-        )
+        return held(self._bridge.store if self._bridge is not None else None)
 
     def _give_memory_back(self, everything: bool = False) -> None:
         if self._bridge is not None:

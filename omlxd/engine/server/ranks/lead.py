@@ -27,19 +27,21 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from msgspec import structs
 from msgspec.structs import replace
 
 from .... import wire
 from ....common.ports import free_on_loopback
 from ....errors import ModelError
 from ....kv.cold.writer import Lease
+from ....kv.store import KVStore
 from ....models.footprint import read_config
 from ....wire import plan
 from ... import mlx_adapter
 from ...mlx_adapter import Cache, Group
 from ...sequence.sequence import Sequence
 from .compute import compute
+from .figures import add_figures, held
+from .lead_lease import LeadLease
 from .link import PING_S, Link
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,6 @@ START_S = 120.0
 """Seconds that a rank may take until MLX is there."""
 LOAD_S = 3600.0
 """Seconds that it may take to load its share after rank 0 has."""
-
-_EACH = {"kv_hot_budget_bytes", *(f"mlx_{what}_limit_bytes" for what in ("cache", "memory", "wired"))}
-"""Figures that are as large on each rank."""
 
 _COMMAND = (sys.executable, "-m", "omlxd.engine", "--follow")
 
@@ -110,6 +109,7 @@ class Lead:
         self.others: list[plan.Ready] = []
         self._post: Callable[[Callable[[], None]], None] = lambda call: None
         self._model: Any = None
+        self._store: KVStore | None = None
         self._ranks: list[_Rank] = []
         self._rows = 0
         self._matches: dict[int, Callable[[int, int], None]] = {}
@@ -178,22 +178,23 @@ class Lead:
         rank.said.put(None)
 
     def _grant(self, rank: _Rank) -> None:
-        """Space on SSD for a rank, of the engine's own lease: the front counts all of its files."""
+        """Space on SSD for a rank."""
+        lease = self.lease_of(rank.number)
         while True:
             match rank.asks.get():
                 case wire.Reserve(ticket=ticket, nbytes=most, least=least):
-                    granted = next((n for n in (most, least) if n and self._lease.take(n)), 0)
-                    rank.link.send(wire.Grant(ticket, granted, self._lease.capacity))
+                    granted = next((n for n in (most, least) if n and lease.take(n)), 0)
+                    rank.link.send(wire.Grant(ticket, granted, lease.capacity))
                 case wire.Released(nbytes=nbytes):
-                    self._lease.give_back(nbytes)
+                    lease.give_back(nbytes)
                 case wire.Stored(files=files):
                     for path, nbytes in files:
-                        self._lease.stored(path, nbytes)
+                        lease.stored(path, nbytes)
                 case wire.Dropped(files=files):
                     for path in files:
-                        self._lease.dropped(path)
+                        lease.dropped(path)
                 case wire.Touched(files=files):
-                    self._lease.touched(files)
+                    lease.touched(files)
                 case other:
                     log.warning("unexpected frame %s of rank %d", type(other).__name__, rank.number)
 
@@ -215,12 +216,14 @@ class Lead:
         self.send(plan.Join(tuple(hosts)))
         return mlx_adapter.join_group(0, hosts)
 
-    def begin(self, model: Any, namespace: str, post: Callable[[Callable[[], None]], None]) -> None:
+    def begin(
+        self, model: Any, namespace: str, store: KVStore, post: Callable[[Callable[[], None]], None]
+    ) -> None:
         """Rank 0's share is loaded: wait for the others', and open the stores. Raises ModelError.
 
-        namespace  folder of rank 0's. `post`: runs a call on the engine thread
+        namespace  folder of rank 0's `store`. `post`: runs a call on the engine thread
         """
-        self._model, self._post = model, post
+        self._model, self._store, self._post = model, store, post
         for rank in self._ranks:
             said = self._hear(rank, LOAD_S)
             if not isinstance(said, plan.Ready):
@@ -230,12 +233,19 @@ class Lead:
 
     def add_figures(self, values: dict[str, float]) -> None:
         """Make the figures of rank 0 those of all. Any thread."""
-        values["ranks"] = self.world
-        for rank in self._ranks:
-            for name, value in structs.asdict(rank.link.last).items():
-                values[name] = values.get(name, 0.0) + value
-        for name in values.keys() & _EACH:
-            values[name] *= self.world
+        add_figures(values, self._held())
+
+    def _held(self) -> list[plan.Pong]:
+        """What each rank holds, by its last word. Any thread."""
+        return [held(self._store), *(rank.link.last for rank in self._ranks)]
+
+    def lease_of(self, number: int) -> LeadLease:
+        """Where rank `number` gets its space on SSD: of the engine's lease, as the front counts all files."""
+
+        def may_store() -> bool:
+            return all(each.kv_cold_tier_on for other, each in enumerate(self._held()) if other != number)
+
+        return LeadLease(self._lease, self.world, may_store)
 
     # ----------------------------------------------------------------- the plan; engine thread
 

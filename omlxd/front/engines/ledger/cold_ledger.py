@@ -421,6 +421,10 @@ class ColdLedger:
         """
         return None if self._ledger is None else self._ledger.stats()
 
+    def bytes_in(self, namespace: str) -> int:
+        """Return the bytes of a namespace's files, as `peek` does all."""
+        return 0 if self._ledger is None else self._ledger.bytes_in(namespace)
+
     def check(self) -> None:
         """Raise Unavailable without a cold tier, or while its folder does not answer."""
         if self.peek() is None:

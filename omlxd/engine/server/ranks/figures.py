@@ -1,0 +1,57 @@
+"""What each rank holds: it says so with every `Pong`, wherever it runs, and rank 0 tells the front."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import mlx.core as mx
+import psutil
+
+from ....common.units import process_memory
+from ....kv.store import KVStore
+from ....wire.plan import Pong
+
+_SUMMED = (
+    *("mlx_active_bytes", "mlx_peak_bytes", "mlx_cache_bytes"),
+    *("kv_hot_bytes", "kv_unwritten_blocks", "kv_store_queue_bytes"),
+)
+_EACH = ("kv_hot_budget_bytes", *(f"mlx_{what}_limit_bytes" for what in ("cache", "memory", "wired")))
+"""Figures that are as large on each rank."""
+_SHOWN = ("pid", "resident_bytes", "mlx_active_bytes", "kv_hot_bytes", "kv_cold_tier_on", "kv_cold_disk_full")
+"""Figures of each rank by itself, as `rank_<number>_<name>`."""
+
+_process = psutil.Process()
+
+
+def held(store: KVStore | None) -> Pong:
+    """What this process holds. Any thread."""
+    flusher = store.flusher if store is not None else None
+    active = mx.get_active_memory()
+    return Pong(
+        pid=os.getpid(),
+        resident_bytes=process_memory(_process),
+        mlx_active_bytes=active,
+        mlx_peak_bytes=max(active, mx.get_peak_memory()),
+        mlx_cache_bytes=mx.get_cache_memory(),
+        kv_hot_bytes=store.pool.hot_bytes if store is not None else 0,
+        kv_unwritten_blocks=len(flusher.unwritten.due) if flusher is not None else 0,
+        kv_store_queue_bytes=flusher.writer.queued_bytes if flusher is not None else 0,
+        kv_cold_tier_on=flusher is None or flusher.health.is_on,
+        kv_cold_disk_full=flusher is not None and flusher.health.is_full,
+    )
+
+
+def add_figures(values: dict[str, float], ranks: Sequence[Pong]) -> None:
+    """Make `values`, rank 0's, those of all `ranks`, and add those of each. Any thread."""
+    values["ranks"] = len(ranks)
+    for name in _SUMMED:
+        values[name] = values.get(name, 0.0) + sum(getattr(rank, name) for rank in ranks[1:])
+    for name in values.keys() & _EACH:
+        values[name] *= len(ranks)
+    off = [rank for rank in ranks if not rank.kv_cold_tier_on]
+    if off and "kv_cold_tier_on" in values:
+        values["kv_cold_tier_on"] = False
+        values["kv_cold_disk_full"] = all(rank.kv_cold_disk_full for rank in off)
+    for number, rank in enumerate(ranks):
+        values.update({f"rank_{number}_{name}": getattr(rank, name) for name in _SHOWN})
