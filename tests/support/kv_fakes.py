@@ -43,8 +43,8 @@ NAMESPACE = namespace_of({"model": "tiny"})
 OTHER_NAMESPACE = namespace_of({"model": "other"})
 
 
-def block_format(namespace: bytes = NAMESPACE) -> BlockFormat:
-    return BlockFormat(namespace, LAYOUT, BLOCK)
+def block_format(namespace: bytes = NAMESPACE, layout: KVLayout = LAYOUT) -> BlockFormat:
+    return BlockFormat(namespace, layout, BLOCK)
 
 
 FILE_DISK_BYTES = ColdTier(Path("unused"), block_format()).bytes_per_block
@@ -281,14 +281,16 @@ class Rig:
         daily: int = 0,
         deep: int = 0,
         today: Callable[[], str] = lambda: "2026-01-31",
+        layout: KVLayout = LAYOUT,
     ):
         self.root = root
         self.hot = hot
-        writes = WriteBudget(root, daily * FILE_DISK_BYTES, fs if daily else None, today)
-        self.ledger = Ledger(root, cap * FILE_DISK_BYTES, writes)
+        self.cold = ColdTier(root, block_format(namespace, layout), fs)
+        self.file_bytes = self.cold.bytes_per_block
+        writes = WriteBudget(root, daily * self.file_bytes, fs if daily else None, today)
+        self.ledger = Ledger(root, cap * self.file_bytes, writes)
         self.ledger.open()
         self.lease = LedgerLease(self.ledger)
-        self.cold = ColdTier(root, block_format(namespace), fs)
         self.writer = ManualWriter(self.cold, self.lease, max_queue_bytes=max_queue_bytes)
         self.pool = BlockPool(0, max_records)
         self.posted: deque[Callable[[], None]] = deque()
@@ -299,12 +301,12 @@ class Rig:
         self.store = KVStore(
             block_size=BLOCK,
             pool=self.pool,
-            hot_budget=lambda: int(self.hot * LAYOUT.nbytes(BLOCK)),
+            hot_budget=lambda: int(self.hot * layout.nbytes(BLOCK)),
             post=self.posted.append,
             cold=self.cold,
             flusher=self.flusher,
             lease=self.lease,
-            cold_limit=math.ceil(deep * FILE_DISK_BYTES / CHAIN_SHARE),
+            cold_limit=math.ceil(deep * self.file_bytes / CHAIN_SHARE),
         )
         self.states = Checkpoints(self.store, CheckpointFiles(root, namespace, state_layout, fs))
         self.in_ram_alone: set[bytes] = set()
