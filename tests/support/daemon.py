@@ -83,6 +83,7 @@ class Daemon:
     model    model folder; None: the demo model
     env      further variables
     wrapper  a program and arguments to run it under
+    transport  how its clients reach it; None: over this host's loopback
     wait     return only once the model is loaded
     """
 
@@ -94,6 +95,7 @@ class Daemon:
         env: Mapping[str, str] | None = None,
         wrapper: tuple[str, ...] = (),
         wait: bool = True,
+        transport: httpx.BaseTransport | None = None,
     ):
         self.home = home
         home.mkdir(parents=True, exist_ok=True)
@@ -119,7 +121,7 @@ class Daemon:
             self.close()
             raise RuntimeError(f"the daemon did not start: {self.logged()}")
         self.url, self.model = found[1], found[2]
-        self.http = _Client(self, base_url=self.url, timeout=300, trust_env=False)
+        self.http = _Client(self, base_url=self.url, timeout=300, trust_env=False, transport=transport)
         if wait:
             self.wait_ready()
 
