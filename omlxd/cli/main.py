@@ -44,6 +44,7 @@ VERBS = {
         "front.bridge.command",
         "speak JSON Lines on standard input and output, to be embedded in another program",
     ),
+    "join": ("front.join.command", "compute a share of a model that another machine serves"),
     "peer": (
         "cli.cache.transfer.peer.command",
         "pair with another omlxd of yours, which then reads this SSD cache",

@@ -11,6 +11,8 @@ from typing import Any
 CONNECT_S = 1.0
 PEER_PORT = 8077
 """At which an omlxd shares its SSD cache, unless told otherwise."""
+JOIN_PORT = 8078
+"""At which `omlxd join` waits for a lead, unless told otherwise."""
 
 
 def bind(family: int, address: Any) -> socket.socket:
@@ -31,10 +33,10 @@ def bind(family: int, address: Any) -> socket.socket:
     return made
 
 
-def free_on_loopback(count: int) -> list[str]:
-    """`count` addresses, `127.0.0.1:PORT`, that nobody serves now."""
-    held = [_bound(socket.AF_INET, ("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in held]
+def free_addresses(host: str, count: int) -> list[str]:
+    """`count` addresses, `host:PORT`, that nobody serves now. `host`: IPv4, of ours. Raises OSError."""
+    held = [_bound(socket.AF_INET, (host, 0)) for _ in range(count)]
+    addresses = [f"{host}:{each.getsockname()[1]}" for each in held]
     for each in held:
         each.close()
     return addresses
@@ -52,19 +54,19 @@ def _bound(family: int, address: Any) -> socket.socket:
     return made
 
 
-def peer_address(text: str) -> tuple[str, int]:
+def peer_address(text: str, port: int = PEER_PORT) -> tuple[str, int]:
     """Return (host, port) of a peer: `HOST`, `HOST:PORT`, an IPv6 address, or `[IPV6]:PORT`.
 
-    Raises ValueError.
+    port  where the text has none. Raises ValueError.
     """
-    host, port = text, ""
+    host, given = text, ""
     if text.startswith("["):
-        host, _, port = text[1:].partition("]")
-        if port and not port.startswith(":"):
+        host, _, given = text[1:].partition("]")
+        if given and not given.startswith(":"):
             raise ValueError(text)
-        port = port[1:]
+        given = given[1:]
     elif text.count(":") == 1:
-        host, _, port = text.partition(":")
-    if not host or (port and not (port.isascii() and port.isdigit() and int(port) < 65536)):
+        host, _, given = text.partition(":")
+    if not host or (given and not (given.isascii() and given.isdigit() and int(given) < 65536)):
         raise ValueError(text)
-    return host, int(port) if port else PEER_PORT
+    return host, int(given) if given else port

@@ -225,8 +225,10 @@ def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) ->
         problem = f"{value!r} is more than this machine's RAM ({human(total_ram())})"
     elif option.name == "log_file_size" and not got:
         problem = "a size is needed, as 10MB"
-    elif option.name in ("peer", "peer_listen") and got:
+    elif option.name in ("peer", "peer_listen", "join_listen") and got:
         problem = _why_no_peer_address(got)
+    elif option.name == "join":
+        problem = next(filter(None, map(_why_no_peer_address, got)), "")
     if problem:
         raise ConfigError(f"{place}: {problem}.")
     return got

@@ -26,6 +26,8 @@ Reserve = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Thought = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SharePrefix = Literal["auto", "on", "off"]
 Ranks = Annotated[int, Meta(ge=1, le=64)]
+Hosts = tuple[Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:_%\[\]-]+\Z")], ...]
+LinkKind = Literal["ring", "jaccl", "nccl"]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 Images = Annotated[int, Meta(ge=1, le=100_000)]
 PREFIX = "OMLXD_"
@@ -95,6 +97,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Literal["auto", "off"] | None = None
     share_prefix: SharePrefix | None = None
     ranks: Ranks | None = None
+    join: Hosts | None = None
+    link: LinkKind | None = None
     metal_kernels: Literal["auto", "off"] | None = None
     hoist_system: Hoist | None = None
     request_timeout: Limit | None = None
@@ -109,8 +113,8 @@ SAMPLING = (
     "max_tokens",
 )
 """Fields that the file may also set for all models, under `[defaults]`."""
-FOR_ALL = ("max_thinking_tokens", "loop_stop")
-"""Live fields that a flag sets for all models without their own."""
+FOR_ALL = ("max_thinking_tokens", "loop_stop", "ranks", "join", "link")
+"""Fields that a flag sets for all models without their own."""
 NEXT_LOAD = ModelSettings.__struct_fields__[ModelSettings.__struct_fields__.index("block_size") :]
 """Fields that a loaded engine does not take up; every other one is live."""
 
@@ -139,6 +143,7 @@ _HELP = {
     "`omlxd peer` may read this SSD cache; default: none",
     "peer": "omlxd of yours, as 192.168.1.5 or 192.168.1.5:8077, whose SSD cache is asked for what this one "
     "lacks; `omlxd peer pair` comes first; default: none",
+    "join_listen": "address, as 192.168.1.6 or 192.168.1.6:8078, at which `omlxd join` waits for a lead",
     "api_key": "key that every request must carry; better given as OMLXD_API_KEY, which `ps` doesn't show",
     "base_path": "folder of everything that omlxd keeps",
     "paged_ssd_cache_dir": "folder of the SSD cache; default: cache under --base-path",
@@ -179,6 +184,10 @@ _HELP = {
     "own",
     "ranks": "processes of this machine that share a model, a GPU each where there are several: room for a "
     "larger one, not speed; 1: one has all of it",
+    "join": "hosts that run `omlxd join`, as 192.168.1.6 or 192.168.1.6:8078, with commas between: each "
+    "has a share of a model beside the --ranks of this machine; `omlxd peer pair` comes first; default: none",
+    "link": "what carries the sums of ranks: ring, over TCP; jaccl, by RDMA over Thunderbolt 5; nccl, which "
+    "ranks on CUDA always have",
     "metal_kernels": "auto: on Metal, kernels of omlxd's own compute what a load finds right and not slower "
     "than MLX's own there: the log and `omlxd doctor` say which; off: MLX's alone",
     "max_thinking_tokens": "most tokens that a model may think before it answers, whatever a request says; "
@@ -237,6 +246,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ollama_port: Annotated[int, Meta(ge=0, le=65535), _option("N=0")]
     peer_listen: Annotated[str, _option("ADDR")]
     peer: Annotated[str, _option("HOST")]
+    join_listen: Annotated[str, _option("ADDR=127.0.0.1")]
     api_key: Annotated[
         str,
         Meta(pattern=r"^[\x21-\x7e]*\Z"),
@@ -284,6 +294,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
     share_prefix: Annotated[SharePrefix, _option("WHAT=auto")]
     ranks: Annotated[Ranks, _option("N=1")]
+    join: Annotated[Hosts, _option("HOSTS", wrong="no host; write 192.168.1.6, or 192.168.1.6:8078")]
+    link: Annotated[LinkKind, _option("LINK=ring")]
     metal_kernels: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
     max_thinking_tokens: Annotated[Thought | None, _option("N=none", none="none")]
     loop_stop: Annotated[Literal["auto", "off"], _option("WHAT=auto")]

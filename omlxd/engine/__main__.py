@@ -21,6 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="omlxd.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="connected Unix socket")
     parser.add_argument("--follow", action="store_true", help="be another rank of the engine at the socket")
+    parser.add_argument("--lead", type=int, help="connected Unix socket to rank 0, on another machine")
     parser.add_argument("--mlx-blas", action="store_true", help="leave matrix products to MLX's own BLAS")
     args = parser.parse_args()
     _log_to_stderr()
@@ -35,14 +36,18 @@ def main() -> None:
     # and looking at all of them once more when a model is loaded as much again.
     gc.disable()
     # After logging is set up: these import MLX.
-    if args.follow:
+    sockets = [sock]
+    if args.follow or args.lead is not None:
         from .server.ranks.follower import Follower as Service
+
+        if args.lead is not None:
+            sockets = [socket.socket(fileno=args.lead), sock]
     else:
         from .server.service import EngineService as Service
 
     gc.freeze()
     gc.enable()
-    service, status = Service(sock), 0
+    service, status = Service(*sockets), 0
     signal.signal(signal.SIGTERM, lambda number, frame: service.terminate())
     try:
         service.run()

@@ -135,6 +135,15 @@ class Footprint(msgspec.Struct, frozen=True):
             kv_fixed=self.kv_fixed + draft.sequence(DRAFT_CONTEXT),
         )
 
+    def part(self, here: int, ranks: int) -> Footprint:
+        """Return what `here` of `ranks` that share the model take."""
+        if here == ranks:
+            return self
+        shared = ("weights", "kv_per_token", "kv_fixed", "pair")
+        return msgspec.structs.replace(
+            self, **{name: math.ceil(getattr(self, name) * here / ranks) for name in shared}
+        )
+
     def sequence(self, tokens: int) -> int:
         """Return the bytes of one sequence of so many tokens, without shared ones."""
         return self.kv_fixed + tokens * self.kv_per_token

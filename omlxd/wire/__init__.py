@@ -81,6 +81,10 @@ class CacheSettings(Struct, frozen=True):
     kv_group_size: int = 64
 
 
+def kv_words(bits: int, group: int) -> str:
+    return f"{bits} bits in groups of {group}" if bits else "not quantised"
+
+
 class PromptSettings(Struct, frozen=True):
     """How one engine makes prompts, and how long a request may take.
 
@@ -139,7 +143,9 @@ class Load(Struct, frozen=True, tag="load"):
                 copied as it grows
     weights_mmap  whether weights are views of their files (engine/mlx_adapter/runtime/mapped.py)
     pass_limit  tokens of a prompt that a pass computes, at most; 0: as suits the device
-    ranks   processes of this machine that share the model (wire/plan.py)
+    ranks   processes that share the model (wire/plan.py), `join` included
+    join    hosts, `HOST[:PORT]`, that run `omlxd join`; a rank on each, the last ones
+    link    what carries their sums: ring, jaccl or nccl
     """
 
     model_path: str
@@ -161,6 +167,13 @@ class Load(Struct, frozen=True, tag="load"):
     weights_mmap: str = "off"
     pass_limit: int = 0
     ranks: int = 1
+    join: tuple[str, ...] = ()
+    link: str = "ring"
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this machine."""
+        return self.ranks - len(self.join)
 
 
 SAMPLE_KERNELS = (
@@ -213,6 +226,19 @@ class Count(Struct, frozen=True, tag="count"):
     prompt: Union[Conversation, RawPrompt]
     session: str = ""
     client: str = ""
+
+
+class Home(Struct, frozen=True, tag="home"):
+    """What a rank on another machine has of that one (front/join/), in place of the same of its `Load`.
+
+    address  of that machine in the network of rank 0
+    """
+
+    model_path: str
+    address: str
+    cold_dir: str = ""
+    cold_cache_bytes: int = 0
+    hot_cache_bytes: int | None = None
 
 
 class GetStats(Struct, frozen=True, tag="get_stats"):
@@ -373,7 +399,8 @@ class Loaded(Struct, frozen=True, tag="loaded"):
 
 
 class LoadFailed(Struct, frozen=True, tag="load_failed"):
-    """`channel`: as of `Loaded`. `adapter`: for its files, or `now`: for lack of memory.
+    """`channel`: as of `Loaded`. `adapter`: for its files. `now`: for lack of memory, or of
+    a host that is away.
 
     lasting  the model's files or settings are why: loaded again as they are it fails again
     """

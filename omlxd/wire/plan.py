@@ -5,7 +5,7 @@ Rank 0 decides, the others follow: they make these calls in this order, each on 
 | from rank 0      | from the other                                                              |
 |------------------|-----------------------------------------------------------------------------|
 | `Follow`         | `Here`, once MLX is there; `Broken` and exit at any time                    |
-| `Join`           | `Ready`, once its share is loaded                                           |
+| `Join`           | `Here`, then `Ready`, once its share is loaded                              |
 | `Begin`          | nothing: its store opens                                                    |
 | `Open(row)`      | nothing                                                                     |
 | `Match(row)`     | `Matched(row)`, once what it has of the prefix is in the row's cache        |
@@ -26,10 +26,14 @@ from . import Budget, Dropped, Grant, Load, Quit, Released, Reserve, Stored, Str
 
 
 class Follow(Struct, frozen=True, tag="follow"):
-    """Be rank `rank` of those that `load` names; budgets and caps in it are a rank's share."""
+    """Be rank `rank` of those that `load` names; budgets and caps in it are a rank's share.
+
+    weights  digests of the model's files, which another machine's must equal; {}: it is this machine
+    """
 
     rank: int
     load: Load
+    weights: dict[str, str]
 
 
 class Join(Struct, frozen=True, tag="join"):
@@ -112,7 +116,9 @@ ToRank = Union[Follow, Join, Begin, Open, Match, Pass, Offer, Finish, Trim, Ping
 
 
 class Here(Struct, frozen=True, tag="here"):
-    """Ready to meet the others."""
+    """Ready to meet the others. `address`: `IP:PORT` where, of another machine; "": rank 0 chooses."""
+
+    address: str = ""
 
 
 class Ready(Struct, frozen=True, tag="ready"):

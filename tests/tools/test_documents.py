@@ -42,6 +42,7 @@ VERBS = (
     "doctor",
     "bench",
     "key",
+    "join",
     "peer",
     "service",
     "config",

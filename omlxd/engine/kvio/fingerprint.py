@@ -14,6 +14,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -70,10 +71,34 @@ def weight_fingerprints(model: Path, memo_dir: Path | None) -> dict[str, str]:
     return _fingerprints(_weight_files(model), memo_dir)
 
 
-def _fingerprints(files: list[Path], memo_dir: Path | None) -> dict[str, str]:
+def differing(model: Path, digests: Mapping[str, str], memo_dir: Path | None) -> str:
+    """Say which of the model's files have other digests than those, of another machine; "": none.
+
+    Raises OSError as reads do.
+    """
+    there = {file.name: file for file in _weight_files(model)}
+    for name in sorted(digests.keys() ^ there.keys()):
+        return f"{name} is {'here' if name in there else 'there'} alone"
+    # A blob of the hub has a digest of its own kind: theirs say which is asked for.
+    blobs = {name for name, digest in digests.items() if _SHA256.fullmatch(digest)}
+    own = _fingerprints([*there.values()], memo_dir, blobs)
+    for name, digest in sorted(digests.items()):
+        if own[name] != digest:
+            return f"the digest of {name} is {own[name][:16]} here and {digest[:16]} there"
+    return ""
+
+
+def _fingerprints(
+    files: list[Path], memo_dir: Path | None, blobs: Collection[str] | None = None
+) -> dict[str, str]:
+    """`blobs`: names of those whose digest is a blob's; None: of what are links to one."""
     memo = _read_memo(memo_dir)
+
+    def of(file: Path) -> tuple[str, str]:
+        return _digest(file, memo, _is_blob(file) if blobs is None else file.name in blobs)
+
     with ThreadPoolExecutor(4, thread_name_prefix="fingerprint") as pool:
-        results = list(pool.map(lambda file: _digest(file, memo), files))
+        results = list(pool.map(of, files))
     _write_memo(memo_dir, memo, {identity: digest for digest, identity in results if identity})
     return {file.name: digest for file, (digest, _) in zip(files, results, strict=True)}
 
@@ -104,9 +129,12 @@ def _identity(stat: os.stat_result) -> str:
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
-def _digest(file: Path, memo: dict[str, str]) -> tuple[str, str]:
+def _is_blob(file: Path) -> bool:
+    return file.is_symlink() and bool(_SHA256.match(os.path.basename(os.readlink(file))))
+
+
+def _digest(file: Path, memo: dict[str, str], is_blob: bool) -> tuple[str, str]:
     """(digest, key to remember it by; "": not to be remembered)."""
-    is_blob = file.is_symlink() and _SHA256.match(os.path.basename(os.readlink(file)))
     prefix = "sha256:" if is_blob else ""
     if remembered := memo.get(prefix + _identity(file.stat())):
         return remembered, ""

@@ -98,7 +98,7 @@ class ModelStore:
     @staticmethod
     def weight_digests(load: wire.Load) -> dict[str, str]:
         """`weight_fingerprints` of its model. Any thread."""
-        return weight_fingerprints(Path(load.model_path), _memo_dir(load))
+        return weight_fingerprints(Path(load.model_path), memo_dir(load))
 
     def of_adapter(self, adapter: str, model_id: str) -> ModelStore:
         """The same for the model with the adapter in folder `adapter`, not open; one RAM tier for both.
@@ -111,7 +111,7 @@ class ModelStore:
         store._newest = store.bridge = store.turns = store.images = None
         store._identities = adapter_identities(adapter)
         if self._loaded.layout is not None:
-            memo = _memo_dir(self._load)
+            memo = memo_dir(self._load)
             store._facts = {**self._facts, "adapter": adapter_fingerprint(adapter, memo)}
             store.namespace = namespace_of(store._facts)
         return store
@@ -194,7 +194,7 @@ class ModelStore:
         layout = self._loaded.layout
         if layout is None:
             return bytes(32)
-        memo = _memo_dir(self._load)
+        memo = memo_dir(self._load)
         self._facts: dict[str, Any] = {
             "format": KV_FORMAT,
             "weights": digests.result() if digests is not None else self.weight_digests(self._load),
@@ -314,6 +314,6 @@ def _quantisation_facts(settings: wire.CacheSettings) -> object:
     return [settings.kv_bits, settings.kv_group_size] if settings.kv_bits else 0
 
 
-def _memo_dir(load: wire.Load) -> Path | None:
+def memo_dir(load: wire.Load) -> Path | None:
     """Where digests are remembered; None: nowhere."""
     return Path(load.cache.cold_dir) if load.cache.cold_dir else None

@@ -50,7 +50,7 @@ from .explain import Explainer, ExtraKeys, Placed
 from .metrics import TrafficCounters, adapter_metrics, metrics_of
 from .model_load import load_model, load_speculation, model_info
 from .new_sequence import SequenceMaker
-from .ranks.lead import Lead, share
+from .ranks.lead import Lead
 from .ranks.lead_bridge import LeadBridge
 from .request import RequestChecks, parser_of
 
@@ -358,8 +358,7 @@ class EngineHost:
         """What this engine may hold from now on. Any thread."""
 
         if self._lead is not None:
-            budget = share(budget, self._lead.world)
-            self._lead.send(budget)
+            budget = self._lead.share(budget)
 
         def take() -> None:
             if self.scheduler.memory is not None:

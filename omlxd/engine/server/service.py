@@ -320,7 +320,8 @@ class EngineService:
                 log.warning("what the load raised, whose end the front tells", exc_info=True)
             # The front reads this before it sees the process end.
             adapter, lasting = isinstance(error, AdapterError), _is_lasting(error)
-            self._send(wire.LoadFailed(_reason(error), adapter=adapter, lasting=lasting))
+            now = isinstance(error, NotNow)
+            self._send(wire.LoadFailed(_reason(error), adapter=adapter, now=now, lasting=lasting))
             mlx_adapter.release_memory()
             os._exit(3)
         # What was loaded lives as long as the process: 79,000 objects that a full collection would
@@ -347,7 +348,7 @@ class EngineService:
             lead = Lead(load, self._lease, self._end_now)
 
         def want(wants: wire.Wants) -> None:
-            self._send(replace(wants, nbytes=wants.nbytes * load.ranks))
+            self._send(replace(wants, nbytes=wants.nbytes * load.ranks_here))
 
         return EngineHost(load, self._output, self._lease, want, lead)
 

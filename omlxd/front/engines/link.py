@@ -82,8 +82,8 @@ class EngineLink:
         self._printer = asyncio.create_task(self._print_all(), name="engine-stderr")
 
     @classmethod
-    async def spawn(cls, command: Sequence[str] = ENGINE_COMMAND) -> EngineLink:
-        """Start `command --fd N`. Raises OSError when it can't be started."""
+    async def spawn(cls, command: Sequence[str] = ENGINE_COMMAND, fds: Sequence[int] = ()) -> EngineLink:
+        """Start `command --fd N`, with `fds` open, too. Raises OSError when it can't be started."""
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -96,7 +96,7 @@ class EngineLink:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *fds),
                 start_new_session=True,
                 env=engine_environment(os.environ),
                 limit=_LINE_LIMIT,
@@ -208,6 +208,15 @@ class EngineLink:
             if was_stopped and stopped:
                 break
         return self._process.returncode is not None
+
+    async def end_if_stopped(self) -> None:
+        """Kill a process that is stopped: ranks on other machines wait for it, and none of them can."""
+        stopped = was_stopped = False
+        while not (stopped and was_stopped):
+            await asyncio.sleep(STOPPED_LOOK_S)
+            was_stopped, stopped = stopped, self._is_stopped()
+        log.error("the engine of process %d is stopped, it is ended", self.pid)
+        self.kill()
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(psutil.Error):

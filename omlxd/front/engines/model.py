@@ -289,9 +289,11 @@ class ModelEngine:
     def _footprint(self, float32: bool) -> Footprint | None:
         """Add the draft model's footprint, whose process is the same."""
         model, drafts = self.measured.footprints, self.measured.drafts
-        if model is None or drafts is None:
-            return model and model[float32]
-        return model[float32].with_draft(drafts[float32])
+        if model is None:
+            return None
+        here, join = self.settings.ranks or 1, len(self.settings.join or ())
+        own = model[float32].part(here, here + join)
+        return own.with_draft(drafts[float32]) if drafts is not None else own
 
     @property
     def disk_bytes(self) -> int | None:
@@ -468,7 +470,9 @@ def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir
         draft_path=str(engine.draft_folder or ""),
         speculate=(own.speculation or settings.speculation) == "auto",
         share_prefix=own.share_prefix or settings.share_prefix,
-        ranks=own.ranks or settings.ranks,
+        ranks=(own.ranks or 1) + len(own.join or ()),
+        join=own.join or (),
+        link=own.link or "ring",
         metal_kernels=own.metal_kernels or settings.metal_kernels,
         prompts=wire.PromptSettings(
             healing=not settings.no_healing if own.healing is None else own.healing,

@@ -60,6 +60,8 @@ MOST_STALLS = 4
 
 UNLOAD_S = 60.0
 """Seconds for an unloading engine to write its blocks."""
+AWAY_RETRY_S = 5
+"""Seconds after which a host that is away may be back, or memory that lacks."""
 FAULT_EXIT_S = 10.0
 """Seconds until an engine that met a GPU fault has exited by itself, or is killed."""
 
@@ -427,13 +429,15 @@ class Supervisor:
         elif self._stands_back():
             lower_priority(link.pid)
         patience_s = self.restarts.patience_s
-        watching = asyncio.create_task(self._watch(life, patience_s)) if patience_s else None
+        watching = [asyncio.create_task(self._watch(life, patience_s))] if patience_s else []
+        if load.join and isinstance(link, EngineLink):
+            watching.append(asyncio.create_task(link.end_if_stopped()))
         try:
             ended = await link.receive(partial(self._handle, life))
             if self.state == "unloading":
                 await link.close()  # Its socket may close first; whoever unloads it wants its memory back.
         finally:
-            for task in (watching, life.admission):
+            for task in (*watching, life.admission):
                 if task is not None:
                     task.cancel()
             for guest in list(self.guests.values()):
@@ -493,9 +497,12 @@ class Supervisor:
             life.fault = message  # It exits by itself; a GPU that hangs may hold it back.
             asyncio.get_running_loop().call_later(FAULT_EXIT_S, life.link.kill)
         elif isinstance(message, wire.LoadFailed):
-            if message.adapter:
-                kind = partial(NotNow, param="model") if message.now else self._unusable
-                life.refused = kind(message.message)
+            if message.now:
+                life.refused = NotNow(
+                    message.message, param="model", retry_after=AWAY_RETRY_S * (not message.adapter) or None
+                )
+            elif message.adapter:
+                life.refused = self._unusable(message.message)
             else:
                 life.failed = message.message or "the engine gave no reason"
                 life.lasting = message.lasting

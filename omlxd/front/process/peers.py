@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from typing import TYPE_CHECKING
 
-from ...common.ports import peer_address
+from ...common.ports import PEER_PORT, peer_address
 from ...config import Settings, has_ssd_cache
 from ...errors import ConfigError
 from .sockets import CannotListen, bind
@@ -25,15 +25,23 @@ def open_peer_socket(settings: Settings) -> socket.socket | None:
             )
     if not settings.peer_listen:
         return None
-    place = settings.sources["peer_listen"]
-    host, port = peer_address(settings.peer_listen)
+    return open_named(settings, "peer_listen", PEER_PORT, "is for peers")
+
+
+def open_named(settings: Settings, option: str, port: int, use: str) -> socket.socket:
+    """Open the socket of a setting that names an address; `port` unless it names one, too.
+
+    Raises CannotListen, and ConfigError for an address that is every network's.
+    """
+    place = settings.sources[option]
+    host, port = peer_address(getattr(settings, option), port)
     try:
         made = bind(host, port)
     except OSError as error:
         why = error.strerror or str(error)
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             why = f"{host} is no address of this machine"
-        raise CannotListen(f"{place}: {why}; port {port} of {host} is for peers.") from error
+        raise CannotListen(f"{place}: {why}; port {port} of {host} {use}.") from error
     if ipaddress.ip_address(made.getsockname()[0].partition("%")[0]).is_unspecified:
         made.close()
         raise ConfigError(

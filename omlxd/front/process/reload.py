@@ -33,7 +33,7 @@ FROM_THE_NEXT_LOAD = frozenset(
     {
         *("hot_cache_max_size", "initial_cache_blocks", "block_size", "kv_bits", "kv_group_size", "seed"),
         *("cpu_weights", "weights_mmap", "cpu_blas", "speculation", "share_prefix"),
-        *("kv_reserve", "metal_kernels", "ranks", "peer"),
+        *("kv_reserve", "metal_kernels", "ranks", "join", "link", "peer"),
     }
 )
 

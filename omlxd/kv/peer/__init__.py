@@ -1,5 +1,6 @@
-"""What two omlxd of one owner say to each other: pairing, and blocks of the SSD cache, read-only.
+"""What two omlxd of one owner say to each other: pairing, blocks of the SSD cache, read-only, and whether one
+has a share of the other's model.
 
 Rule: peer/ imports common/ and the files of kv/ alone: no MLX, no HTTP, no event loop. The front listens
-(server.py), engines ask (client.py), `omlxd peer` pairs.
+(server.py, front/join/), engines ask (client.py), `omlxd peer` pairs.
 """

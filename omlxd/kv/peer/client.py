@@ -11,11 +11,15 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from .frames import VERSION, Channel, Found, Hello, Look, Pair, PairedWith, Piece, Read
+from .duplex import Duplex
+from .frames import VERSION, Channel, Follows, Found, Hello, Lead, Look, Pair, PairedWith, Piece, Read
 from .identity import MOST_NAME, Identity, PeerError, plain_code, proof
 
 CONNECT_S, STEP_S = 1.0, 3.0
 """Seconds for a connection, and for the other side to say something."""
+LOOK_UP_S = 30.0
+"""Seconds that it may look for a model."""
+_ENDED = ssl.SSLEOFError, ssl.SSLZeroReturnError
 
 
 @contextlib.contextmanager
@@ -32,21 +36,25 @@ def _connected(
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.settimeout(at_most(STEP_S))
             with context.wrap_socket(plain) as tls:
-                channel = Channel(tls, STEP_S)
-                channel.deadline = deadline
-                if (version := channel.expect(Hello).version) != VERSION:
-                    raise PeerError(f"it speaks version {version} of this protocol, and this omlxd {VERSION}")
-                yield channel
+                yield _greeted(tls, deadline)
     except ssl.SSLError as error:
-        raise PeerError(_why(error)) from error
+        raise PeerError(_why(error), passing=isinstance(error, _ENDED)) from error
     except TimeoutError as error:
-        raise PeerError("it does not answer in time") from error
+        raise PeerError("it does not answer in time", passing=True) from error
     except OSError as error:
-        raise PeerError(error.strerror or str(error)) from error
+        raise PeerError(error.strerror or str(error), passing=True) from error
+
+
+def _greeted(tls: ssl.SSLSocket, deadline: float) -> Channel:
+    channel = Channel(tls, STEP_S)
+    channel.deadline = deadline
+    if (version := channel.expect(Hello).version) != VERSION:
+        raise PeerError(f"it speaks version {version} of this protocol, and this omlxd {VERSION}")
+    return channel
 
 
 def _why(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+    if isinstance(error, _ENDED):
         return "it ended the connection"
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
         return (
@@ -104,9 +112,33 @@ def connected(
 
     Raises PeerError, also for what fails inside.
     """
+    with _connected(address, _own(identity), deadline) as channel:
+        yield Connection(channel, namespace)
+
+
+def lead(identity: Identity, address: tuple[str, int], asked: Lead, step_s: float = LOOK_UP_S) -> Duplex:
+    """Have the host at `address` take a share of a model; returns the link to it.
+
+    Raises PeerError. step_s: seconds in which it has to say whether it does
+    """
+    with contextlib.ExitStack() as stack:
+        channel = stack.enter_context(_connected(address, _own(identity)))
+        channel.step_s = step_s
+        channel.send(asked)
+        channel.expect(Follows)
+        assert isinstance(channel.socket, ssl.SSLSocket)
+        return Duplex(channel.socket, stack.pop_all())
+
+
+@contextlib.contextmanager
+def asking(identity: Identity, address: tuple[str, int]) -> Generator[Channel, None, None]:
+    """Connect to a paired omlxd. Raises PeerError, also for what fails inside."""
+    with _connected(address, _own(identity)) as channel:
+        yield channel
+
+
+def _own(identity: Identity) -> ssl.SSLContext:
     try:
-        context = identity.for_client()
+        return identity.for_client()
     except (OSError, ssl.SSLError) as error:
         raise PeerError(f"the own key can't be read: {error}") from error
-    with _connected(address, context, deadline) as channel:
-        yield Connection(channel, namespace)

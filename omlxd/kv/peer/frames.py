@@ -6,6 +6,10 @@
 | `Pair`              | `PairedWith` or `Refused`; only without a certificate                |
 | `Look`              | `Found` or `Refused`                                                 |
 | `Read(names)`       | for each name in order a `Piece` and its bytes                       |
+| `Lead`              | `Follows`, and the rest of the bytes are wire/plan.py's; or `Refused` |
+| `Echo(nbytes)`      | it reads so many bytes, and sends as many back                       |
+
+A cache (server.py) takes `Look` and `Read`, a host that joins (front/join/) `Lead` and `Echo`.
 
 Names are hashes: nobody can name a file that is no block or checkpoint of a namespace.
 """
@@ -24,6 +28,8 @@ from .identity import MOST_CERTIFICATE, MOST_NAME, PeerError
 
 VERSION = 1
 MOST_UNPAIRED = 16 << 10
+MOST_MODEL = 1000
+MOST_ECHO = 64 << 20
 MOST_FRAME = 8 << 20
 """Bytes of a frame: of 200,000 names."""
 
@@ -52,6 +58,19 @@ class Read(Struct, frozen=True, tag="read"):
     names: tuple[Name, ...]
 
 
+class Lead(Struct, frozen=True, tag="lead"):
+    """Take a share of a model. `versions`: of what computes; `kv`: bits of its numbers, in words."""
+
+    model: Annotated[str, Meta(max_length=MOST_MODEL)]
+    versions: dict[str, str]
+    block_size: int
+    kv: str
+
+
+class Echo(Struct, frozen=True, tag="echo"):
+    nbytes: Annotated[int, Meta(ge=1, le=MOST_ECHO)]
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     version: int
 
@@ -62,9 +81,14 @@ class PairedWith(Struct, frozen=True, tag="paired"):
 
 
 class Refused(Struct, frozen=True, tag="refused"):
-    """`why`: a sentence without its full stop."""
+    """`why`: a sentence without its full stop. `passing`: another try may go well."""
 
     why: str
+    passing: bool = False
+
+
+class Follows(Struct, frozen=True, tag="follows"):
+    """It takes its share."""
 
 
 class Found(Struct, frozen=True, tag="found"):
@@ -80,8 +104,8 @@ class Piece(Struct, frozen=True, tag="piece"):
     nbytes: Annotated[int, Meta(ge=0)]
 
 
-ToServer = Union[Pair, Look, Read]
-ToClient = Union[Hello, PairedWith, Refused, Found, Piece]
+ToServer = Union[Pair, Look, Read, Lead, Echo]
+ToClient = Union[Hello, PairedWith, Refused, Found, Piece, Follows]
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -132,7 +156,7 @@ class Channel:
         """Receive an answer of that type. Raises PeerError for a refusal, with its reason."""
         answer = self.receive(ToClient)
         if isinstance(answer, Refused):
-            raise PeerError(answer.why)
+            raise PeerError(answer.why, passing=answer.passing)
         if not isinstance(answer, type):
             raise PeerError("it answered something else")
         return answer

@@ -44,7 +44,14 @@ _ALWAYS = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 
 
 class PeerError(Exception):
-    """The other side can't be asked, or says what it must not. The text is a sentence without full stop."""
+    """The other side can't be asked, or says what it must not. The text is a sentence without full stop.
+
+    passing  it is away or busy: another try may go well
+    """
+
+    def __init__(self, why: str, *, passing: bool = False):
+        super().__init__(why)
+        self.passing = passing
 
 
 class Paired(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import pytest
 from daemon import REPO, family_model
 from family_configs import COMMON
 
-from omlxd.common.ports import free_on_loopback
+from omlxd.common.ports import free_addresses
 from omlxd.engine import mlx_adapter
 from omlxd.errors import ModelError
 
@@ -36,7 +36,7 @@ def test_who_can_be_shared():
 def test_shares_give_the_logits_of_the_whole():
     families = {"llama": "tp:2/0", "qwen3_moe": "tp:2/0", "qwen3_5": "tp:2/0", "qwen3_next": "pp:2-3"}
     folders = [str(family_model(name)) for name in families]
-    hosts = ",".join(free_on_loopback(2))
+    hosts = ",".join(free_addresses("127.0.0.1", 2))
     command, environ = [sys.executable, str(SCRIPT)], {**os.environ, "PYTHONPATH": str(REPO)}
     other = subprocess.Popen([*command, "1", hosts, *folders], env=environ, stderr=subprocess.DEVNULL)
     try:

@@ -11,6 +11,7 @@ computes must do so on all ranks, in one order: a pass that one of them leaves o
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pkgutil
@@ -30,6 +31,9 @@ from ..attention.backend import current
 
 Group = mx.distributed.Group
 
+MEET_S = {"ring": 10.0, "nccl": 120.0}
+"""Seconds for ranks that have begun to meet. MLX waits for ever, and lets no thread of this process run."""
+
 
 def join_group(rank: int, hosts: Sequence[str]) -> Group:
     """The group of all ranks, whose addresses `hosts` are, `IP:PORT` each; returns once all are there.
@@ -40,12 +44,21 @@ def join_group(rank: int, hosts: Sequence[str]) -> Group:
     if current().own_memory:
         ip, _, port = hosts[0].rpartition(":")
         os.environ |= {"NCCL_HOST_IP": ip, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(len(hosts))}
-        return mx.distributed.init(strict=True, backend="nccl")
+        return _meet("nccl")
     with tempfile.NamedTemporaryFile("w", prefix="omlxd-ring-", suffix=".json") as file:
         json.dump([[host] for host in hosts], file)
         file.flush()
         os.environ["MLX_HOSTFILE"] = file.name
-        return mx.distributed.init(strict=True, backend="ring")
+        return _meet("ring")
+
+
+def _meet(backend: str) -> Group:
+    """End this process where the others don't come: by a thread of C, as no other runs."""
+    faulthandler.dump_traceback_later(MEET_S[backend], exit=True)
+    try:
+        return mx.distributed.init(strict=True, backend=backend)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def rank_environment(rank: int) -> dict[str, str]:

@@ -26,21 +26,23 @@ from pathlib import Path
 from typing import Any
 
 from .... import wire
+from ....common.ports import free_addresses
 from ....errors import ModelError, OmlxdError
 from ....kv.files.paths import namespace_dir
 from ....kv.hashing import hash_blocks
 from ....wire import plan
 from ... import mlx_adapter
 from ...kvio.bridge import OWN_CACHE
-from ...kvio.fingerprint import file_identities
+from ...kvio.fingerprint import differing, file_identities
 from ...kvio.hot_budget import evict_unused
 from ...kvio.lease import FrontLease
-from ...kvio.open_store import ModelStore
+from ...kvio.open_store import ModelStore, memo_dir
 from ...kvio.split_bridge import SplitBridge
 from ...sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
 from ..model_load import load_model
 from .compute import compute
 from .figures import held
+from .joined import Home
 from .link import PING_S, Link
 
 log = logging.getLogger(__name__)
@@ -50,12 +52,16 @@ IDLE_S = 5.0
 
 
 class Follower:
-    """One rank over one connected socket. `run` returns when the program should exit."""
+    """One rank over one connected socket. `run` returns when the program should exit.
 
-    def __init__(self, sock: socket.socket):
+    home  to the `omlxd join` of this machine; None: rank 0 runs on it, too
+    """
+
+    def __init__(self, sock: socket.socket, home: socket.socket | None = None):
         self._link = Link(sock, plan.ToRank, held=self._held)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lease = FrontLease(self._link.send)
+        self._home = Home(home) if home is not None else None
+        self._lease = FrontLease(self._link.send) if self._home is None else self._home.lease
         self._parent = os.getppid()
         self._rank = 0
         self._load: wire.Load
@@ -120,8 +126,8 @@ class Follower:
         while True:
             time.sleep(PING_S)
             if self._link.is_silent:
-                log.error("rank %d ends: rank 0 (process %d) does not answer", self._rank, self._parent)
-                if os.getppid() == self._parent:
+                log.error("rank %d ends: rank 0 does not answer", self._rank)
+                if self._home is None and os.getppid() == self._parent:
                     os.kill(self._parent, signal.SIGKILL)
                 mlx_adapter.release_memory()
                 os._exit(1)
@@ -151,13 +157,13 @@ class Follower:
             case plan.Follow():
                 self._rank, self._load = message.rank, message.load
                 logging.getLogger("omlxd").setLevel(message.load.log_level.upper())
-                self._link.send(plan.Here())
+                self._link.send(plan.Here(self._agree(message)))
             case plan.Join():
                 self._load_share(message.hosts)
             case plan.Begin():
-                bridge = self._bridge = self._store.open(
-                    self._lease, self._calls.put, SplitBridge, message.lead
-                )
+                # On another machine its fate is its own.
+                lead = message.lead if self._home is None else ""
+                bridge = self._bridge = self._store.open(self._lease, self._calls.put, SplitBridge, lead)
                 bridge.reads.warm_up()
                 bridge.weights_changed = self._loaded.mapped.changed
                 self._store.read_newest(self._calls.put)
@@ -171,20 +177,33 @@ class Follower:
             case _:
                 log.warning("unexpected frame %s", type(message).__name__)
 
+    def _agree(self, message: plan.Follow) -> str:
+        """Where to meet, on another machine than rank 0's. Raises ModelError for other weights."""
+        if self._home is None:
+            return ""
+        load = self._load = self._home.own(message.load)
+        if differs := differing(Path(load.model_path), message.weights, memo_dir(load)):
+            raise ModelError(f"its {load.model_id} is not rank 0's: {differs}")
+        return free_addresses(self._home.address, 1)[0]
+
     def _load_share(self, hosts: tuple[str, ...]) -> None:
         load = self._load
         files = file_identities(Path(load.model_path), "")
         mlx_adapter.set_limits(0, load.budget)
-        self._loaded = load_model(load, mlx_adapter.join_group(self._rank, hosts))
+        self._link.send(plan.Here())
+        group = mlx_adapter.join_group(self._rank, hosts)
+        self._link.met()
+        self._loaded = load_model(load, group)
         mlx_adapter.set_limits(self._loaded.weight_bytes, load.budget)
         if (layout := self._loaded.layout) is None:
             raise ModelError(f"several ranks can't serve this model: {self._loaded.kv_reuse}")
         self._store = ModelStore(load, self._loaded, files)
         gc.collect()
         gc.freeze()  # As rank 0 does: what was loaded lives as long as the process.
-        self._link.send(
-            plan.Ready(namespace_dir(self._store.namespace), self._loaded.weight_bytes, layout.nbytes(1))
-        )
+        ready = plan.Ready(namespace_dir(self._store.namespace), self._loaded.weight_bytes, layout.nbytes(1))
+        if self._home is not None:
+            self._home.loaded(load, ready.namespace, ready.weight_bytes, ready.kv_bytes_per_token)
+        self._link.send(ready)
 
     def _open(self, message: plan.Open) -> None:
         tokens = [*message.tokens]

@@ -3,7 +3,8 @@
 | thread    | does                                                                                |
 |-----------|-------------------------------------------------------------------------------------|
 | engine    | sends the plan, computes rank 0's share of each pass                                |
-| ranks     | starts the others and pings them, as long as this process lives: on Linux the kernel |
+| ranks     | starts the others, here and on hosts that join (joined.py), and pings them, as long |
+|           | as this process lives: on Linux the kernel                                          |
 |           | ends them with the thread that started them                                         |
 | rank-N    | reads what rank N says; its end ends the engine                                     |
 | lease-N   | asks the front for rank N's space on SSD                                            |
@@ -30,17 +31,20 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from .... import wire
-from ....common.ports import free_on_loopback
-from ....errors import ModelError
+from ....common.ports import free_addresses
+from ....errors import ModelError, OmlxdError
 from ....kv.cold.writer import Lease
 from ....kv.store import KVStore
 from ....models.footprint import read_config
 from ....wire import plan
 from ... import mlx_adapter
+from ...kvio.fingerprint import weight_fingerprints
+from ...kvio.open_store import memo_dir
 from ...mlx_adapter import Cache, Group
 from ...sequence.sequence import Sequence
 from .compute import compute
 from .figures import add_figures, held
+from .joined import Far, reach
 from .lead_lease import LeadLease
 from .link import PING_S, Link
 
@@ -55,7 +59,7 @@ _COMMAND = (sys.executable, "-m", "omlxd.engine", "--follow")
 
 
 def share(budget: wire.Budget, world: int) -> wire.Budget:
-    """A rank's part of what the engine may hold."""
+    """A rank's part of what the engine may hold on this machine."""
 
     def part(nbytes: int | None) -> int | None:
         return None if nbytes is None else nbytes // world
@@ -79,18 +83,18 @@ def share_of_load(load: wire.Load) -> wire.Load:
             f"{load.ranks} ranks can't serve a model with {what}; serve it with --ranks 1", param="--ranks"
         )
     cache = load.cache
-    hot = None if cache.hot_cache_bytes is None else cache.hot_cache_bytes // load.ranks
-    cache = replace(cache, hot_cache_bytes=hot, cold_cache_bytes=cache.cold_cache_bytes // load.ranks)
-    return replace(
-        load, cache=cache, budget=share(load.budget, load.ranks), speculate=False, share_prefix="off"
-    )
+    here = load.ranks_here
+    hot = None if cache.hot_cache_bytes is None else cache.hot_cache_bytes // here
+    cache = replace(cache, hot_cache_bytes=hot, cold_cache_bytes=cache.cold_cache_bytes // here)
+    return replace(load, cache=cache, budget=share(load.budget, here), speculate=False, share_prefix="off")
 
 
 class _Rank:
     """Another rank: its process, and what it has said."""
 
-    def __init__(self, number: int, process: subprocess.Popen[bytes], link: Link):
+    def __init__(self, number: int, process: subprocess.Popen[bytes] | Far, link: Link):
         self.number, self.process, self.link = number, process, link
+        self.name = f"rank {number} ({process if isinstance(process, Far) else f'process {process.pid}'})"
         self.said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.asks: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -114,6 +118,8 @@ class Lead:
         self._rows = 0
         self._matches: dict[int, Callable[[int, int], None]] = {}
         self._closing = False
+        self._refused: OmlxdError | None = None
+        self.own_host = "127.0.0.1"
         started = threading.Event()
         threading.Thread(target=self._start_and_watch, args=(started,), name="ranks", daemon=True).start()
         started.wait()
@@ -122,17 +128,43 @@ class Lead:
 
     def _start_and_watch(self, started: threading.Event) -> None:
         try:
-            for number in range(1, self.world):
+            weights = self._start_joined()
+            for number in range(1, self._load.ranks_here):
                 self._ranks.append(self._start(number))
+            self._ranks.sort(key=lambda rank: rank.number)
+            for rank in self._ranks:
+                far = isinstance(rank.process, Far)
+                rank.link.send(plan.Follow(rank.number, self._load, weights if far else {}))
+        except OmlxdError as error:
+            self._refused = error
         except Exception as error:
-            self.end(f"rank {len(self._ranks) + 1} can't be started: {error}")
+            self.end(f"another rank can't be started: {error}")
         started.set()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
         while True:
             time.sleep(PING_S)
             for rank in self._ranks:
                 rank.link.send(plan.Ping())
+
+    def _watch(self) -> None:
+        """Beside the pings: sending to a rank that is stopped may wait for ever."""
+        while True:
+            time.sleep(PING_S)
+            for rank in self._ranks:
                 if rank.link.is_silent and not self._closing:
-                    self.end(f"rank {rank.number} (process {rank.process.pid}) does not answer")
+                    self.end(f"{rank.name} does not answer")
+
+    def _start_joined(self) -> dict[str, str]:
+        """Reach the hosts that join; returns digests, which their weights must have. Raises OmlxdError."""
+        load = self._load
+        if not load.join:
+            return {}
+        weights = weight_fingerprints(Path(load.model_path), memo_dir(load))
+        for number, host in enumerate(load.join, load.ranks_here):
+            duplex = reach(load, host)
+            self.own_host = duplex.own_host  # The last rank meets this one in MLX's ring.
+            self._ranks.append(self._listen_to(number, Far(host, duplex), Link(duplex, plan.FromRank)))
+        return weights
 
     def _start(self, number: int) -> _Rank:
         ours, theirs = socket.socketpair()
@@ -145,10 +177,12 @@ class Lead:
                 pass_fds=[theirs.fileno()],
                 env=environ,
             )
-        rank = _Rank(number, process, Link(ours, plan.FromRank))
+        return self._listen_to(number, process, Link(ours, plan.FromRank))
+
+    def _listen_to(self, number: int, process: subprocess.Popen[bytes] | Far, link: Link) -> _Rank:
+        rank = _Rank(number, process, link)
         for name, work in ((f"rank-{number}", self._read), (f"lease-{number}", self._grant)):
             threading.Thread(target=work, args=(rank,), name=name, daemon=True).start()
-        rank.link.send(plan.Follow(number, self._load))
         return rank
 
     def end(self, why: str, lasting: bool = False) -> None:
@@ -161,7 +195,7 @@ class Lead:
     def _read(self, rank: _Rank) -> None:
         def take(message: Any) -> None:
             if isinstance(message, plan.Broken):
-                self.end(f"rank {rank.number}: {message.message}", message.lasting)
+                self.end(f"{rank.name}: {message.message}", message.lasting)
             elif isinstance(message, plan.Matched):
                 self._post(lambda: self._matched(message.row, rank.number, message.tokens))
             elif isinstance(message, plan.Here | plan.Ready | plan.Closed):
@@ -174,7 +208,7 @@ class Lead:
         except ValueError:
             log.exception("rank %d says what makes no sense", rank.number)
         if not self._closing:
-            self.end(f"rank {rank.number} (process {rank.process.pid}) has ended")
+            self.end(f"{rank.name} has ended")
         rank.said.put(None)
 
     def _grant(self, rank: _Rank) -> None:
@@ -208,13 +242,33 @@ class Lead:
     # ----------------------------------------------------------------- load
 
     def join(self) -> Group:
-        """The group of all ranks, which load from here on. Engine thread. Raises ModelError, RuntimeError."""
+        """The group of all ranks, which load from here on. Engine thread. Raises OmlxdError, RuntimeError."""
+        if self._refused is not None:
+            raise self._refused
+        here = self._load.ranks_here
+        hosts = free_addresses(self.own_host, here)
         for rank in self._ranks:
-            if self._hear(rank, START_S) is None:
-                raise ModelError(f"rank {rank.number} did not start", code="unavailable")
-        hosts = free_on_loopback(self.world)
+            said = self._hear(rank, START_S if rank.number < here else LOAD_S)
+            if not isinstance(said, plan.Here):
+                raise ModelError(f"{rank.name} did not start", code="unavailable")
+            if said.address:
+                hosts.append(said.address)
         self.send(plan.Join(tuple(hosts)))
-        return mlx_adapter.join_group(0, hosts)
+        for rank in self._ranks:  # None is waited for below, where no thread of this process could end it.
+            if not isinstance(self._hear(rank, START_S), plan.Here):
+                raise ModelError(f"{rank.name} did not come", code="unavailable")
+        group = mlx_adapter.join_group(0, hosts)
+        for rank in self._ranks:
+            rank.link.met()
+        return group
+
+    def share(self, budget: wire.Budget) -> wire.Budget:
+        """A rank's part of what the engine may hold on this machine; its others here hear of theirs."""
+        budget = share(budget, self._load.ranks_here)
+        for rank in self._ranks:
+            if not isinstance(rank.process, Far):
+                rank.link.send(budget)
+        return budget
 
     def begin(
         self, model: Any, namespace: str, store: KVStore, post: Callable[[Callable[[], None]], None]
@@ -227,7 +281,7 @@ class Lead:
         for rank in self._ranks:
             said = self._hear(rank, LOAD_S)
             if not isinstance(said, plan.Ready):
-                raise ModelError(f"rank {rank.number} did not load its share", code="unavailable")
+                raise ModelError(f"{rank.name} did not load its share", code="unavailable")
             self.others.append(said)
         self.send(plan.Begin(namespace))
 

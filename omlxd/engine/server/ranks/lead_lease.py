@@ -16,12 +16,12 @@ class LeadLease:
     A rank whose own disk fails asks as before, and so finds that it works again.
     """
 
-    def __init__(self, lease: Lease, world: int, may_store: Callable[[], bool]):
-        self._lease, self._world, self._may_store = lease, world, may_store
+    def __init__(self, lease: Lease, ranks: int, may_store: Callable[[], bool]):
+        self._lease, self._ranks, self._may_store = lease, ranks, may_store
 
     @property
     def capacity(self) -> int:
-        return self._lease.capacity // self._world
+        return self._lease.capacity // self._ranks
 
     def take(self, nbytes: int) -> bool:
         return self._may_store() and self._lease.take(nbytes)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .... import wire
+from ....kv.peer.duplex import Duplex
 from ....wire.plan import Ping, Pong
 
 PING_S = 0.5
@@ -33,7 +34,7 @@ class Link:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: socket.socket | Duplex,
         type: Any,
         clock: Callable[[], float] = time.monotonic,
         held: Callable[[], Pong] = Pong,
@@ -63,6 +64,10 @@ class Link:
                     self.last = message
                 else:
                     take(message)
+
+    def met(self) -> None:
+        """The ranks have met, while MLX let no other thread of this process run: nothing was heard."""
+        self._heard_at = self._clock()
 
     def _receive(self) -> bytes:
         try:

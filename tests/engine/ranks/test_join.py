@@ -1,0 +1,124 @@
+"""A model on two machines, which are two addresses of loopback here: who may lead, what must agree, and what
+each end of either does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemon import family_model, wait_until
+
+from omlxd import wire
+from omlxd.cli.main import main
+from omlxd.config import load_settings
+from omlxd.engine.kvio.fingerprint import differing, weight_fingerprints
+from omlxd.engine.server.ranks import joined
+from omlxd.engine.server.ranks.joined import reach
+from omlxd.errors import ModelError, NotNow
+from omlxd.front.engines.ledger.cold_ledger import ColdLedger
+from omlxd.front.join.host import JoinHost as Waiting
+from omlxd.kv.peer.client import pair
+from omlxd.kv.peer.identity import Identity, PeerError
+from omlxd.kv.peer.versions import computing
+
+
+class Host:
+    """A machine that waits for leads, in this process; its rank is a program that says nothing."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: str):
+        monkeypatch.setattr(joined, "AWAY_S", -1.0)
+        monkeypatch.setattr(joined, "AGAIN_S", 0.0)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.lead = folder / "lead"
+        given = {"base_path": str(folder / "there"), "paged_ssd_cache_max_size": "0", "no_hf_cache": "true"}
+        self.settings = load_settings(given | options, {})
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.host = asyncio.run_coroutine_threadsafe(self._make(), self._loop).result(30)
+        self.host.start()
+        self.identity = Identity(self.settings.base_path)
+        address: tuple[str, int] = self.listening.getsockname()
+        self.address = address
+
+    async def _make(self) -> Waiting:
+        folder = family_model("llama")
+        return Waiting(self.settings, self.listening, ColdLedger(folder, 0), folder, ("sleep", "60", "#"))
+
+    def pair(self) -> None:
+        pair(Identity(self.lead), self.address, self.identity.new_code())
+
+    def ask(self, **more: object) -> None:
+        cache = wire.CacheSettings(peer_base=str(self.lead), **more)  # type: ignore[arg-type]
+        reach(wire.Load(str(family_model("llama")), "llama", cache, ranks=2), f"127.0.0.1:{self.address[1]}")
+
+    def close(self) -> None:
+        self.host.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    made = Host(tmp_path, monkeypatch, block_size="32")
+    yield made
+    made.close()
+
+
+def test_who_is_not_paired_leads_nobody(
+    host: Host, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    host.identity.own()
+    with pytest.raises(ModelError, match="do not trust each other; `omlxd peer code` there"):
+        host.ask()
+    with pytest.raises(PeerError, match="the code is wrong"):
+        host.identity.new_code()
+        pair(Identity(host.lead), host.address, "AAAA-AAAA-AAAA-AAAA")
+    # Paired with the host once, and removed there: the certificate is unknown.
+    host.pair()
+    host.identity.remove(host.identity.paired()[0].name)
+    with pytest.raises(ModelError, match="do not trust"):
+        host.ask()
+    wait_until(lambda: "127.0.0.1 is refused: it is not paired with this machine" in caplog.text)
+    host.host.close()
+    with pytest.raises(NotNow, match=r"does not join now: Connection refused"):
+        host.ask()
+
+
+def test_what_does_not_agree_is_said_before_anything_loads(
+    host: Host, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    host.pair()
+    with pytest.raises(ModelError, match="--block-size does not agree: 64 there and 32 here"):
+        host.ask()
+    assert "127.0.0.1 is refused: --block-size" in caplog.text
+    theirs = computing() | {"MLX": "0.1"}
+    monkeypatch.setattr(joined, "computing", lambda: theirs)
+    with pytest.raises(ModelError, match=f"MLX is 0.1 there and {computing()['MLX']} here"):
+        host.ask(block_size=32)
+
+
+def test_weights_that_differ_are_named(tmp_path: Path):
+    model = family_model("llama")
+    own = weight_fingerprints(model, None)
+    assert differing(model, own, None) == ""
+    other = {name: "0" * 32 for name in own}
+    assert "the digest of config.json is " in differing(model, other, None)
+    # A digest as the hub has it is compared with one of that kind.
+    assert "the digest of config.json is " in differing(model, {name: "0" * 64 for name in own}, None)
+    assert differing(model, {**own, "more.safetensors": ""}, None) == "more.safetensors is there alone"
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "[::]:8078", "0"])
+def test_it_listens_on_no_network_that_is_not_named(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["join", "--base-path", str(tmp_path), "--listen", address]) == 2
+    said = capsys.readouterr().err
+    assert "--listen: " in said and "name the address in one of them" in said
