@@ -299,7 +299,7 @@ class Lead:
         def may_store() -> bool:
             return all(each.kv_cold_tier_on for other, each in enumerate(self._held()) if other != number)
 
-        return LeadLease(self._lease, self.world, may_store)
+        return LeadLease(self._lease, self._load.ranks_here, may_store)
 
     # ----------------------------------------------------------------- the plan; engine thread
 
