@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,9 @@ import psutil
 from .units import process_memory
 
 LOOK_S = 0.05
+STALL = 6
+"""Times its processor time that a call may last: on a busy machine a child waits for its turn, and a fresh
+one imports what it needs first."""
 KEEP = 2
 """Children that wait for work."""
 MOST_LOST = 2
@@ -53,47 +57,66 @@ class _Child:
                 pipe.close()
 
     def ask(self, frame: bytes, seconds: float) -> bytes:
-        """Send a call and return the answer. Raises ChildLost, OSError and EOFError."""
-        until = time.monotonic() + seconds
+        """Send a call and return the answer. Raises ChildLost, OSError and EOFError.
+
+        seconds  of the child's processor time
+        """
+        late = self._deadline(seconds)
         try:
             # The child reads a whole frame before it answers, so that neither waits for the other.
             for part in (len(frame).to_bytes(4, "little"), frame):
-                self._write(part, until)
-            length = int.from_bytes(self._read(4, until), "little")
+                self._write(part, late)
+            length = int.from_bytes(self._read(4, late), "little")
             if length > MOST_REPLY_BYTES:
                 raise EOFError
-            return self._read(length, until)
+            return self._read(length, late)
         except TimeoutError:
             raise ChildLost(f"it did not end within {seconds:.0f} s") from None
 
-    def _write(self, data: bytes, until: float) -> None:
+    def _write(self, data: bytes, late: Callable[[], bool]) -> None:
         writer = self.process.stdin
         assert writer is not None
         view = memoryview(data)
         with selectors.DefaultSelector() as ready:
             ready.register(writer, selectors.EVENT_WRITE)
             while view:
-                self._wait(ready, until)
+                self._wait(ready, late)
                 view = view[writer.write(view) or 0 :]
 
-    def _read(self, length: int, until: float) -> bytes:
+    def _read(self, length: int, late: Callable[[], bool]) -> bytes:
         reader = self.process.stdout
         assert reader is not None
         data = bytearray()
         with selectors.DefaultSelector() as ready:
             ready.register(reader, selectors.EVENT_READ)
             while len(data) < length:
-                self._wait(ready, until)
+                self._wait(ready, late)
                 if not (part := reader.read(min(length - len(data), 1 << 20))):
                     raise EOFError
                 data += part
         return bytes(data)
 
-    def _wait(self, ready: selectors.BaseSelector, until: float) -> None:
+    def _wait(self, ready: selectors.BaseSelector, late: Callable[[], bool]) -> None:
         while not ready.select(LOOK_S):
-            if time.monotonic() > until:
+            if late():
                 raise TimeoutError
             self._check_memory()
+
+    def _deadline(self, seconds: float) -> Callable[[], bool]:
+        """Return what tells whether a call that begins now has had its time."""
+        began, used = time.monotonic(), self._cpu_s()
+
+        def late() -> bool:
+            lasts = time.monotonic() - began
+            return lasts > STALL * seconds or (lasts > seconds and self._cpu_s() - used > seconds)
+
+        return late
+
+    def _cpu_s(self) -> float:
+        """Return the child's processor time; 0.0: it is gone."""
+        with contextlib.suppress(psutil.Error):
+            return sum(psutil.Process(self.process.pid).cpu_times()[:2])
+        return 0.0
 
     def _check_memory(self) -> None:
         """Raise ChildLost if the child takes too much memory, where the system sets no limit."""
@@ -120,7 +143,10 @@ class ChildProcesses:
         """Calls under way."""
 
     def call(self, arguments: tuple[Any, ...], result: type[T], seconds: float) -> T:
-        """Return `answer(*arguments)` of the script as `result`. Raises ChildLost after `seconds`."""
+        """Return `answer(*arguments)` of the script as `result`.
+
+        Raises ChildLost after `seconds` of the child's processor time, or `STALL` times as long.
+        """
         with self._lock:
             self.under_way += 1
         try:

@@ -63,3 +63,25 @@ def test_all_tries_of_a_call_have_its_time_together(tmp_path: Path, monkeypatch:
             children.call((), str, seconds)
         assert given == tries
     children.close()
+
+
+def test_a_call_is_given_the_processor_time_that_a_busy_machine_keeps_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A third conversation at once was refused, as its template did not end: a child was starting."""
+    now, used, share = [100.0], [3.0], [0.0]
+    (tmp_path / "script.py").write_text("import time\ndef answer():\n    time.sleep(60)\n")
+    children = ChildProcesses(tmp_path / "script.py", 1 << 30, 10)
+    monkeypatch.setattr(child_process.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(child_process._Child, "_cpu_s", lambda child: used[0])
+
+    def pass_time(child: child_process._Child) -> None:
+        now[0] += 1.0
+        used[0] += share[0]
+
+    monkeypatch.setattr(child_process._Child, "_check_memory", pass_time)
+    for share[0], lasts in ((1.0, 6.0), (0.25, 21.0), (0.0, 31.0)):
+        now[0], used[0] = 100.0, 3.0
+        with pytest.raises(ChildLost, match="did not end within 5 s"):
+            children.call((), str, 5.0)
+        assert now[0] == 100.0 + lasts
