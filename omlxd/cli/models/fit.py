@@ -231,7 +231,7 @@ class HubModel(msgspec.Struct, frozen=True):
     fit      as it is there; `choices`: in fewer bits, by arithmetic
     choice   bits to choose: its own, or those of one of `choices`; None: it fits in none
     copies   ids of quantised copies that the hub lists
-    disk     bytes that the disk of downloads has room for
+    folder   where a download goes; `disk`: bytes that its disk has room for
     """
 
     id: str
@@ -245,6 +245,7 @@ class HubModel(msgspec.Struct, frozen=True):
     choice: int | None
     copies: list[str]
     machine: Machine
+    folder: str
     place: str = "on the hub"
 
 
@@ -285,11 +286,13 @@ def look_up(repo: str, settings: Settings) -> HubModel:
         choice=chosen.bits if chosen else None,
         copies=hub.copies,
         machine=on,
+        folder=str(hub_cache_dir()),
     )
 
 
 def _default_model(settings: Settings) -> HubModel:
-    on, disk = this_machine(settings), max(0, disk_room(default_folder(settings.base_path)))
+    on, folder = this_machine(settings), default_folder(settings.base_path)
+    disk = max(0, disk_room(folder))
     config = {**DEFAULT.config, "quantization": {"bits": 4, "group_size": 32}}
     here = fit(config, DOWNLOAD_BYTES, DEFAULT.parameters, 4, on, settings.cpu_weights == "as-stored")
     return HubModel(
@@ -304,6 +307,7 @@ def _default_model(settings: Settings) -> HubModel:
         choice=here.bits if here.context else None,
         copies=[],
         machine=on,
+        folder=str(folder),
         place="in the package index, from which pip takes it",
     )
 
@@ -327,7 +331,7 @@ def hub_page(model: HubModel) -> tuple[str, dict[str, str], list[str]]:
     loaded = f", {human(here.memory)} in memory" if here.memory != here.weights else ""
     takes = f"{human(model.download_bytes)} in {counted(model.files, 'file')}"
     if model.download_bytes > model.disk:
-        takes += f"; its disk has room for {human(model.disk)} alone: {hub_cache_dir()}"
+        takes += f"; its disk has room for {human(model.disk)} alone: {model.folder}"
     facts = {
         "state": f"{model.place}; not downloaded",
         "download": takes,
