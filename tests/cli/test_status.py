@@ -107,6 +107,9 @@ def test_status_as_text():
     ]
     assert "b: b can't be loaded: why" in lines
     assert "org/tiny: passes of 64" in as_text(status(model(slowed="passes of 64")), URL).splitlines()
+    assert "by priority" not in as_text(status(model(by_priority={0: 3})), URL)
+    told = as_text(status(model(by_priority={0: 2, 1: 4})), URL).splitlines()
+    assert "org/tiny: requests by priority: 2 of 0, 4 of 1" in told
     assert lines[-2:] == [
         "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start",
         "written to SSD: 500 MB today, 3 TB in all",

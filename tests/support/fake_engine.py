@@ -102,6 +102,7 @@ class FakeEngine:
         self.deaths = 0
         self.pid: int | None = None
         self.in_flight = 0
+        self.by_priority: dict[int, int] = {}
         self.trouble = self.slowed = ""
         self.is_refused = False
         self.why_never = lambda: ""

@@ -157,6 +157,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     resident  bytes of the engine process, and of its other ranks
     ranks     where several share the model
     kernels   of omlxd's own, as its load judged them
+    by_priority  requests that run or wait, by their priority
     values    the engine's counters and gauges, counters over all its processes
     values_age_s  how old they are
     """
@@ -180,6 +181,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     ranks: tuple[RankStatus, ...] = ()
     running: int = 0
     waiting: int = 0
+    by_priority: dict[int, int] = {}
     values: dict[str, float] = {}
     values_age_s: float = 0.0
 

@@ -76,6 +76,9 @@ def as_text(status: DaemonStatus, url: str) -> str:
             lines.append(f"{model.id}: {model.slowed}")
         if model.kv_reuse:
             lines.append(f"{model.id}: prefixes are not reused: {model.kv_reuse}")
+        if model.by_priority.keys() - {0}:
+            requests = ", ".join(f"{count} of {number}" for number, count in model.by_priority.items())
+            lines.append(f"{model.id}: requests by priority: {requests}")
         lines += [f"{model.id}: {rank}" for rank in model.ranks]
     if status.awake is not None:
         lines.append(f"keeps the machine awake while it works: {_awake(status.awake)}")

@@ -81,6 +81,11 @@ class EngineProcess:
         return len(self._requests)
 
     @property
+    def by_priority(self) -> dict[int, int]:
+        """Return how many of them each priority has."""
+        return self._requests.by_priority
+
+    @property
     def is_awaited(self) -> bool:
         """Whether a request or a load waits for the process."""
         return bool(self._requests or self._load_waiters)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,11 @@ class InFlight:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def by_priority(self) -> dict[int, int]:
+        """Return how many requests each priority has, the first to go first."""
+        return dict(sorted(Counter(request.priority for request in self.requests.values()).items()))
 
     def new_id(self) -> int:
         """Return an id for a request or a question."""

@@ -212,6 +212,10 @@ class ModelEngine:
         return self.process.in_flight
 
     @property
+    def by_priority(self) -> dict[int, int]:
+        return self.process.by_priority
+
+    @property
     def pid(self) -> int | None:
         """Process id of its own process; None in another's."""
         return self.process.supervisor.pid if self.host is None else None

@@ -164,6 +164,7 @@ def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
         resident=metrics.resident,
         running=metrics.running,
         waiting=metrics.waiting,
+        by_priority=engine.by_priority,
         ranks=tuple(_rank(number, values) for number, values in metrics.ranks().items()),
         values={
             **metrics.totals,

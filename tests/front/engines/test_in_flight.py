@@ -49,3 +49,4 @@ async def test_what_goes_later_leaves_room_for_what_goes_first():
 
     full = fill(1)
     assert fill(0) == full and fill(-1) == 0, "there are twice as many at most"
+    assert line.by_priority == {0: full, 1: full}
