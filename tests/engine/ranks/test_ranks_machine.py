@@ -24,8 +24,6 @@ from kv_fakes import BLOCK, NAMESPACE, retry_now
 from kv_machines import LONG, QUICK
 from rank_fakes import Ranks
 
-from omlxd.engine.kvio import bridge as kv_bridge
-from omlxd.engine.kvio.bridge import OWN_CACHE
 from omlxd.engine.kvio.hot_budget import evict_unused
 from omlxd.engine.mlx_adapter import new_cache
 from omlxd.engine.sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
@@ -134,7 +132,7 @@ class RanksMachine(RuleBasedStateMachine):
         bridge.compute(row, start, row.tokens[start:stop], row.kv.cache)  # type: ignore[attr-defined]
         row.kv.length = stop
         self.ranks.check_row(row)
-        bridge.offer(row, OWN_CACHE if stop > row.prompt.length else None)
+        bridge.offer(row)
 
     @precondition(lambda self: self.ready)
     @rule(which=ANY, how=st.sampled_from(["", "", "cancelled", "failed", "spoiled", "gives way"]))
@@ -220,17 +218,16 @@ class RanksMachine(RuleBasedStateMachine):
             rank.check_cap()
 
 
-def run(examples: settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_bridge, "OFFER_TOKENS", 1)
+def run(examples: settings) -> None:
     RanksMachine.hits = 0
     run_state_machine_as_test(RanksMachine, settings=examples)
     assert RanksMachine.hits
 
 
-def test_ranks_restore_what_all_have(monkeypatch: pytest.MonkeyPatch):
-    run(QUICK, monkeypatch)
+def test_ranks_restore_what_all_have():
+    run(QUICK)
 
 
 @pytest.mark.slow
-def test_ranks_restore_what_all_have_longer(monkeypatch: pytest.MonkeyPatch):
-    run(LONG, monkeypatch)
+def test_ranks_restore_what_all_have_longer():
+    run(LONG)
