@@ -62,12 +62,19 @@ def title(folder: str, info: NamespaceInfo | None) -> str:
 
 
 def named(folders: Mapping[str, NamespaceInfo | None], name: str) -> Mapping[str, NamespaceInfo | None]:
-    """Return the namespaces that `name` means: a model's id, its end, or 6 digits or more of a namespace."""
+    """Return the namespaces that `name` means: a model's id, its end, or 6 digits or more of a namespace.
+
+    With one go the shares that other ranks have of its blocks.
+    """
     infos = {folder: info for folder, info in folders.items() if info is not None}
     exact = {folder: info for folder, info in infos.items() if info.is_called(name)}
     last = {folder: info for folder, info in infos.items() if info.has_short_name(name)}
     prefix = {f: i for f, i in folders.items() if len(name) >= 6 and f.startswith(name.lower())}
-    return exact or last or prefix
+    chosen = exact or last or prefix
+    shares = {
+        share for folder, its in inventory.by_lead(folders).items() if folder in chosen for share in its
+    }
+    return {folder: info for folder, info in folders.items() if folder in shares or folder in chosen}
 
 
 def plan(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -62,6 +62,13 @@ def namespaces(root: Path) -> dict[str, NamespaceInfo | None]:
     with os.scandir(root) as entries:
         folders = [e.name for e in entries if is_namespace_dir(e.name) and e.is_dir(follow_symlinks=False)]
     return {folder: read_namespace(root, folder) for folder in sorted(folders)}
+
+
+def by_lead(infos: Mapping[str, NamespaceInfo | None]) -> dict[str, list[str]]:
+    """Map each folder but those of other ranks → the folders of these, if any, with their shares of it."""
+    leads = {name: info.lead for name, info in infos.items() if info and info.lead != name}
+    shares = {name: lead for name, lead in leads.items() if lead in infos}
+    return {name: [s for s, lead in shares.items() if lead == name] for name in infos if name not in shares}
 
 
 def walk(root: Path, folders: list[str]) -> Iterator[CacheFile]:

@@ -233,13 +233,13 @@ class Explainer:
 
 
 def _namespaces(root: Path) -> list[NamespaceInfo]:
-    """Described namespaces, whose description fits their folder."""
+    """Described namespaces, whose description fits their folder; of several ranks, rank 0's."""
     try:
         folders = [entry.name for entry in root.iterdir() if is_namespace_dir(entry.name)]
     except OSError:
         return []
     infos = [(folder, read_namespace(root, folder)) for folder in sorted(folders)[:MOST_NAMESPACES]]
-    return [info for folder, info in infos if info is not None and _fits(folder, info)]
+    return [info for folder, info in infos if info is not None and not info.lead and _fits(folder, info)]
 
 
 def _fits(folder: str, info: NamespaceInfo) -> bool:

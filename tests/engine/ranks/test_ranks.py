@@ -23,7 +23,9 @@ from daemon import READY_S, Daemon, alive, family_model, own_usage, prose, resto
 from dying import BASE, Asking, Dying
 from dying import CAP as DYING_CAP
 
+from omlxd.cli.cache.listing.tree import Heads, files_below, pieces
 from omlxd.cli.daemon.owner_api import DaemonStatus
+from omlxd.cli.main import main
 from omlxd.cli.watch.status import as_text
 
 pytestmark = pytest.mark.slow
@@ -160,7 +162,7 @@ if "--follow" in sys.orig_argv:
 """
 
 
-def test_the_disk_of_one_rank_is_full(tmp_path: Path):
+def test_the_disk_of_one_rank_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """It keeps what its RAM holds, and no rank stores what is a hit on none; then all store it."""
     full = tmp_path / "full"
     (tmp_path / "code").mkdir()
@@ -200,6 +202,34 @@ def test_the_disk_of_one_rank_is_full(tmp_path: Path):
         daemon.lose(0, signal.SIGKILL)
         again, hit = daemon.text(prose(60, seed=5))
         assert (again, hit > 0) == (texts[0], True)
+        daemon.settled()
+    check_the_cache(tmp_path, len(one), capsys)
+
+
+def check_the_cache(home: Path, blocks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefix is listed once, whatever the ranks; an export carries the shares of all."""
+    root = home / "omlxd" / "cache"
+    (listed,) = msgspec.json.decode(told("stats", "--json", root=root, capsys=capsys))["namespaces"]
+    assert (listed["ranks"], listed["token_blocks"]) == (2, blocks)
+    assert " on 2 ranks " in told("stats", root=root, capsys=capsys)
+    assert " bad" not in told("check", root=root, capsys=capsys)
+    heads = Heads(root)
+    (tree,) = [each for piece in pieces(heads) for each in piece.trees]
+    assert sum(node.blocks for node in tree.nodes) == blocks
+    assert sum(node.bytes for node in tree.nodes) + tree.other_bytes == listed["bytes"]
+    below = [*files_below(heads, tree.namespace, tree.nodes[0].id)]
+    assert len({path.partition("/")[0] for path in below}) == 2
+    told("export", tree.model, str(home / "all.tar"), root=root, capsys=capsys)
+    told("import", str(home / "all.tar"), root=home / "other", capsys=capsys)
+    files = [{*(path.relative_to(at) for path in at.rglob("*.safetensors"))} for at in (root, home / "other")]
+    assert files[0] == files[1]
+
+
+def told(*words: str, root: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `omlxd cache …` prints."""
+    capsys.readouterr()
+    assert main(["cache", *words, "--paged-ssd-cache-dir", str(root)]) == 0
+    return capsys.readouterr().out
 
 
 def test_a_rank_dies_at_each_moment(tmp_path: Path):

@@ -32,6 +32,7 @@ class NamespaceStats(msgspec.Struct, kw_only=True):
 
     model_id, model_type, model_path  "" where the folder has no description
     names    of all models that have it: those with equal files share one
+    ranks    that share the model: files and bytes are of all, blocks and checkpoints are those of rank 0
     records  answers as they were generated, for turns that clients send back in another shape; what is known
              of images, their features included
     """
@@ -42,6 +43,7 @@ class NamespaceStats(msgspec.Struct, kw_only=True):
     model_path: str = ""
     names: list[str] = []
     block_size: int = 0
+    ranks: int = 1
     files: int = 0
     bytes: int = 0
     token_blocks: int = 0
@@ -86,7 +88,11 @@ def collect(root: Path, settings: Settings) -> CacheStats:
     infos: dict[str, NamespaceInfo | None] = {}
     with contextlib.suppress(FileNotFoundError):
         infos = inventory.namespaces(root)
-    rows = {name: _described(name, info) for name, info in infos.items()}
+    rows: dict[str, NamespaceStats] = {}
+    for name, shares in inventory.by_lead(infos).items():
+        rows[name] = _described(name, infos[name])
+        rows[name].ranks += len(shares)
+        rows |= dict.fromkeys(shares, rows[name])
     others: dict[str, list[CacheFile]] = {"temporary": [], "misplaced": [], "stranger": []}
     is_checkpoint: dict[tuple[str, int], bool] = {}
     for file in inventory.walk(root, list(infos)):
@@ -99,12 +105,13 @@ def collect(root: Path, settings: Settings) -> CacheStats:
                 is_checkpoint[of_size] = _CHECKPOINT in read_head(f"{root}/{file.path}")
         _count(rows[file.namespace], file, is_checkpoint.get(of_size, False))
     pid = holder(root)
-    held = sum(row.bytes for row in rows.values())
+    found = [row for name, row in rows.items() if row.namespace == name]
+    held = sum(row.bytes for row in found)
     today, ever = bytes_written(root)
     return CacheStats(
         cache_dir=str(root),
         bytes=held,
-        files=sum(row.files for row in rows.values()),
+        files=sum(row.files for row in found),
         cap_bytes=0 if settings.no_cache else ssd_cap(settings, held),
         cap_source=settings.sources["paged_ssd_cache_max_size"],
         written_today=today,
@@ -115,7 +122,7 @@ def collect(root: Path, settings: Settings) -> CacheStats:
         temporary_bytes=sum(file.disk for file in others["temporary"]),
         misplaced=len(others["misplaced"]),
         strangers=len(others["stranger"]),
-        namespaces=sorted(rows.values(), key=lambda row: -row.bytes),
+        namespaces=sorted(found, key=lambda row: -row.bytes),
     )
 
 
@@ -131,10 +138,10 @@ def _count(row: NamespaceStats, file: CacheFile, is_checkpoint: bool) -> None:
         row.records += 1
         row.record_bytes += file.disk
     elif is_checkpoint:
-        row.checkpoints += 1
+        row.checkpoints += file.namespace == row.namespace
         row.checkpoint_bytes += file.disk
     else:
-        row.token_blocks += 1
+        row.token_blocks += file.namespace == row.namespace
         row.token_bytes += file.disk
     row.oldest_use = file.used if row.oldest_use is None else min(row.oldest_use, file.used)
     row.newest_use = file.used if row.newest_use is None else max(row.newest_use, file.used)
@@ -189,7 +196,7 @@ def _live(status: DaemonStatus) -> list[str]:
 
 def _row(row: NamespaceStats) -> tuple[str, ...]:
     return (
-        ", ".join(row.names) or "(unknown)",
+        (", ".join(row.names) or "(unknown)") + (f" on {row.ranks} ranks" if row.ranks > 1 else ""),
         row.namespace[:8],
         human(row.bytes),
         str(row.files),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -83,7 +83,7 @@ class _Block:
     used: float
     tokens: bytes
     children: list[str] = field(default_factory=list)
-    checkpoints: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
     newest: float = 0.0
 
 
@@ -123,9 +123,14 @@ class Heads:
         return known
 
 
-def read_blocks(heads: Heads, namespace: str) -> tuple[dict[str, _Block], list[inventory.CacheFile]]:
-    """Return blocks by name, each with its children; and records, with unreadable files."""
+def read_blocks(
+    heads: Heads, namespace: str, shares: Sequence[str] = ()
+) -> tuple[dict[str, _Block], list[inventory.CacheFile]]:
+    """Return blocks by name, each with its children, its checkpoints, and what other ranks have of it in the
+    folders `shares`; and records, with unreadable files.
+    """
     blocks: dict[str, _Block] = {}
+    owners: dict[str, _Block] = {}
     checkpoints: list[tuple[str, inventory.CacheFile]] = []
     others: list[inventory.CacheFile] = []
     for found in inventory.walk(heads.root, [namespace]):
@@ -140,9 +145,16 @@ def read_blocks(heads: Heads, namespace: str) -> tuple[dict[str, _Block], list[i
             others.append(found)
     for parent, found in checkpoints:
         if block := blocks.get(parent):
-            block.checkpoints.append(found.path)
+            block.beside.append(found.path)
             block.nbytes += found.disk
+            owners[found.name] = block
         else:
+            others.append(found)
+    for found in inventory.walk(heads.root, [*shares]):
+        if block := owners.get(found.name) or blocks.get(found.name):
+            block.beside.append(found.path)
+            block.nbytes += found.disk
+        elif found.kind in ("block", "record"):
             others.append(found)
     for name, block in blocks.items():
         if above := blocks.get(block.parent):
@@ -159,8 +171,8 @@ def read_head(path: str) -> bytes:
         os.close(fd)
 
 
-def tree_of(heads: Heads, namespace: str, info: Any) -> Tree:
-    blocks, others = read_blocks(heads, namespace)
+def tree_of(heads: Heads, namespace: str, info: Any, shares: Sequence[str] = ()) -> Tree:
+    blocks, others = read_blocks(heads, namespace, shares)
     roots = [name for name, block in blocks.items() if block.parent not in blocks]
     _note_newest(blocks, roots)
     nodes: list[Node] = []
@@ -228,11 +240,12 @@ def _siblings(blocks: dict[str, _Block], names: list[str]) -> Iterator[tuple[str
 
 
 def files_below(heads: Heads, namespace: str, id: str) -> Iterator[str]:
-    """Yield the files of node `id` and below, children first; "": all of the namespace."""
-    blocks, others = read_blocks(heads, namespace)
+    """Yield the files of node `id` and below, on all ranks, children first; "": all of the namespace."""
+    shares = inventory.by_lead(inventory.namespaces(heads.root)).get(namespace, [])
+    blocks, others = read_blocks(heads, namespace, shares)
     roots = [name for name in blocks if name.startswith(id) and (id or blocks[name].parent not in blocks)]
     for name in _upwards(blocks, roots):
-        yield from blocks[name].checkpoints
+        yield from blocks[name].beside
         yield blocks[name].path
     if not id:
         yield from (other.path for other in others)
@@ -245,8 +258,8 @@ def pieces(heads: Heads) -> Iterator[Trees]:
     except FileNotFoundError:
         infos = {}
     room = MOST_NODES
-    for namespace, info in infos.items():
-        tree = tree_of(heads, namespace, info)
+    for namespace, shares in inventory.by_lead(infos).items():
+        tree = tree_of(heads, namespace, infos[namespace], shares)
         left_out = max(0, len(tree.nodes) - room)
         nodes = tree.nodes[:room]
         room -= len(nodes)

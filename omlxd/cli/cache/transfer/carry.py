@@ -20,6 +20,7 @@ from ....common.units import counted, disk_room, human
 from ....config import Settings, ssd_cap
 from ....errors import ConfigError, InvalidRequest, OmlxdError
 from ....kv.files.namespace import FILE_NAME
+from ....kv.files.paths import SUFFIX
 from ...daemon.client import STREAM_S, DaemonError, find_daemon, pieces
 from ...daemon.owner_api import CachedFiles, Imported
 from .. import holder, inventory
@@ -40,7 +41,7 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
     args.model = args.model or args.named
     if args.format == "mlx-lm":
         return prompt_cache.export_file(args, settings)
-    files = _of_session(args, settings) if args.session else _of_model(args, root)
+    files = _of_session(args, settings, root) if args.session else _of_model(args, root)
     folders = dict.fromkeys(path.partition("/")[0] for path in files)
     nbytes = count = missing = 0
     with new_file(args.archive) as target, tarfile.open(fileobj=target, mode="w") as archive:
@@ -54,7 +55,9 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
                 continue
             if not path.endswith(FILE_NAME):
                 count, nbytes = count + 1, nbytes + member.size
-    print(f"{args.archive}: {counted(count, 'file')}, {human(nbytes)}")
+    ranks = max((1 + len(its) for folder, its in _by_lead(root).items() if folder in folders), default=1)
+    of_all = f", the shares of {ranks} ranks" if ranks > 1 else ""
+    print(f"{args.archive}: {counted(count, 'file')}, {human(nbytes)}{of_all}")
     print("Its digests show damage, not who made it: import an archive only from somebody you trust.")
     if missing and args.session:
         more = f"in RAM alone: {counted(missing, 'more file')}"
@@ -77,12 +80,25 @@ def _of_model(args: argparse.Namespace, root: Path) -> list[str]:
     return newer
 
 
-def _of_session(args: argparse.Namespace, settings: Settings) -> list[str]:
+def _of_session(args: argparse.Namespace, settings: Settings, root: Path) -> list[str]:
     asked = named_request(args.session)
     found = find_daemon(args.url, settings).fetch("/omlxd/cache/files", CachedFiles, asked, ANSWER_S)
     if not found.files:
         raise ConfigError(f"--session: nothing of {args.session!r} is cached.")
-    return found.files
+    by_lead = _by_lead(root)
+    parts = [path.partition("/") for path in found.files]
+    # Records are rank 0's alone.
+    shares = [
+        f"{share}/{rest}"
+        for folder, _, rest in parts
+        for share in by_lead.get(folder, ())
+        if rest.endswith(SUFFIX)
+    ]
+    return found.files + shares
+
+
+def _by_lead(root: Path) -> dict[str, list[str]]:
+    return inventory.by_lead(inventory.namespaces(root)) if root.is_dir() else {}
 
 
 def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
