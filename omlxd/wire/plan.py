@@ -14,6 +14,7 @@ Rank 0 decides, the others follow: they make these calls in this order, each on 
 | `Finish(row)`    | nothing: the row is gone                                                    |
 | `Ping`           | `Pong`, by a thread that does nothing else                                  |
 | `Grant`          | answers `Reserve`: space on SSD comes from rank 0, which has it of the front |
+| `TimeLink`       | nothing: it takes part                                                      |
 | `Budget`, `Trim` | nothing                                                                     |
 | `Quit`           | `Closed`, once its store is flushed, and exit                               |
 """
@@ -104,6 +105,10 @@ class Finish(Struct, frozen=True, tag="finish"):
     kept: bool = True
 
 
+class TimeLink(Struct, frozen=True, tag="time_link"):
+    """Take part in what times the link."""
+
+
 class Trim(Struct, frozen=True, tag="trim"):
     """Give back freed arrays, and RAM blocks that no row uses."""
 
@@ -112,7 +117,9 @@ class Ping(Struct, frozen=True, tag="ping"):
     """Rank 0 lives."""
 
 
-ToRank = Union[Follow, Join, Begin, Open, Match, Pass, Offer, Finish, Trim, Ping, Grant, Budget, Quit]
+ToRank = Union[
+    Follow, Join, Begin, Open, Match, Pass, Offer, Finish, TimeLink, Trim, Ping, Grant, Budget, Quit
+]
 
 
 class Here(Struct, frozen=True, tag="here"):

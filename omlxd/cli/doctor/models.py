@@ -11,6 +11,7 @@ from ...errors import ConfigError
 from ...models.catalog import Catalog, files_state
 from ..daemon.client import DaemonError, daemon_of
 from ..daemon.owner_api import InstalledStatuses, ModelStatus, RankStatus
+from ..watch.status import link_text
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
@@ -77,6 +78,8 @@ def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
                 how.append(model.speed)
             yield ok("model", f"{model.id} decodes {', '.join(how)}")
             yield from map(_of_rank, model.ranks)
+            if link := link_text(model):
+                yield ok("rank", f"{model.id}: {link}")
             yield from _kernels(model)
             if model.note:
                 yield warn("model", f"{model.id}: {model.note.rstrip('.')}", _NO_MODEL)

@@ -79,7 +79,7 @@ def as_text(status: DaemonStatus, url: str) -> str:
         if model.by_priority.keys() - {0}:
             requests = ", ".join(f"{count} of {number}" for number, count in model.by_priority.items())
             lines.append(f"{model.id}: requests by priority: {requests}")
-        lines += [f"{model.id}: {rank}" for rank in model.ranks]
+        lines += rank_lines(model)
     if status.awake is not None:
         lines.append(f"keeps the machine awake while it works: {_awake(status.awake)}")
     return "\n".join([*lines, cold_line(status), *written_lines(status)])
@@ -119,6 +119,23 @@ def cold_line(status: DaemonStatus) -> str:
         whose = f"the disk of {' and '.join(ranks)}" if ranks else "its disk"
         return f"{text}; {whose} is FULL: writes wait for room, reads go on"
     return text + ("; OFF, its disk fails: see the log" if off else "")
+
+
+def rank_lines(model: ModelStatus) -> list[str]:
+    """Say what each of several ranks holds, and what the link between them costs."""
+    return [f"{model.id}: {each}" for each in (*model.ranks, link_text(model)) if each]
+
+
+def link_text(model: ModelStatus) -> str:
+    """Say what the link between ranks takes; "": there is none."""
+    exchanges, share = (model.values.get(f"link_{name}", 0) for name in ("exchanges_per_step", "step_share"))
+    if not exchanges:
+        return ""
+    latency, speed = (model.values[f"link_{name}"] for name in ("latency_us", "bytes_per_s"))
+    takes = f"a step has {counted(int(exchanges), 'exchange')}" + (
+        f", {share:.0%} of its time" if share else ""
+    )
+    return f"between ranks {latency:,.0f} µs, {human(int(speed))}/s; {takes}"
 
 
 def _peer_lines(status: DaemonStatus) -> list[str]:

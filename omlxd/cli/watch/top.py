@@ -28,6 +28,7 @@ from .status import (
     mlx_memory,
     model_of,
     percent,
+    rank_lines,
     rate,
     written_lines,
 )
@@ -137,7 +138,7 @@ def page(
         Text(cold_line(now) + _flow(now, before, seconds)),
         *map(Text, written_lines(now)),
     ]
-    parts += [Text(f"{model.id}: {rank}") for model in now.models for rank in model.ranks]
+    parts += [Text(line) for model in now.models for line in rank_lines(model)]
     parts += [Text(f"{model.id}: {model.trouble}", style="red") for model in now.models if model.trouble]
     if trouble:
         parts.append(Text(trouble, style="red"))

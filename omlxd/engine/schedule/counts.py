@@ -20,13 +20,13 @@ class Counts:
     restored_hot, restored_cold  of prompts, that were cached: once the first token is there, or it ends
     decoded        of answers, as far as these have them
     steps          passes and layers: it grows while work gets done
-    decode_s       seconds of all decode steps
+    decodes        decode steps, one of each batch; decode_s: their seconds
     """
 
     def __init__(self) -> None:
         self.prefilled, self.decoded = Tokens(), Tokens()
         self.restored_hot, self.restored_cold = Tokens(), Tokens()
-        self.steps, self.decode_s = 0, 0.0
+        self.steps, self.decodes, self.decode_s = 0, 0, 0.0
 
     def forget(self, adapter: Adapter) -> None:
         for tokens in (self.prefilled, self.decoded, self.restored_hot, self.restored_cold):

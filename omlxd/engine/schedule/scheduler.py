@@ -364,6 +364,7 @@ class Scheduler:
             sequence.stats.end_pass()
         self._last_step.ended_at = time.perf_counter()
         took = self._last_step.ended_at - began
+        self.counts.decodes += len(self._batches)
         self.counts.decode_s += took
         for sequence in self.passes.computing:
             sequence.stats.pass_since += took

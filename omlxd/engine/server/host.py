@@ -155,7 +155,8 @@ class EngineHost:
         bridge = self._store.open(self._lead.lease_of(0), self.scheduler.post, LeadBridge)
         bridge.lead, self.scheduler.bridge = self._lead, bridge
         self.scheduler.passes.on_ranks = bridge.compute
-        self._lead.begin(self.loaded.model, namespace_dir(self.namespace), bridge.store, self.scheduler.post)
+        namespace, scheduler = namespace_dir(self.namespace), self.scheduler
+        self._lead.begin(self.loaded.model, namespace, bridge.store, scheduler.post, scheduler.counts)
         return bridge
 
     def _make_prompts(self, load: wire.Load) -> None:

@@ -13,6 +13,9 @@ import pytest
 from daemon import family_model
 
 from omlxd import wire
+from omlxd.engine.mlx_adapter import LinkTimes
+from omlxd.engine.schedule.counts import Counts
+from omlxd.engine.server.ranks.figures import OLD_S, LinkFigures
 from omlxd.engine.server.ranks.lead import share_of_load
 from omlxd.engine.server.ranks.lead_bridge import MOST_ROUNDS, _Agreement
 from omlxd.engine.server.ranks.link import SILENCE_S, Link
@@ -121,3 +124,19 @@ def test_what_several_ranks_can_not_do(tmp_path: Path):
             share_of_load(
                 wire.Load(**{"model_path": model, "model_id": "m", "cache": load.cache, "ranks": 2} | more)
             )
+
+
+def test_the_link_is_timed_again_where_it_was_used_and_is_told_beside_the_steps_since():
+    now, counts, values = 0.0, Counts(), {}
+    link = LinkFigures(counts, lambda: now)
+    link.take(LinkTimes(exchanges=10, step_s=0.001, bytes_per_s=1e9))
+    link.add_to(values)
+    assert (values["link_latency_us"], values["link_step_share"]) == (pytest.approx(100), 0)
+    now = 2 * OLD_S
+    assert not link.is_old  # Nobody has used it.
+    counts.decodes, counts.decode_s = 4, 0.02
+    link.add_to(values)
+    assert values["link_step_share"] == pytest.approx(0.2) and link.is_old
+    link.take(LinkTimes(exchanges=10, step_s=0.002, bytes_per_s=1e9))
+    link.add_to(values)  # By the steps before, until there is one.
+    assert values["link_step_share"] == pytest.approx(0.4) and not link.is_old

@@ -183,6 +183,10 @@ def test_the_disk_of_one_rank_is_full(tmp_path: Path, capsys: pytest.CaptureFixt
             )
             == 2
         )
+        assert re.search(
+            r": between ranks [\d,]+ µs, [\d.]+ [kMG]B/s; a step has \d+ exchanges, \d+% of its time\n",
+            daemon.told(),
+        )
         held = re.findall(r'omlxd_rank_(\w+){\S+rank="([01])"} ([\d.e+]+)', daemon.metrics())
         assert {rank: float(value) for name, rank, value in held if name == "kv_cold_disk_full"} == {
             "0": 0,

@@ -17,7 +17,9 @@ import os
 import pkgutil
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,10 @@ Group = mx.distributed.Group
 
 MEET_S = {"ring": 10.0, "nccl": 120.0}
 """Seconds for ranks that have begun to meet. MLX waits for ever, and lets no thread of this process run."""
+TIMES = 5
+"""How often the link is timed at once."""
+LARGE = 1 << 20
+"""Bytes of the sum by which its bandwidth is measured."""
 
 
 def join_group(rank: int, hosts: Sequence[str]) -> Group:
@@ -117,8 +123,70 @@ def take_share(model: Any, group: Group) -> None:
             model.model.pipeline(group)
             split = f"pp:{model.model.start_idx}-{model.model.end_idx - 1}"
         object.__setattr__(model, "omlxd_split", split)
+        object.__setattr__(model, "omlxd_group", group)
     except Exception as error:
         raise ModelError(f"{group.size()} ranks can't share this model: {error}", param="--ranks") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """What ranks tell each other in a step of one token, timed by itself: nothing is computed meanwhile.
+
+    exchanges    sums and other calls, one after another as in a step
+    step_s       seconds of all of them
+    bytes_per_s  that a sum of `LARGE` bytes gives
+    """
+
+    exchanges: int = 0
+    step_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+def time_link(model: Any, cache: Any) -> LinkTimes:
+    """Time the link. All ranks must do so at once, each with an empty `cache`."""
+    calls = _exchanges(model, cache)
+    group = vars(model)["omlxd_group"]
+
+    def step() -> mx.array:
+        last = mx.zeros((1,))
+        for exchange, shape, dtype, args, options in calls:
+            ready = mx.depends(mx.zeros(shape, dtype), last)
+            last = mx.depends(exchange(ready, *args, **options), ready)  # What is received needs nothing.
+        return last
+
+    def seconds(make: Callable[[], mx.array]) -> float:
+        """The least of some times: what else the machine does is not the link's. The first one warms up."""
+        took = list[float]()
+        for _ in range(TIMES):
+            made, began = make(), time.perf_counter()
+            mx.eval(made)
+            took.append(time.perf_counter() - began)
+        return min(took)
+
+    large = seconds(lambda: mx.distributed.all_sum(mx.zeros((LARGE // 4,)), group=group))
+    return LinkTimes(len(calls), seconds(step), LARGE / large)
+
+
+def _exchanges(model: Any, cache: Any) -> list[tuple[Any, tuple[int, ...], mx.Dtype, Any, Any]]:
+    """What a step asks of MLX's distributed: calls, shapes, dtypes and the rest, in order."""
+    calls: list[tuple[Any, tuple[int, ...], mx.Dtype, Any, Any]] = []
+    real = {name: getattr(mx.distributed, name) for name in ("all_sum", "all_gather", "send", "recv_like")}
+
+    def noted(exchange: Any) -> Any:
+        def call(x: mx.array, *args: Any, **options: Any) -> mx.array:
+            calls.append((exchange, x.shape, x.dtype, args, options))
+            return exchange(x, *args, **options)
+
+        return call
+
+    try:
+        for name, exchange in real.items():
+            setattr(mx.distributed, name, noted(exchange))
+        mx.eval(model(mx.array([[0]]), cache=cache))
+    finally:
+        for name, exchange in real.items():
+            setattr(mx.distributed, name, exchange)
+    return calls
 
 
 def split_of(model: Any) -> str:

@@ -10,6 +10,10 @@ from ... import mlx_adapter
 from ...mlx_adapter import Cache
 
 
+def time_link(model: Any) -> mlx_adapter.LinkTimes:
+    return mlx_adapter.time_link(model, mlx_adapter.new_cache(model, 1))
+
+
 def compute(model: Any, tokens: list[int] | tuple[int, ...], cache: Cache) -> mx.array:
     """Logits (1, 1, vocabulary) of the last of `tokens`, whose KV goes into `cache`. All is evaluated."""
     logits = model(mx.array([tokens]), cache=cache)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import psutil
@@ -11,6 +12,11 @@ import psutil
 from ....common.units import process_memory
 from ....kv.store import KVStore
 from ....wire.plan import Pong
+from ...mlx_adapter import LinkTimes
+from ...schedule.counts import Counts
+
+OLD_S = 300.0
+"""Seconds after which the link is timed again, if steps went over it."""
 
 _SUMMED = (
     *("mlx_active_bytes", "mlx_peak_bytes", "mlx_cache_bytes"),
@@ -40,6 +46,40 @@ def held(store: KVStore | None) -> Pong:
         kv_cold_tier_on=flusher is None or flusher.health.is_on,
         kv_cold_disk_full=flusher is not None and flusher.health.is_full,
     )
+
+
+class LinkFigures:
+    """The link's times beside what a decode step takes: the share of it that its sums take.
+
+    That is the link alone, timed while nothing is computed. What ranks wait for the one that computes longest
+    is not in it. `counts`: of rank 0's scheduler.
+    """
+
+    def __init__(self, counts: Counts, clock: Callable[[], float] = time.monotonic):
+        self._counts, self._clock = counts, clock
+        self._times, self._at = LinkTimes(), clock()
+        self._before = 0, 0.0
+        self._step_s = 0.0
+
+    def take(self, times: LinkTimes) -> None:
+        """The link was timed."""
+        self._times, self._at = times, self._clock()
+        self._before = self._counts.decodes, self._counts.decode_s
+
+    @property
+    def is_old(self) -> bool:
+        """Whether to time it again. Without a step since, nobody has used it."""
+        return self._counts.decodes > self._before[0] and self._clock() - self._at > OLD_S
+
+    def add_to(self, values: dict[str, float]) -> None:
+        """Any thread."""
+        times, (steps, seconds) = self._times, self._before
+        if (count := self._counts.decodes - steps) > 0:
+            self._step_s = (self._counts.decode_s - seconds) / count
+        values["link_exchanges_per_step"] = times.exchanges
+        values["link_latency_us"] = 1e6 * times.step_s / max(1, times.exchanges)
+        values["link_bytes_per_s"] = times.bytes_per_s
+        values["link_step_share"] = min(1.0, times.step_s / self._step_s) if self._step_s else 0.0
 
 
 def add_figures(values: dict[str, float], ranks: Sequence[Pong]) -> None:

@@ -40,7 +40,7 @@ from ...kvio.open_store import ModelStore, memo_dir
 from ...kvio.split_bridge import SplitBridge
 from ...sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
 from ..model_load import load_model
-from .compute import compute
+from .compute import compute, time_link
 from .figures import held
 from .joined import Home
 from .link import PING_S, Link
@@ -170,6 +170,8 @@ class Follower:
             case wire.Budget():
                 self._store.share_hot(message.hot)
                 mlx_adapter.set_limits(self._loaded.weight_bytes, message)
+            case plan.TimeLink():
+                time_link(self._loaded.model)
             case plan.Trim():
                 self._give_memory_back(everything=True)
             case wire.Quit():

@@ -41,9 +41,10 @@ from ... import mlx_adapter
 from ...kvio.fingerprint import weight_fingerprints
 from ...kvio.open_store import memo_dir
 from ...mlx_adapter import Cache, Group
+from ...schedule.counts import Counts
 from ...sequence.sequence import Sequence
-from .compute import compute
-from .figures import add_figures, held
+from .compute import compute, time_link
+from .figures import LinkFigures, add_figures, held
 from .joined import Far, reach
 from .lead_lease import LeadLease
 from .link import PING_S, Link
@@ -114,6 +115,7 @@ class Lead:
         self._post: Callable[[Callable[[], None]], None] = lambda call: None
         self._model: Any = None
         self._store: KVStore | None = None
+        self._link: LinkFigures | None = None
         self._ranks: list[_Rank] = []
         self._rows = 0
         self._matches: dict[int, Callable[[int, int], None]] = {}
@@ -143,6 +145,8 @@ class Lead:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         while True:
             time.sleep(PING_S)
+            if self._link is not None and self._link.is_old:
+                self._post(self._time_link_again)
             for rank in self._ranks:
                 rank.link.send(plan.Ping())
 
@@ -271,23 +275,46 @@ class Lead:
         return budget
 
     def begin(
-        self, model: Any, namespace: str, store: KVStore, post: Callable[[Callable[[], None]], None]
+        self,
+        model: Any,
+        namespace: str,
+        store: KVStore,
+        post: Callable[[Callable[[], None]], None],
+        counts: Counts,
     ) -> None:
         """Rank 0's share is loaded: wait for the others', and open the stores. Raises ModelError.
 
-        namespace  folder of rank 0's `store`. `post`: runs a call on the engine thread
+        namespace  folder of rank 0's `store`. `post`: runs a call on the engine thread. `counts`: its steps
         """
-        self._model, self._store, self._post = model, store, post
+        self._model, self._store, self._post, self._link = model, store, post, LinkFigures(counts)
         for rank in self._ranks:
             said = self._hear(rank, LOAD_S)
             if not isinstance(said, plan.Ready):
                 raise ModelError(f"{rank.name} did not load its share", code="unavailable")
             self.others.append(said)
         self.send(plan.Begin(namespace))
+        self._time_link()
+
+    def _time_link_again(self) -> None:
+        if self._link is not None and self._link.is_old:  # Else an earlier call has just done so.
+            self._time_link()
+
+    def _time_link(self) -> None:
+        """Time the link on all ranks. Engine thread."""
+        if self._link is None:
+            return
+        self.send(plan.TimeLink())
+        try:
+            self._link.take(time_link(self._model))
+        except Exception as error:
+            self.end(f"the link to other ranks fails: {error}")
+            raise
 
     def add_figures(self, values: dict[str, float]) -> None:
         """Make the figures of rank 0 those of all. Any thread."""
         add_figures(values, self._held())
+        if self._link is not None:
+            self._link.add_to(values)
 
     def _held(self) -> list[plan.Pong]:
         """What each rank holds, by its last word. Any thread."""
