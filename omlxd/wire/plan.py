@@ -10,6 +10,9 @@ Rank 0 decides, the others follow: they make these calls in this order, each on 
 | `Open(row)`      | nothing                                                                     |
 | `Match(row)`     | `Matched(row)`, once what it has of the prefix is in the row's cache        |
 | `Pass(row)`      | nothing: it computes, and takes part in the sums                            |
+| `Enter(batch)`   | nothing: a row whose prompt is computed decodes with others                 |
+| `Step(batch)`    | nothing: a token a row; a sum brings those that rank 0 draws                |
+| `Leave(batch)`   | nothing: rows have left                                                     |
 | `Offer(row)`     | nothing: full blocks are stored                                             |
 | `Finish(row)`    | nothing: the row is gone                                                    |
 | `Ping`           | `Pong`, by a thread that does nothing else                                  |
@@ -80,12 +83,38 @@ class Pass(Struct, frozen=True, tag="pass"):
     tokens: tuple[int, ...]
 
 
+class Enter(Struct, frozen=True, tag="enter"):
+    """Let a row decode in `batch`, a new one if there is none of that number. `tokens`: drawn since."""
+
+    batch: int
+    row: int
+    tokens: tuple[int, ...]
+
+
+class Step(Struct, frozen=True, tag="step"):
+    """Start a step of `batch`.
+
+    lengths  of the KV of its rows, in their order
+    offers   before it, `Offer` of rows that decode, with `tokens` each
+    """
+
+    batch: int
+    lengths: tuple[int, ...]
+    offers: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+class Leave(Struct, frozen=True, tag="leave"):
+    """Take `rows` out of `batch`."""
+
+    batch: int
+    rows: tuple[int, ...]
+
+
 class Offer(Struct, frozen=True, tag="offer"):
-    """Store what is full. `tokens`: those that were drawn since; `answers`: the prompt is computed."""
+    """Store what is full of a prompt. `tokens`: those that were drawn since."""
 
     row: int
     tokens: tuple[int, ...] = ()
-    answers: bool = False
 
 
 class Finish(Struct, frozen=True, tag="finish"):
@@ -118,7 +147,23 @@ class Ping(Struct, frozen=True, tag="ping"):
 
 
 ToRank = Union[
-    Follow, Join, Begin, Open, Match, Pass, Offer, Finish, TimeLink, Trim, Ping, Grant, Budget, Quit
+    Follow,
+    Join,
+    Begin,
+    Open,
+    Match,
+    Pass,
+    Enter,
+    Step,
+    Leave,
+    Offer,
+    Finish,
+    TimeLink,
+    Trim,
+    Ping,
+    Grant,
+    Budget,
+    Quit,
 ]
 
 

@@ -313,7 +313,7 @@ def test_draft_models_and_models_that_failed(tmp_path: Path, monkeypatch: pytest
     lost = told("cpu", spec_decode_credit_steps=-0.2, **now)
     assert lost.endswith("9 of 12 held, few of which are made now, since they took longer than they saved")
     assert told("metal", metal_kernels_used=0.0).count("with no Metal kernel,") == 1
-    assert "decodes on 2 ranks, each request in passes of its own, by MLX's" in told("cpu", ranks=2.0)
+    assert "decodes on 2 ranks, by MLX's" in told("cpu", ranks=2.0)
     judged = (
         Kernel("attend_rows", "64 wide"),
         Kernel(

@@ -113,7 +113,7 @@ def _kernels(model: ModelStatus) -> Iterator[Finding]:
 def _decoding(values: dict[str, float], draft: str, backend: str) -> Iterator[str]:
     """Report a model's decoding, as chosen when it was loaded, and its draft tokens."""
     if ranks := values.get("ranks"):
-        yield f"on {ranks:.0f} ranks, each request in passes of its own"
+        yield f"on {ranks:.0f} ranks"
     own = values.get("attention_reads_own_rows")
     by_kernel = backend.startswith("cuda") or values.get("metal_attention_kernel")
     ours = "by omlxd's attention kernel" if by_kernel else "with attention row by row"

@@ -96,6 +96,7 @@ class DecodeBatch:
     speculation  of the engine; None: every pass computes one token a row
     grid         no pass with guesses goes beyond its multiples: there state at a position is kept; 0: any may
     compiled     steps of the model; None: each is built anew
+    sampler      made for each composition of the rows
     """
 
     def __init__(
@@ -104,10 +105,10 @@ class DecodeBatch:
         speculation: Speculation | None = None,
         grid: int = 0,
         compiled: DecodeStep | None = None,
-        on_ranks: Callable[[Sequence, int, list[int], mlx_adapter.Cache], mx.array] | None = None,
+        sampler: Callable[[Seq[SamplerRow]], BatchSampler] = BatchSampler,
     ):
         self._model = model
-        self._on_ranks = on_ranks
+        self._make_sampler = sampler
         self._compiled = compiled
         self._steps = 0  # Since the rows changed.
         self._grid = grid
@@ -461,7 +462,7 @@ class DecodeBatch:
         inputs, unread = self._inputs, self._unread
         assert inputs is not None
         if self._sampler is None:
-            self._sampler = BatchSampler([sequence.sampling for sequence in self.rows])
+            self._sampler = self._make_sampler([sequence.sampling for sequence in self.rows])
         logits = self._forward(inputs[:, None])[:, -1, :]
         hidden = mlx_adapter.take_hidden()
         for index, row in enumerate(self.rows):
@@ -523,9 +524,6 @@ class DecodeBatch:
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """Logits of `tokens` (rows, n), whose KV goes into the cache."""
-        if self._on_ranks is not None:  # Of one row.
-            row = self.rows[0]
-            return self._on_ranks(row, row.kv.length, cast(list[int], tokens[0].tolist()), self._cache)
         if self._compiled is not None and self._is_plain():
             logits = self._compiled(tokens, self._cache, self._steps)
             self._steps += 1

@@ -120,7 +120,7 @@ class PromptPasses:
         self._block = block_size
         self.last_alone = mlx_adapter.backend() == "cpu"
         states = loaded.states
-        plain = loaded.batchable and states is not None and not states.tensors
+        plain = loaded.batchable and not loaded.split and states is not None and not states.tensors
         example = mlx_adapter.new_cache(loaded.model, 1)
         self._step_tokens = compiled.most_tokens(example) if plain else 0
         pads = mlx_adapter.attention_backend().pads_last_chunks
@@ -297,6 +297,7 @@ class PromptPasses:
             states is None
             or states.tensors
             or not self._loaded.batchable
+            or self._loaded.split
             or (key := self._key(sequence)) is None
         ):
             return []

@@ -154,9 +154,11 @@ class EngineHost:
             return self.scheduler.bridge
         bridge = self._store.open(self._lead.lease_of(0), self.scheduler.post, LeadBridge)
         bridge.lead, self.scheduler.bridge = self._lead, bridge
-        self.scheduler.passes.on_ranks = bridge.compute
+        self.scheduler.passes.on_ranks, self.scheduler.new_batch = bridge.compute, bridge.new_batch
         namespace, scheduler = namespace_dir(self.namespace), self.scheduler
         self._lead.begin(self.loaded.model, namespace, bridge.store, scheduler.post, scheduler.counts)
+        if not self.loaded.batchable:
+            log.warning("requests have a pass each: on %d ranks they can't share one", self._lead.world)
         return bridge
 
     def _make_prompts(self, load: wire.Load) -> None:

@@ -42,6 +42,7 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
     values: dict[str, float] = {
         **scheduler.load_metrics(),
         **_computed(scheduler, None),
+        "decode_steps_total": scheduler.counts.decodes,
         "requests_timed_out_total": scheduler.watchdog.expired,
         "mlx_active_bytes": active,
         "mlx_peak_bytes": max(mx.get_peak_memory(), active, scheduler.memory.peak if scheduler.memory else 0),

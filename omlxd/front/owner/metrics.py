@@ -62,6 +62,7 @@ EACH = "for each answer anew, as vLLM counts"
 
 HELP = {
     "generation_tokens_total": "Tokens of answers as usage has them, the end-of-turn token among them.",
+    "decode_steps_total": "Passes in which requests decode, all of a batch in one.",
     "spec_decode_num_drafts_total": "How often a pass checked guesses of a request, up to its end.",
     "spec_decode_num_draft_tokens_total": "Guessed tokens that were checked, as usage has them.",
     "spec_decode_num_accepted_tokens_total": "Guessed tokens that held, as usage has them.",

@@ -140,6 +140,19 @@ def _try_own_rows(model: Any, make_cache: Callable[[], Cache], new: int) -> None
                 raise RuntimeError(f"{name} of a row differs by {far:.3g} from what it has alone")
 
 
+def joins_rows(model: Any) -> bool:
+    """Whether a pass over two rows in one array can be put together. None is computed."""
+    try:
+        rows = [make_prompt_cache(model), make_prompt_cache(model)]
+        for length, row in enumerate(rows, 2):
+            model(mx.zeros((1, length), mx.int32), cache=row)
+        model(mx.zeros((2, 1), mx.int32), cache=merge(rows))
+    except Exception as error:
+        log.info("rows can't decode together: %s", error)
+        return False
+    return True
+
+
 def has_own_rows(model: Any) -> bool:
     """Whether rows of its batches keep arrays of their own."""
     return bool(vars(model).get("omlxd_own_rows"))

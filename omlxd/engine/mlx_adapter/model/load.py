@@ -43,7 +43,7 @@ from . import checks
 from .adapters.lora import Adapters, read_adapter
 from .layer_hook import LayerHook
 from .positions import last_position_only
-from .split import Group, split_of, take_share
+from .split import Group, all_agree, split_of, take_share
 from .vlm import vision, vlm_text
 
 log = logging.getLogger(__name__)
@@ -128,11 +128,15 @@ def load(
     if kv is not None:
         cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
     obstacle = reuse_obstacle(cache)
-    batchable = group is None and is_batchable(cache) and vlm_text.can_batch(model, cache)
-    if batchable:
+    batchable = is_batchable(cache) and vlm_text.can_batch(model, cache)
+    if group is not None:
+        batchable = all_agree(batchable and checks.joins_rows(model), group)
+    elif batchable:
         current().decode_step(model)  # Whether its steps are fused, the checks below ask.
     layout, hook = None if obstacle else layout_of(cache), LayerHook(model)
-    live = _let_batch(model, layout, segment, segments_pay) if batchable else LiveSegments()
+    live = LiveSegments()
+    if batchable and group is None:
+        live = _let_batch(model, layout, segment, segments_pay)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

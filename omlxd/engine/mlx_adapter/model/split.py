@@ -189,6 +189,11 @@ def _exchanges(model: Any, cache: Any) -> list[tuple[Any, tuple[int, ...], mx.Dt
     return calls
 
 
+def all_agree(so: bool, group: Group) -> bool:
+    """Whether it is so on all ranks, each of which asks at this moment."""
+    return mx.distributed.all_sum(mx.array([int(so)]), group=group).item() == group.size()
+
+
 def split_of(model: Any) -> str:
     """Which share `model` holds; "": all of it."""
     return str(vars(model).get("omlxd_split", ""))

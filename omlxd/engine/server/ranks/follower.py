@@ -32,7 +32,6 @@ from ....kv.files.paths import namespace_dir
 from ....kv.hashing import hash_blocks
 from ....wire import plan
 from ... import mlx_adapter
-from ...kvio.bridge import OWN_CACHE
 from ...kvio.fingerprint import differing, file_identities
 from ...kvio.hot_budget import evict_unused
 from ...kvio.lease import FrontLease
@@ -40,7 +39,7 @@ from ...kvio.open_store import ModelStore, memo_dir
 from ...kvio.split_bridge import SplitBridge
 from ...sequence.sequence import Prompt, SamplerRow, Sequence, SequenceKV
 from ..model_load import load_model
-from .compute import compute, time_link
+from .compute import FollowingSampler, RankBatch, compute, time_link
 from .figures import held
 from .joined import Home
 from .link import PING_S, Link
@@ -68,7 +67,9 @@ class Follower:
         self._loaded: mlx_adapter.LoadedModel
         self._store: ModelStore
         self._bridge: SplitBridge | None = None
+        self._group: mlx_adapter.Group
         self._rows: dict[int, Sequence] = {}
+        self._batches: dict[int, RankBatch] = {}
         self._over = False
         self.terminated = False
 
@@ -149,6 +150,21 @@ class Follower:
         match message:
             case plan.Pass():
                 self._compute(message)
+            case plan.Step():
+                self._step(message)
+            case plan.Enter():
+                sequence = self._rows[message.row]
+                sequence.tokens += message.tokens
+                if message.batch not in self._batches:
+                    self._batches[message.batch] = RankBatch(
+                        self._loaded.model, self._group, FollowingSampler
+                    )
+                self._batches[message.batch].add_row(sequence)
+            case plan.Leave():
+                batch = self._batches[message.batch]
+                batch.remove_rows([sequence for sequence in batch.rows if sequence.id in message.rows])
+                if not batch.rows:
+                    del self._batches[message.batch]
             case plan.Open():
                 self._open(message)
             case plan.Offer() | plan.Match() | plan.Finish():
@@ -193,9 +209,9 @@ class Follower:
         files = file_identities(Path(load.model_path), "")
         mlx_adapter.set_limits(0, load.budget)
         self._link.send(plan.Here())
-        group = mlx_adapter.join_group(self._rank, hosts)
+        self._group = mlx_adapter.join_group(self._rank, hosts)
         self._link.met()
-        self._loaded = load_model(load, group)
+        self._loaded = load_model(load, self._group)
         mlx_adapter.set_limits(self._loaded.weight_bytes, load.budget)
         if (layout := self._loaded.layout) is None:
             raise ModelError(f"several ranks can't serve this model: {self._loaded.kv_reuse}")
@@ -228,13 +244,24 @@ class Follower:
         compute(self._loaded.model, message.tokens, sequence.kv.cache)
         sequence.kv.length += len(message.tokens)
 
+    def _step(self, message: plan.Step) -> None:
+        batch = self._batches[message.batch]
+        if (lengths := tuple(row.kv.length for row in batch.rows)) != message.lengths:
+            raise RuntimeError(f"rows that decode are at {lengths}, and rank 0's at {message.lengths}")
+        for row, tokens in message.offers:
+            self._rows[row].tokens += tokens
+            assert self._bridge is not None
+            self._bridge.offer(self._rows[row], batch)
+        batch.step()
+        mlx_adapter.give_outgrown_back()
+
     def _ask_bridge(self, bridge: SplitBridge, message: plan.Offer | plan.Match | plan.Finish) -> None:
         row = message.row
         sequence = self._rows[row]
         match message:
             case plan.Offer():
                 sequence.tokens += message.tokens
-                bridge.offer(sequence, OWN_CACHE if message.answers else None)
+                bridge.offer(sequence)
             case plan.Match():
                 bridge.restore(
                     sequence,
@@ -247,7 +274,10 @@ class Follower:
                 sequence.kv.length, sequence.cancelled = message.length, message.cancelled
                 if not message.kept:
                     sequence.kv.cache = None
-                bridge.finish(sequence, spoiled=message.spoiled)
+                batches = [
+                    batch for batch in self._batches.values() if message.kept and sequence in batch.rows
+                ]
+                bridge.finish(sequence, *batches, spoiled=message.spoiled)
 
     def _close(self, deadline_s: float) -> None:
         if hasattr(self, "_store"):

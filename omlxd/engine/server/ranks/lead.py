@@ -23,7 +23,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ class Lead:
         self._model: Any = None
         self._store: KVStore | None = None
         self._link: LinkFigures | None = None
+        self.group: Group
         self._ranks: list[_Rank] = []
         self._rows = 0
         self._matches: dict[int, Callable[[int, int], None]] = {}
@@ -261,10 +263,10 @@ class Lead:
         for rank in self._ranks:  # None is waited for below, where no thread of this process could end it.
             if not isinstance(self._hear(rank, START_S), plan.Here):
                 raise ModelError(f"{rank.name} did not come", code="unavailable")
-        group = mlx_adapter.join_group(0, hosts)
+        self.group = mlx_adapter.join_group(0, hosts)
         for rank in self._ranks:
             rank.link.met()
-        return group
+        return self.group
 
     def share(self, budget: wire.Budget) -> wire.Budget:
         """A rank's part of what the engine may hold on this machine; its others here hear of theirs."""
@@ -363,12 +365,18 @@ class Lead:
     def compute(self, row: int, start: int, tokens: list[int], cache: Cache) -> mx.array:
         """Logits of a pass over `tokens` of a row, behind `start` others, on all ranks."""
         self.send(plan.Pass(row, start, tuple(tokens)))
-        try:
+        with self.all_or_none(f"a pass over {len(tokens)} tokens"):
             return compute(self._model, tokens, cache)
+
+    @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """Do here what the others have been told. An error ends the engine: nothing but their end can break
+        them off."""
+        try:
+            yield
         except Exception as error:
-            # The others are in the same pass, which nothing but their end can break off.
-            log.exception("a pass of rank 0 failed")
-            self.end(f"a pass over {len(tokens)} tokens failed: {error}")
+            log.exception("rank 0 failed")
+            self.end(f"{what} failed: {error}")
             raise
 
     # ----------------------------------------------------------------- the end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,9 @@ from ....wire import plan
 from ...kvio.copier import Rows
 from ...kvio.split_bridge import SplitBridge
 from ...mlx_adapter import Cache
+from ...schedule.decode_batch import Draw
 from ...sequence.sequence import Sequence
+from .compute import RankBatch, SharedSampler
 from .lead import Lead
 
 MOST_ROUNDS = 3
@@ -53,10 +56,28 @@ class LeadBridge(SplitBridge):
         self.lead: Lead
         self._rows: dict[Sequence, int] = {}
         self._told: dict[Sequence, int] = {}
+        self._offered: set[Sequence] = set()
+        self._batches = 0
 
     def compute(self, sequence: Sequence, start: int, tokens: list[int], cache: Cache) -> mx.array:
         """Logits of a pass on all ranks."""
         return self.lead.compute(self._rows[sequence], start, tokens, cache)
+
+    def new_batch(self) -> LeadBatch:
+        """Rows that decode together on all ranks."""
+        self._batches += 1
+        return LeadBatch(self._model, self, self._batches)
+
+    def enter(self, batch: int, sequence: Sequence) -> int:
+        """Have the others let it decode in their `batch`; returns its number."""
+        self.lead.send(plan.Enter(batch, row := self._rows[sequence], self._news(sequence)))
+        return row
+
+    def step(self, batch: int, rows: Seq[Sequence]) -> None:
+        """Have the others start a step."""
+        offers = tuple((self._rows[row], self._news(row)) for row in rows if row in self._offered)
+        self._offered.difference_update(rows)
+        self.lead.send(plan.Step(batch, tuple(row.kv.length for row in rows), offers))
 
     def match(self, sequence: Sequence, ready: Callable[[], None]) -> bool:
         """As of `KVBridge`; once for all: what others compute later is no hit."""
@@ -72,7 +93,10 @@ class LeadBridge(SplitBridge):
 
     def offer(self, sequence: Sequence, batch: Rows | None = None) -> None:
         if (row := self._rows.get(sequence)) is not None:
-            self.lead.send(plan.Offer(row, self._news(sequence), batch is not None))
+            if batch is None:
+                self.lead.send(plan.Offer(row, self._news(sequence)))
+            else:
+                self._offered.add(sequence)  # Its next step says so: a frame a step, not one a row.
         super().offer(sequence, batch)
 
     def finish(self, sequence: Sequence, batch: Rows | None = None, *, spoiled: bool = False) -> None:
@@ -81,9 +105,39 @@ class LeadBridge(SplitBridge):
             news, length = self._news(sequence), sequence.kv.length
             self.lead.send(plan.Finish(row, length, news, sequence.cancelled, spoiled, kept))
             del self._rows[sequence], self._told[sequence]
+            self._offered.discard(sequence)
         super().finish(sequence, batch, spoiled=spoiled)
 
     def _news(self, sequence: Sequence) -> tuple[int, ...]:
         """Tokens that were drawn since the others were told of some."""
         told, self._told[sequence] = self._told[sequence], len(sequence.tokens)
         return tuple(sequence.tokens[told:])
+
+
+class LeadBatch(RankBatch):
+    """Rank 0's rows that decode together: the others' batch of that `number` has the same, in one order."""
+
+    def __init__(self, model: Any, bridge: LeadBridge, number: int):
+        super().__init__(model, bridge.lead.group, SharedSampler)
+        self._bridge, self._number = bridge, number
+        self._numbers: dict[Sequence, int] = {}
+
+    def add_row(self, sequence: Sequence) -> None:
+        self._numbers[sequence] = self._bridge.enter(self._number, sequence)
+        with self._bridge.lead.all_or_none("a row that joins others"):
+            super().add_row(sequence)
+
+    def remove_rows(self, rows: Seq[Sequence]) -> None:
+        left = tuple(self._numbers.pop(row) for row in rows)
+        self._bridge.lead.send(plan.Leave(self._number, left))
+        with self._bridge.lead.all_or_none("a row that leaves others"):
+            super().remove_rows(rows)
+
+    def step(self) -> list[Draw]:
+        self._bridge.step(self._number, self.rows)
+        with self._bridge.lead.all_or_none(f"a step of {len(self.rows)} rows"):
+            return super().step()
+
+    def wait(self) -> None:
+        with self._bridge.lead.all_or_none(f"a step of {len(self.rows)} rows"):
+            super().wait()
