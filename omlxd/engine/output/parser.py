@@ -81,7 +81,8 @@ class OutputParser:
         reader = ToolCallReader(tools, tokenizer.tool_parser)
         self._must_call = must_call
         names = [] if held or must_call or self._controls else reader.names
-        untagged = UntaggedCalls(reader, [name for name in names if not allowed or name in allowed])
+        names = [name for name in names if not allowed or name in allowed]
+        untagged = UntaggedCalls(reader, names, () if min_tokens else stop)
         stops, logprobs = StopStrings(stop, shows_stop), AnswerLogprobs(tokenizer)
         self._sink = _EventSink(stops, reader, logprobs, untagged, one_call)
         begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
@@ -208,6 +209,9 @@ class _EventSink(Sink):
             return
         self.logprobs.answer(len(text), self.splitter.position)
         self._answer(self._untagged.feed(text))
+        if stop := self._untagged.stopped_by:
+            self._end_untagged()
+            self.stops.feed(stop)
 
     def _answer(self, text: str) -> None:
         self._say(self.stops.feed(text))

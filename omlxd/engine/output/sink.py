@@ -232,10 +232,11 @@ class RequestSink:
         complete = stopped is None and not self._cut and not self._parser.current.dropped
         if complete and self.learn and (reason == "stop" or (in_answer and any(self._answer.texts))):
             self.learn(self._answer, self._taken)
-        if stopped is not None:
+        if stopped is not None and not self._answer.calls:
             reason = "stop_sequence"
         elif reason == "stop" and (self._answer.calls or self._cut):
             reason = "tool_calls"
+        stopped = stopped if reason == "stop_sequence" else None  # Clients run calls whose reason says so.
         self.over()
         usage = replace(usage, reasoning_tokens=self._parser.current.reasoning_tokens)
         events += self._emit([chat.Finished(reason=reason, usage=usage, stop_sequence=stopped)])

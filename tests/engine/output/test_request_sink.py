@@ -161,6 +161,14 @@ class OneCall(Parser):
         return [ToolCall("call_1", "paint", "{}")]
 
 
+class SomeCalls(OneCall):
+    """The answer goes on behind its call."""
+
+    @property
+    def ended(self) -> bool:
+        return self.stopped is not None
+
+
 @pytest.mark.parametrize(
     ("parser", "learned"),
     [(OneCall(), [3]), (OneCall(dropped=True), []), (OneCall(stops_at=11), []), (Parser(), [5])],
@@ -178,6 +186,17 @@ def test_what_is_learned_of_a_turn(parser: Parser, learned: list[int], line: Lin
     while not isinstance(line.next()[1], Finished):
         pass
     assert got == learned
+
+
+@pytest.mark.parametrize("stops_at", [11, 13])
+def test_calls_before_a_stop_string_are_the_reason(stops_at: int, line: Line, output: OutputThread):
+    sink = RequestSink(1, output, SomeCalls(stops_at=stops_at), lambda: None)
+    for token in (10, 11, 12, 13):
+        sink.take([(token, None)], int)
+    while not isinstance(event := line.next()[1], Finished):
+        pass
+    wanted = ("tool_calls", None) if stops_at > 12 else ("stop_sequence", "stop")
+    assert (event.reason, event.stop_sequence) == wanted
 
 
 def test_tokens_behind_a_stop_string_are_not_counted(line: Line, output: OutputThread):

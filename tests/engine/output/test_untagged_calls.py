@@ -164,6 +164,19 @@ def test_what_is_no_call_is_text(tokenizer, name):
         assert parse(tokenizer, *pieces(text, size), tools=TOOLS) == [("text", text)]
 
 
+@pytest.mark.parametrize(
+    ("behind", "stop"), [("\n", "\n"), ("\n\nUser: And", "\n\nUser:"), (" \nOutput: 3", "Output")]
+)
+def test_a_stop_string_behind_a_call_ends_it(tokenizer, behind, stop):
+    """Real Gemma 3, of base weights, goes on with the user's next question."""
+    for size in (1, 3, 200):
+        parser = OutputParser(tokenizer, tools=TOOLS, stop=(stop,))
+        events = [event for piece in pieces(CALL + behind, size) for event in parser.add_text(piece)]
+        assert parser.ended and parser.stopped == stop
+        assert merged(events + parser.finish("stop")) == [OSLO]
+    assert parse(tokenizer, f"{CALL} Then\n", tools=TOOLS, stop=("\n",)) == [("text", f"{CALL} Then")]
+
+
 @pytest.mark.parametrize("how", [{"tools": ()}, {"held": True}, {"tools": TOOLS, "allowed": ("write_file",)}])
 def test_where_no_call_may_be_json_is_text(tokenizer, how):
     assert parse(tokenizer, CALL, **{"tools": TOOLS, **how}) == [("text", CALL)]
@@ -233,7 +246,7 @@ PIECES = st.sampled_from(
     st.lists(PIECES, max_size=12).map("".join),
     st.sets(st.integers(0, 300), max_size=12),
     st.sampled_from(["stop", "length"]),
-    st.sampled_from([(), ("END",), ("```",)]),
+    st.sampled_from([(), ("END",), ("```",), ("\n",), ("\n", "wo"), (" word", "\nEND")]),
     st.booleans(),
 )
 def test_chunks_never_matter_and_no_word_is_lost(tokenizer, text, cuts, reason, stop, one_call):

@@ -9,9 +9,9 @@
 | `<function=NAME>{…}</function>`, or a tag a key      | Llama 3.1, Qwen's coders                   |
 | `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME …`  | DeepSeek                                   |
 
-A sentence may stand before the calls, and nothing behind them. Text is held back from the first letter that
-may begin a call, as long as every letter fits one of a listed tool. At the first that does not, all of it is
-text again, and so is the rest of the answer.
+A sentence may stand before the calls, and nothing behind them but a stop string. Text is held back from the
+first letter that may begin a call, as long as every letter fits one of a listed tool. At the first that does
+not, all of it is text again, and so is the rest of the answer.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ MOST_HELD = 1 << 17
 """Letters held back at most: a file that a call writes."""
 MOST_LEAD = 300
 """Letters before the first call at most."""
+MOST_BEHIND = 4096
+"""Letters behind the calls in which a stop string is looked for."""
 _MOST_DEPTH = 64
 
 _LABELS = ("json", "tool_code", "tool_call", "tool_calls", "tools", "python", "xml")
@@ -61,10 +63,12 @@ class UntaggedCalls:
     """Takes an answer's text, in any chunks.
 
     names  of the tools that may be called; none: nothing is held back
+    stops  strings that end the answer
     """
 
-    def __init__(self, reader: ToolCallReader, names: Collection[str]):
+    def __init__(self, reader: ToolCallReader, names: Collection[str], stops: Iterable[str] = ()):
         self._reader, self._names = reader, names
+        self._stops = Beginnings(stop for stop in stops if stop)
         self._restart()
 
     def _restart(self) -> None:
@@ -76,6 +80,11 @@ class UntaggedCalls:
     def held(self) -> int:
         """Letters held back."""
         return len(self._follower.text) if self._follower else len(self._held)
+
+    @property
+    def stopped_by(self) -> str:
+        """The held text from behind the calls to the end of a stop string; "": there is none."""
+        return self._follower.stopped_by if self._follower else ""
 
     def feed(self, text: str) -> str:
         """Return the text that is no call for certain."""
@@ -94,7 +103,7 @@ class UntaggedCalls:
             if opening is None:
                 self._held = text
                 return shown
-            self._follower = _Follower(self._reader, self._names)
+            self._follower = _Follower(self._reader, self._names, self._stops)
         if self._follower.feed(text):
             return shown
         self._is_over = True
@@ -124,23 +133,24 @@ class _Follower:
     """Follows text that may be calls, each letter once.
 
     text   all of it
-    calls  those that are complete
+    calls  those that are complete; `stopped_by`: as UntaggedCalls has it
     """
 
-    def __init__(self, reader: ToolCallReader, names: Iterable[str]):
-        self.text = ""
+    def __init__(self, reader: ToolCallReader, names: Iterable[str], stops: Beginnings):
+        self.text = self.stopped_by = ""
+        self._stops = stops
         self.calls: list[ParsedCall] = []
         self._reader = reader
         self._quoted = [f'"{name}"' for name in names]
         self._names = tuple(names)
-        self._at = 0
+        self._at = self._end = 0
         self._is_between = False  # calls and tags
         self._fenced = self._in_code = False
         self._steps = self._read()
 
     @property
     def is_complete(self) -> bool:
-        return bool(self.calls) and self._is_between
+        return bool(self.stopped_by) or (bool(self.calls) and self._is_between)
 
     def feed(self, text: str) -> bool:
         """Return whether all text so far may still be calls."""
@@ -148,8 +158,19 @@ class _Follower:
         try:
             next(self._steps)
         except Exception:  # the model wrote something else; readers raise what they like
-            return False
-        return len(self.text) <= MOST_HELD
+            return self._may_stop()
+        return self._may_stop() or len(self.text) <= MOST_HELD
+
+    def _may_stop(self) -> bool:
+        """Look for a stop string right behind complete calls: whether there is one, or one may begin."""
+        if not self.calls or self.stopped_by:
+            return bool(self.stopped_by)
+        behind = self.text[self._end : self._end + MOST_BEHIND]
+        if (stop := self._stops.search(behind)) and not behind[: stop.start()].strip():
+            self.stopped_by = behind[: stop.end()]
+            return True
+        begun = self._stops.held(behind) if len(behind) < MOST_BEHIND else 0
+        return begun > 0 and not behind[:-begun].strip()
 
     # ----------------------------------------------------------------- letters
 
@@ -185,7 +206,9 @@ class _Follower:
 
     def _read(self) -> _Steps:
         while True:
-            self._is_between = True
+            self._is_between, self._end = True, self._at
+            if self._may_stop() and self.stopped_by:
+                return
             letter = yield from self._skip(_SPACE + ",;")
             self._is_between = False
             start = self._at
