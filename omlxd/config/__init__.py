@@ -25,6 +25,7 @@ from .settings import (
     Settings,
     add_flags,
     add_grouped_flags,
+    add_join_flags,
     full_name,
     has_ssd_cache,
     ssd_cap,

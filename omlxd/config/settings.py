@@ -409,6 +409,13 @@ def full_name(field: str, *table: str) -> str:
     return ".".join([*table[:1], *models, field.replace("_", "-")])
 
 
+FOR_JOIN = (
+    *("base_path", "model_dir", "no_hf_cache", "paged_ssd_cache_dir", "paged_ssd_cache_max_size"),
+    *("ssd_cache_daily_write_budget", "ssd_cache_ttl", "if_cache_busy", "hot_cache_max_size"),
+    *("block_size", "kv_bits", "kv_group_size", "cpu_blas"),
+    *("log_level", "log_format", "log_file", "log_file_size", "log_file_count"),
+)
+"""Options that `omlxd join` takes, beside --listen and --model."""
 _GROUPS = {
     "model": "which models are served",
     "memory_limit": "memory and machine",
@@ -444,6 +451,22 @@ def add_grouped_flags(parser: argparse.ArgumentParser) -> None:
 def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add the flags of the options `names`, or of all. Every value stays text; reading.py converts it."""
     _add_flags(parser, [BY_NAME[name] for name in names] or OPTIONS)
+
+
+def add_join_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `omlxd join`."""
+    parser.add_argument(
+        "--listen",
+        dest="join_listen",
+        metavar="ADDR",
+        help="address of this machine, as 192.168.1.6 or 192.168.1.6:8078 (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="folder of the model, whatever the lead calls it; default: the one of the lead's name",
+    )
+    add_flags(parser, *FOR_JOIN)
 
 
 def _add_flags(

@@ -18,12 +18,13 @@ from ..daemon.client import daemon_of, find_daemon
 from ..watch.status import as_json
 from . import disk, machine, models, network
 from .finding import Finding, bad, warn
+from .link import check_link
 from .report import command as report
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 ADDRESS_NOTE = "as it was found; it may listen on other addresses too"
 _OPTIONS = ("model_dir", "base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size", "host", "port")
-_OPTIONS += ("metal_kernels",)
+_OPTIONS += ("metal_kernels", "model")
 
 
 class Report(msgspec.Struct):
@@ -41,6 +42,11 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         action="store_true",
         help=f"one text about this machine to paste into an issue; 2 minutes. {' '.join(report.TAKES)}",
     )
+    parser.add_argument(
+        "--join",
+        metavar="HOST",
+        help="measure the link to a machine that runs `omlxd join`, and say what --model would cost over it",
+    )
     parser.add_argument("--no-disk-test", action="store_true", help="don't write and read 256 MB")
     parser.add_argument("--url", help="the daemon's address, for --host and --port")
     add_flags(parser, *_OPTIONS)
@@ -51,15 +57,15 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if args.report:
         if args.json:
             raise ConfigError("--report: it is a text, and has no --json.")
-        disk_test = not args.no_disk_test
-        return report.write(
-            settings, lambda line: print(line, flush=True), mistakes=mistakes, disk_test=disk_test
-        )
+        say = lambda line: print(line, flush=True)  # noqa: E731
+        return report.write(settings, say, mistakes=mistakes, disk_test=not args.no_disk_test)
     notes: dict[str, str] = {}
     if args.url or not (args.host or args.port):
         settings = _at_daemon(settings, args.url, notes)
     findings: list[Finding] = []
-    for finding in examine(settings, mistakes, disk_test=not args.no_disk_test, notes=notes):
+    disk_test = not args.no_disk_test
+    examined = examine(settings, mistakes, disk_test=disk_test, notes=notes)
+    for finding in check_link(settings, args.join) if args.join else examined:
         findings.append(finding)
         if not args.json:
             print(as_text(finding), flush=True)

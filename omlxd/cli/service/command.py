@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...config import add_flags
+from ...config import add_flags, add_join_flags
 from ...errors import ConfigError
 from .launchd import Launchd
 from .manager import Status
@@ -35,7 +35,8 @@ def main(
 ) -> int:
     """Run `omlxd service`; tests replace `platform` and `home`. Raises ConfigError and ServiceError."""
     args = _parse(list(argv), parser)
-    manager = Launchd(home or Path.home()) if platform == "darwin" else Systemd(home or Path.home())
+    kind = Launchd if platform == "darwin" else Systemd
+    manager = kind(home or Path.home(), join=args.join)
     return _run(args, manager)
 
 
@@ -61,6 +62,8 @@ def _parse(argv: list[str], parser: argparse.ArgumentParser) -> argparse.Namespa
     logs = verbs.add_parser("logs", help="what it logged last")
     logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="so many lines (50)")
     logs.add_argument("-f", "--follow", action="store_true", help="and what follows")
+    for verb in verbs.choices.values():
+        verb.add_argument("--join", action="store_true", help="of `omlxd join`, in place of `omlxd serve`")
     rest: list[str] = []
     if "--" in argv:
         at = argv.index("--")
@@ -68,20 +71,21 @@ def _parse(argv: list[str], parser: argparse.ArgumentParser) -> argparse.Namespa
     args = parser.parse_args(argv)
     if rest and args.verb != "install":
         raise ConfigError(f"`omlxd service {args.verb}` takes no flags of the daemon.")
-    args.flags = _serve_flags(rest, type(parser)(prog="omlxd serve", add_help=False))
+    kind = "join" if args.join else "serve"
+    args.flags = _flags(rest, type(parser)(prog=f"omlxd {kind}", add_help=False), args.join)
     return args
 
 
-def _serve_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Map option name → text, as `omlxd serve` reads `words`."""
-    add_flags(parser)
+def _flags(words: list[str], parser: argparse.ArgumentParser, join: bool) -> dict[str, str]:
+    """Map option name → text, as `omlxd serve` reads `words`, or `omlxd join`."""
+    (add_join_flags if join else add_flags)(parser)
     return {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
 
 
 def _run(args: argparse.Namespace, manager: Launchd | Systemd) -> int:
     verb = args.verb
     if verb == "install":
-        plan = make_plan(args.flags, log_file=manager.log_file(), at_login=args.at_login)
+        plan = make_plan(args.flags, log_file=manager.log_file(), at_login=args.at_login, join=args.join)
         if ignored := ignored_variables(os.environ):
             print(f"omlxd: the service does not see {', '.join(ignored)} of this shell.", file=sys.stderr)
         new = manager.install(plan)

@@ -33,7 +33,7 @@ from .manager import (
 from .plan import EXIT_TIMEOUT_S, FILES, LAUNCHD_NAME, THROTTLE_S, Plan
 from .protected import check_unprotected
 
-LABEL = "dev.omlxd.serve"
+LABEL, JOIN_LABEL = "dev.omlxd.serve", "dev.omlxd.join"
 
 EIO, EXISTS, IN_PROGRESS, ALREADY = 5, 17, 36, 37
 """Statuses of bootstrap for a job that is loaded already (5, 17, 37) or still on its way out (36, 37)."""
@@ -55,16 +55,17 @@ class Launchd:
 
     name = "launchd"
 
-    def __init__(self, home: Path):
+    def __init__(self, home: Path, *, join: bool = False):
         self._home = home
+        self._label = JOIN_LABEL if join else LABEL
         self._domain = f"gui/{os.getuid()}"
-        self._service = f"{self._domain}/{LABEL}"
-        self.file = home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+        self._service = f"{self._domain}/{self._label}"
+        self.file = home / "Library" / "LaunchAgents" / f"{self._label}.plist"
         self._logs = home / "Library" / "Logs" / "omlxd"
 
     def log_file(self) -> Path | None:
         """Return the daemon's default log file; None: the manager keeps what it prints."""
-        return self._logs / "omlxd.log"
+        return self._logs / ("join.log" if self._label == JOIN_LABEL else "omlxd.log")
 
     def install(self, plan: Plan) -> bool:
         """Write the files and start listening; returns False if just that was installed already.
@@ -72,7 +73,7 @@ class Launchd:
         Raises ConfigError for files that the service could not read.
         """
         check_unprotected(plan.paths, self._home)
-        content = plistlib.dumps(agent(plan, self._logs / "stdio.log"))
+        content = plistlib.dumps(agent(plan, self._logs / ("join-stdio.log" if plan.join else "stdio.log")))
         there, was_loaded = read_ours(self.file, BY_SERVICE), self._loaded()
         if there == content and was_loaded:
             return False
@@ -170,7 +171,7 @@ class Launchd:
 
     def _is_disabled(self) -> bool:
         said = run("launchctl", "print-disabled", self._domain).out
-        return re.search(rf'"{re.escape(LABEL)}" => (disabled|true)', said) is not None
+        return re.search(rf'"{re.escape(self._label)}" => (disabled|true)', said) is not None
 
     def _bootstrap(self) -> None:
         # One that was disabled once stays so, and would be refused.
@@ -216,16 +217,17 @@ def _lost_python(agent: bytes) -> str:
     try:
         job = plistlib.loads(agent)
         python, *words = job["ProgramArguments"]
-        flags = words[words.index("serve") + 1 :]
+        join = "join" in words
+        flags = words[words.index("join" if join else "serve") + 1 :]
     except _BROKEN:
         return ""
     if os.path.exists(python):
         return ""
-    at_login = ["--at-login"] if "KeepAlive" in job else []
+    options = ["--at-login"] * ("KeepAlive" in job) + ["--join"] * join
     return (
         f"Its Python is gone: {python} (`brew upgrade` and others remove old ones). In a checkout, `python3 "
         "tools/bootstrap.py serve --help` makes .venv again. Or run, with an omlxd that starts: "
-        f"`{shlex.join(['omlxd', 'service', 'install', *at_login, '--', *flags])}`."
+        f"`{shlex.join(['omlxd', 'service', 'install', *options, '--', *flags])}`."
     )
 
 
@@ -242,7 +244,7 @@ def _port(agent: bytes | None) -> str | None:
 def agent(plan: Plan, stdio: Path) -> dict[str, Any]:
     """Return the property list, of keys that launchd.plist(5) documents."""
     made: dict[str, Any] = {
-        "Label": LABEL,
+        "Label": JOIN_LABEL if plan.join else LABEL,
         "ProgramArguments": list(plan.program),
         "EnvironmentVariables": dict(plan.environ),
         "WorkingDirectory": "/",

@@ -12,6 +12,7 @@ import msgspec
 
 import omlxd
 
+from ...common.ports import JOIN_PORT, peer_address
 from ...config import BY_NAME, OPTIONS, load_settings
 from ...config.settings import BY_SERVICE
 from ...errors import ConfigError
@@ -41,6 +42,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     host, port  where the manager listens for us
     log_file    where the daemon logs; None: standard error
     at_login    start at login, and again after a failure, rather than at the first connection
+    join        it is `omlxd join`, not `omlxd serve`
     paths       what it runs, reads and writes: (what it is, path)
     """
 
@@ -50,11 +52,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     log_file: Path | None = None
     at_login: bool = False
+    join: bool = False
     paths: tuple[tuple[str, Path], ...] = ()
 
 
-def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool) -> Plan:
-    """Plan `omlxd serve` with `flags` (option name → text). Raises ConfigError, as `serve` would.
+def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool, join: bool = False) -> Plan:
+    """Plan `omlxd serve`, or `join`, with `flags` (option name → text). Raises ConfigError, as that would.
 
     log_file  where to log when the flags and the file say nothing
     """
@@ -64,20 +67,24 @@ def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool
         )
     options = {name: _absolute(name, text) for name, text in flags.items()}
     settings = load_settings(options, {})  # The service will not see this shell's variables.
-    if settings.port == 0:
-        raise ConfigError("--port: a service needs a port that stays; give one above 1023.")
-    check_default_model(settings)
+    host, port = peer_address(settings.join_listen, JOIN_PORT) if join else (settings.host, settings.port)
+    if port == 0:
+        flag = "--listen" if join else "--port"
+        raise ConfigError(f"{flag}: a service needs a port that stays; give one above 1023.")
+    if not join:
+        check_default_model(settings)
     if settings.log_file is None and log_file is not None:
         options["log_file"] = str(log_file)
     arguments = [word for name, text in options.items() for word in _words(name, text)]
     variables = {BY_SERVICE: "1"} | {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
-    program = (str(Path(sys.executable).absolute()), "-m", "omlxd", "serve", *arguments)
+    program = (str(Path(sys.executable).absolute()), "-m", "omlxd", "join" if join else "serve", *arguments)
     log_file = settings.log_file or log_file
     return Plan(
         program=program,
         environ=variables | _import_path(program[0]),
-        host=settings.host,
-        port=settings.port,
+        host=host,
+        port=port,
+        join=join,
         log_file=log_file,
         at_login=at_login,
         paths=tuple(used_paths(settings, log_file)),
@@ -102,6 +109,7 @@ def _absolute(name: str, text: str) -> str:
 def _words(name: str, text: str) -> Sequence[str]:
     option = BY_NAME.get(name)
     flag = option.flag if option is not None else "--" + name
+    flag = "--listen" if name == "join_listen" else flag
     return [flag] if option is not None and option.is_switch else [flag, text]
 
 

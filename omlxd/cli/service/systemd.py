@@ -24,6 +24,7 @@ from .manager import (
 from .plan import EXIT_TIMEOUT_S, FILES, THROTTLE_S, Plan
 
 SERVICE, SOCKET = "omlxd.service", "omlxd.socket"
+JOIN_UNITS = "omlxd-join.service", "omlxd-join.socket"
 MARK = "# Written by `omlxd service install`, which writes it anew; `omlxd service uninstall` removes it."
 WATCHDOG_S = 60
 JOURNALS = ("/var/log/journal", "/run/log/journal")
@@ -34,48 +35,56 @@ class Systemd:
 
     name = "systemd"
 
-    def __init__(self, home: Path):
+    def __init__(self, home: Path, *, join: bool = False):
+        self._unit, self._port = JOIN_UNITS if join else (SERVICE, SOCKET)
         config = os.environ.get("XDG_CONFIG_HOME") or str(home / ".config")
         self._folder = Path(config) / "systemd" / "user"
-        self.file = self._folder / SERVICE
+        self.file = self._folder / self._unit
 
     def log_file(self) -> Path | None:
         return None  # The journal keeps and rotates.
 
     def install(self, plan: Plan) -> bool:
-        wanted = {SERVICE: service_unit(plan).encode(), SOCKET: socket_unit(plan).encode()}
+        wanted = {self._unit: service_unit(plan).encode(), self._port: socket_unit(plan).encode()}
         there = {name: read_ours(self._folder / name, MARK) for name in wanted}
         # Also what the last form of it enabled, and this one does not.
-        other = self._show("UnitFileState", SERVICE) == "enabled"
-        was_active = self._show("ActiveState", SOCKET) == "active"
+        other = self._show("UnitFileState", self._unit) == "enabled"
+        was_active = self._show("ActiveState", self._port) == "active"
         if there == wanted and was_active and other == plan.at_login:
             return False
-        same_port = _port(there[SOCKET]) == plan.port
+        same_port = _port(there[self._port]) == plan.port
         if not same_port:  # What is installed holds it otherwise, and goes on if the new one is refused.
             check_free(plan.host, plan.port)
         self._systemctl("daemon-reload")  # Before anything is written: is there a systemd of this user?
-        was_enabled = self._show("UnitFileState", SOCKET) == "enabled"
-        if there[SERVICE] is not None:
-            self._systemctl("disable", "--now", SERVICE, SOCKET)
+        was_enabled = self._show("UnitFileState", self._port) == "enabled"
+        if there[self._unit] is not None:
+            self._systemctl("disable", "--now", self._unit, self._port)
         if same_port:
             try:
                 check_free(plan.host, plan.port)
             except ServiceError:
                 if was_enabled or was_active:
                     now = ["--now"] if was_active else []
-                    run("systemctl", "--user", "enable", *now, SOCKET, *([SERVICE] if other else []))
+                    run(
+                        "systemctl",
+                        "--user",
+                        "enable",
+                        *now,
+                        self._port,
+                        *([self._unit] if other else []),
+                    )
                 raise
         for name, content in wanted.items():
             replace_file(self._folder / name, content)
         self._systemctl("daemon-reload")
         self._forget_failures()
-        self._systemctl("enable", "--now", SOCKET)
+        self._systemctl("enable", "--now", self._port)
         if plan.at_login:
-            self._systemctl("enable", "--now", SERVICE)
+            self._systemctl("enable", "--now", self._unit)
         return True
 
     def uninstall(self) -> bool:
-        ours = [name for name in (SERVICE, SOCKET) if read_ours(self._folder / name, MARK) is not None]
+        ours = [name for name in (self._unit, self._port) if read_ours(self._folder / name, MARK) is not None]
         if not ours:
             return False
         # Where there is no systemd of this user, nothing runs under it, and the files go all the same.
@@ -89,27 +98,27 @@ class Systemd:
     def start(self) -> None:
         check_installed(self.file, MARK)
         self._forget_failures()
-        self._systemctl("start", SOCKET, SERVICE)
+        self._systemctl("start", self._port, self._unit)
 
     def stop(self) -> None:
         check_installed(self.file, MARK)
         # Together: a socket that still listened would start it again.
-        self._systemctl("stop", SOCKET, SERVICE)
+        self._systemctl("stop", self._port, self._unit)
 
     def restart(self) -> None:
         check_installed(self.file, MARK)
         self._forget_failures()
-        self._systemctl("restart", SERVICE)
+        self._systemctl("restart", self._unit)
 
     def status(self) -> Status:
         if read_ours(self.file, MARK) is None:
             return Status(state="not installed", file=self.file)
-        active, pid = self._show("ActiveState", SERVICE), self._show("MainPID", SERVICE)
-        by_signal = self._show("Result", SERVICE) in ("signal", "core-dump", "oom-kill")
-        last = f"{'signal' if by_signal else 'status'} {self._show('ExecMainStatus', SERVICE)}"
+        active, pid = self._show("ActiveState", self._unit), self._show("MainPID", self._unit)
+        by_signal = self._show("Result", self._unit) in ("signal", "core-dump", "oom-kill")
+        last = f"{'signal' if by_signal else 'status'} {self._show('ExecMainStatus', self._unit)}"
         if active in ("active", "reloading", "deactivating", "activating") and pid not in ("", "0"):
             return Status(state="running", file=self.file, pid=int(pid))
-        waiting = self._show("ActiveState", SOCKET) == "active"
+        waiting = self._show("ActiveState", self._port) == "active"
         if active == "failed":
             return Status(state="failed", file=self.file, last_exit=last, is_open=waiting)
         return Status(state="waiting" if waiting else "stopped", file=self.file, last_exit=last)
@@ -120,14 +129,14 @@ class Systemd:
         # Users have a journal of their own only on disk, and root has none. In the system's journal,
         # those see theirs who may read it; journalctl says so to the others.
         own = any(file for root in JOURNALS for file in Path(root).glob(f"*/user-{os.getuid()}*.journal"))
-        unit = ["--user", "--unit", SERVICE] if own else ["--user-unit", SERVICE]
+        unit = ["--user", "--unit", self._unit] if own else ["--user-unit", self._unit]
         return ["journalctl", *unit, "--lines", str(lines), "--output", "cat", *more]
 
     # ----------------------------------------------------------------- systemctl
 
     def _forget_failures(self) -> None:
         """Forget failed starts: systemd refuses a service for a while after several, mended or not."""
-        run("systemctl", "--user", "reset-failed", SERVICE, SOCKET)  # 1 when it knows of none.
+        run("systemctl", "--user", "reset-failed", self._unit, self._port)  # 1 when it knows of none.
 
     def _systemctl(self, *words: str) -> None:
         done = run("systemctl", "--user", *words)
@@ -144,11 +153,12 @@ class Systemd:
 
 def service_unit(plan: Plan) -> str:
     variables = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in plan.environ.items())
+    socket = JOIN_UNITS[1] if plan.join else SOCKET
     return f"""{MARK}
 [Unit]
 Description=omlxd, local language models
-Requires={SOCKET}
-After={SOCKET}
+Requires={socket}
+After={socket}
 
 [Service]
 Type=notify

@@ -54,7 +54,15 @@ from .model.prompt_cache_file import (
     unwritable,
     write_prompt_cache,
 )
-from .model.split import Group, LinkTimes, check_split, join_group, rank_environment, time_link
+from .model.split import (
+    Group,
+    LinkTimes,
+    check_link,
+    check_split,
+    join_group,
+    rank_environment,
+    time_link,
+)
 from .model.vlm.vision import VLM_VERSION, blindness
 from .runtime.arrays import (
     blank_arrays,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...common.ports import JOIN_PORT
-from ...config import Settings, add_flags, load_settings
+from ...config import Settings, add_join_flags, load_settings
 from ...config.settings import BY_SERVICE
 from ...errors import ConfigError
 from ...kv.ledger.ledger import LedgerBusy
@@ -25,19 +25,13 @@ from ...models.resolve import check_folder
 from ..engines.ledger.cold_ledger import ColdLedger
 from ..engines.link import ENGINE_COMMAND
 from ..process.logs import Logs
+from ..process.notify import Notifier
 from ..process.own_process import allow_many_files, leave, make_base, what_to_do
 from ..process.peers import open_named
-from ..process.sockets import CannotListen
+from ..process.sockets import CannotListen, inherited_sockets
 from .host import JoinHost
 
 log = logging.getLogger(__name__)
-
-OPTIONS = (
-    *("base_path", "model_dir", "no_hf_cache", "paged_ssd_cache_dir", "paged_ssd_cache_max_size"),
-    *("ssd_cache_daily_write_budget", "ssd_cache_ttl", "if_cache_busy", "hot_cache_max_size"),
-    *("block_size", "kv_bits", "kv_group_size", "cpu_blas"),
-    *("log_level", "log_format", "log_file", "log_file_size", "log_file_count"),
-)
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -47,13 +41,13 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     make_base(settings)
     folder = _named_folder(settings) if named else None
     try:
-        listening = open_named(settings, "join_listen", JOIN_PORT, "is for leads")
+        sockets = inherited_sockets() or [open_named(settings, "join_listen", JOIN_PORT, "is for leads")]
     except CannotListen as error:
         print(f"omlxd: {error}", file=sys.stderr)
         return 1
     allow_many_files()
     with asyncio.Runner() as runner:
-        leave(runner.run(_run(settings, listening, folder)))
+        leave(runner.run(_run(settings, sockets[0], folder)))
 
 
 def read(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[Settings, bool]:
@@ -62,18 +56,7 @@ def read(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[Settings
         "Have this machine compute a share of a model that another one serves by `omlxd serve --join`. It "
         "waits for one that is paired, and shows a code for the first pairing."
     )
-    parser.add_argument(
-        "--listen",
-        dest="join_listen",
-        metavar="ADDR",
-        help=f"address of this machine, as 192.168.1.6 or 192.168.1.6:{JOIN_PORT} (default: 127.0.0.1)",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="folder of the model, whatever the lead calls it; default: the one of the lead's name",
-    )
-    add_flags(parser, *OPTIONS)
+    add_join_flags(parser)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     try:
         return load_settings({**given, "host": "127.0.0.1"}), "model" in given
@@ -109,8 +92,12 @@ async def _run(settings: Settings, listening, folder: Path | None) -> int:
     host = JoinHost(settings, listening, cold, folder, (*command, *plain))
     host.start()
     _say_where(settings, listening.getsockname()[:2])
+    notify = Notifier()
+    notify.ready("waits for a lead")
+    notify.watch()
     await stop.wait()
     log.info("stopping")
+    notify.stopping()
     host.close()
     await host.gone()
     await cold.close()

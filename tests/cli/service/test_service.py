@@ -171,3 +171,21 @@ def test_the_examples_are_what_install_writes(monkeypatch: pytest.MonkeyPatch):
     assert example == launchd.agent(mac, Path("/Users/me/Library/Logs/omlxd/stdio.log"))
     assert bare((REPO / "config/omlxd.service").read_text()) == bare(systemd.service_unit(SAMPLE))
     assert bare((REPO / "config/omlxd.socket").read_text()) == bare(systemd.socket_unit(SAMPLE))
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_a_host_that_joins_is_a_service_of_its_own(tools: Tools, tmp_path: Path, port: str, platform: str):
+    """Beside that of `omlxd serve`, with the address of its own flag."""
+    folder = make(tmp_path / "model")
+    flags = ("--listen", f"127.0.0.1:{port}", "--model", str(folder))
+    status, said, err = service(tmp_path, "install", "--join", "--", *flags, platform=platform)
+    assert (status, err) == (0, ""), said
+    assert f"listens on 127.0.0.1 port {port}" in said
+    written = [file for file in (tmp_path / "home").rglob("*join*") if file.is_file()]
+    text = "\n".join(file.read_text() for file in written)
+    assert "join" in text and "--listen" in text and port in text and str(folder) in text
+    assert service(tmp_path, "status", platform=platform)[0] == 4  # That of `omlxd serve`.
+    status, _, err = service(tmp_path, "install", "--join", "--", "--port", port, platform=platform)
+    assert status == 2 and "--port is not a flag of `omlxd join`" in err
+    assert service(tmp_path, "uninstall", "--join", platform=platform)[0] == 0
+    assert not [file for file in written if file.exists()]

@@ -5,15 +5,20 @@ each end of either does.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from daemon import family_model, wait_until
+from cold_files import all_on_disk
+from daemon import Daemon, alive, body, family_model, own_usage, prose, restored, wait_until
+from joining import JoinHost
 
 from omlxd import wire
+from omlxd.cli.doctor import link
 from omlxd.cli.main import main
 from omlxd.config import load_settings
 from omlxd.engine.kvio.fingerprint import differing, weight_fingerprints
@@ -104,6 +109,17 @@ def test_what_does_not_agree_is_said_before_anything_loads(
         host.ask(block_size=32)
 
 
+def test_the_doctor_measures_the_link(host: Host, capsys: pytest.CaptureFixture[str]):
+    doctor = ["doctor", "--base-path", str(host.lead), "--model", str(family_model("llama")), "--join"]
+    assert main([*doctor, f"127.0.0.1:{host.address[1]}"]) == 1
+    assert "do not trust each other" in capsys.readouterr().out
+    host.pair()
+    assert main([*doctor, f"127.0.0.1:{host.address[1]}"]) == 0
+    assert re.search(r"round trip takes \S+ ms.*\n.*of a token's step", capsys.readouterr().out)
+    # 64 round trips of 1 ms, and 64 x 8 KB at 1 GB/s.
+    assert link.sums(32, 4096, 1, 1e-3, 1e9) == pytest.approx(64 * (1e-3 + 8192 / 1e9))
+
+
 def test_weights_that_differ_are_named(tmp_path: Path):
     model = family_model("llama")
     own = weight_fingerprints(model, None)
@@ -122,3 +138,48 @@ def test_it_listens_on_no_network_that_is_not_named(
     assert main(["join", "--base-path", str(tmp_path), "--listen", address]) == 2
     said = capsys.readouterr().err
     assert "--listen: " in said and "name the address in one of them" in said
+
+
+CAP = 1_000_000
+PROMPT, LONGER = prose(60, seed=3), prose(60, seed=3) + prose(40, seed=9)
+
+
+def text(daemon: Daemon, prompt: str) -> tuple[str, bool]:
+    """(a greedy answer, whether some of its prompt was restored)."""
+    answer = daemon.chat(prompt, max_tokens=12, ignore_eos=True)
+    message = answer["choices"][0]["message"]
+    return f"{message.get('reasoning_content')}{message['content']}", restored(own_usage(answer)) > 0
+
+
+@pytest.mark.slow
+def test_two_machines_give_the_tokens_of_two_ranks_whatever_dies(tmp_path: Path):
+    model, cap = family_model("llama"), ("--paged-ssd-cache-max-size", str(CAP))
+    with Daemon(tmp_path / "alone", "--ranks", "2", *cap, model=model) as daemon:
+        expected = [text(daemon, prompt)[0] for prompt in (PROMPT, LONGER)]
+    with JoinHost(tmp_path / "there", "--model", str(model), cap=CAP) as host:
+        host.pair(tmp_path / "here" / "omlxd")
+        with Daemon(tmp_path / "here", "--join", host.address, *cap, model=model) as daemon:
+            assert text(daemon, PROMPT) == (expected[0], False)
+            assert text(daemon, PROMPT) == (expected[0], True)  # From RAM.
+            assert text(daemon, LONGER) == (expected[1], True)  # What both begin with.
+            for ended in ("follower", "lead", "stopped follower", "stopped lead", "waiting"):
+                daemon.settled()
+                lead, follower = psutil.Process(daemon.engine_pid()), host.follower()
+                if ended == "waiting":
+                    assert host.stop() == 0
+                elif ended.startswith("stopped"):
+                    (follower if "follower" in ended else lead).suspend()
+                else:
+                    (follower if ended == "follower" else lead).kill()
+                wait_until(lambda pair=(lead, follower): not any(map(alive, pair)), why=daemon.logged)
+                if ended == "waiting":
+                    refused = daemon.post("/v1/chat/completions", body(daemon.model, PROMPT))
+                    assert refused.status_code == 503 and "retry-after" in refused.headers
+                    assert f"{host.address} does not join now" in refused.text
+                    host.start()
+                assert text(daemon, LONGER) == (expected[1], True), ended  # From each one's own files.
+            for cache in (host.cache, tmp_path / "here" / "omlxd" / "cache"):
+                assert 0 < all_on_disk(cache) <= CAP
+            follower = host.follower()
+            assert daemon.stop() == 0
+            wait_until(lambda: not alive(follower), why=host.logged)

@@ -119,6 +119,7 @@ def test_what_several_ranks_can_not_do(tmp_path: Path):
         ({"cache": wire.CacheSettings(enabled=False)}, "--no-cache"),
         ({"model_path": str(family_model("gemma3_text"))}, "mlx-lm splits the heads of"),
         ({"ranks": 3}, "which 3 does not divide"),
+        ({"link": "nccl"}, "GPUs of CUDA"),
     ):
         with pytest.raises(ModelError, match=why):
             share_of_load(

@@ -25,6 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models
+import psutil
 from mlx_lm.models.pipeline import PipelineMixin
 from mlx_lm.utils import _get_classes
 
@@ -33,7 +34,7 @@ from ..attention.backend import current
 
 Group = mx.distributed.Group
 
-MEET_S = {"ring": 10.0, "nccl": 120.0}
+MEET_S = {"ring": 10.0, "jaccl": 30.0, "nccl": 120.0}
 """Seconds for ranks that have begun to meet. MLX waits for ever, and lets no thread of this process run."""
 TIMES = 5
 """How often the link is timed at once."""
@@ -41,21 +42,47 @@ LARGE = 1 << 20
 """Bytes of the sum by which its bandwidth is measured."""
 
 
-def join_group(rank: int, hosts: Sequence[str]) -> Group:
+def check_link(link: str) -> None:
+    """Raise ModelError if nothing here carries sums by `link`."""
+    if link == "nccl" and not current().own_memory:
+        raise ModelError("--link nccl is for GPUs of CUDA; leave --link at ring", param="--link")
+    if link == "jaccl" and not mx.distributed.is_available("jaccl"):
+        raise ModelError(
+            "--link jaccl: this MLX has no RDMA over Thunderbolt, as macOS alone has; leave --link at ring",
+            param="--link",
+        )
+
+
+def join_group(rank: int, hosts: Sequence[str], link: str = "ring") -> Group:
     """The group of all ranks, whose addresses `hosts` are, `IP:PORT` each; returns once all are there.
 
-    By NCCL between devices with memory of their own, else by MLX's ring. Raises RuntimeError.
+    By NCCL between devices with memory of their own, else by `link`. Raises RuntimeError.
     """
     os.environ["MLX_RANK"] = str(rank)
     if current().own_memory:
         ip, _, port = hosts[0].rpartition(":")
         os.environ |= {"NCCL_HOST_IP": ip, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(len(hosts))}
         return _meet("nccl")
-    with tempfile.NamedTemporaryFile("w", prefix="omlxd-ring-", suffix=".json") as file:
-        json.dump([[host] for host in hosts], file)
+    with tempfile.NamedTemporaryFile("w", prefix="omlxd-ranks-", suffix=".json") as file:
+        if link == "jaccl":
+            os.environ |= {"MLX_JACCL_COORDINATOR": hosts[0], "MLX_METAL_FAST_SYNCH": "1"}
+            if "MLX_IBV_DEVICES" in os.environ:  # Of more than two machines, a cable each, their owner knows.
+                return _meet("jaccl")
+            json.dump(_devices(rank, hosts), file)
+        else:
+            json.dump([[host] for host in hosts], file)
         file.flush()
-        os.environ["MLX_HOSTFILE"] = file.name
-        return _meet("ring")
+        os.environ["MLX_IBV_DEVICES" if link == "jaccl" else "MLX_HOSTFILE"] = file.name
+        return _meet(link)
+
+
+def _devices(rank: int, hosts: Sequence[str]) -> list[list[str | None]]:
+    """By which RDMA device each rank reaches each other one; a rank knows its own, and reads no other's."""
+    ip, every = hosts[rank].rpartition(":")[0], range(len(hosts))
+    names = [name for name, has in psutil.net_if_addrs().items() if ip in {each.address for each in has}]
+    if not names:
+        raise ModelError(f"no interface of this machine has the address {ip}", param="--link")
+    return [[None if one == other else f"rdma_{names[0]}" for other in every] for one in every]
 
 
 def _meet(backend: str) -> Group:

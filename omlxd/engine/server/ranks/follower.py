@@ -209,7 +209,7 @@ class Follower:
         files = file_identities(Path(load.model_path), "")
         mlx_adapter.set_limits(0, load.budget)
         self._link.send(plan.Here())
-        self._group = mlx_adapter.join_group(self._rank, hosts)
+        self._group = mlx_adapter.join_group(self._rank, hosts, load.link)
         self._link.met()
         self._loaded = load_model(load, self._group)
         mlx_adapter.set_limits(self._loaded.weight_bytes, load.budget)

@@ -57,6 +57,10 @@ START_S = 120.0
 LOAD_S = 3600.0
 """Seconds that it may take to load its share after rank 0 has."""
 
+JACCL = (
+    "--link jaccl: MLX never notices a lost peer there; the ranks' own watch ends their processes then, and "
+    "memory that macOS keeps of one it has again after the Mac's next start"
+)
 _COMMAND = (sys.executable, "-m", "omlxd.engine", "--follow")
 
 
@@ -74,6 +78,9 @@ def share_of_load(load: wire.Load) -> wire.Load:
     """What each rank is to load. Raises ModelError for what several ranks can't do."""
     folder = Path(load.model_path)
     mlx_adapter.check_split(read_config(folder), load.ranks)
+    mlx_adapter.check_link(load.link)
+    if load.link == "jaccl":
+        log.warning("%s", JACCL)
     wrong = {
         "a LoRA adapter": load.adapter,
         "a draft model": load.draft_path,
@@ -263,7 +270,7 @@ class Lead:
         for rank in self._ranks:  # None is waited for below, where no thread of this process could end it.
             if not isinstance(self._hear(rank, START_S), plan.Here):
                 raise ModelError(f"{rank.name} did not come", code="unavailable")
-        self.group = mlx_adapter.join_group(0, hosts)
+        self.group = mlx_adapter.join_group(0, hosts, self._load.link)
         for rank in self._ranks:
             rank.link.met()
         return self.group
