@@ -19,10 +19,17 @@ from omlxd.kv.peer.identity import Identity
 
 
 class JoinHost:
-    """`home`: of that machine. `cap`: of its SSD cache."""
+    """`home`: of that machine. `cap`: of its SSD cache. `wrapper`: a program to run it under."""
 
-    def __init__(self, home: Path, *flags: str, host: str = "127.0.0.2", cap: int = 2_000_000):
-        self.home, self.flags = home, flags
+    def __init__(
+        self,
+        home: Path,
+        *flags: str,
+        host: str = "127.0.0.2",
+        cap: int = 2_000_000,
+        wrapper: tuple[str, ...] = (),
+    ):
+        self.home, self.flags, self.wrapper = home, flags, wrapper
         self.base, self.cap = home / "omlxd", cap
         home.mkdir(parents=True, exist_ok=True)
         self._log_path = home / "log.txt"
@@ -46,7 +53,7 @@ class JoinHost:
         flags = (*listen, "--paged-ssd-cache-max-size", str(self.cap), *self.flags)
         with self._log_path.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "omlxd", "join", *flags],
+                [*self.wrapper, sys.executable, "-m", "omlxd", "join", *flags],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
-from daemon import BLOCK, Daemon, free_port, own_usage, prose, restored, wait_until
+from daemon import BLOCK, Daemon, alive, body, family_model, free_port, own_usage, prose, restored, wait_until
+from joining import JoinHost
 from two_hosts import ADDRESSES, TwoHosts, why_not
 
 from omlxd.cli.main import main
@@ -30,8 +33,8 @@ def hosts() -> Iterator[TwoHosts]:
 _why_not = cache(why_not)
 
 
-def on_host(hosts: TwoHosts, host: int, home: Path, *flags: str, model: Path | None = None) -> Daemon:
-    return Daemon(home, *flags, model=model, wrapper=hosts.wrapper(host), transport=hosts.transport(host))
+def on_host(hosts: TwoHosts, host: int, home: Path, *flags: str, **more: Any) -> Daemon:
+    return Daemon(home, *flags, wrapper=hosts.wrapper(host), transport=hosts.transport(host), **more)
 
 
 def text_of(answer: dict) -> str:
@@ -71,3 +74,48 @@ def test_a_peer_behind_a_bad_link(hosts: TwoHosts, tmp_path: Path, capsys: pytes
         alone = b.chat(prompts[2])
         assert text_of(alone) == texts[2]
         assert restored(own_usage(alone)) < BLOCK
+
+
+def answer_of(daemon: Daemon, prompt: str) -> tuple[str, int]:
+    """(a greedy answer, tokens of its prompt that were restored)."""
+    answer = daemon.chat(prompt, max_tokens=12, ignore_eos=True)
+    return text_of(answer), restored(own_usage(answer))
+
+
+def test_a_model_on_two_hosts(hosts: TwoHosts, tmp_path: Path):
+    """Each host keeps its share of the KV on its own disk, whoever ends, and when the link is cut."""
+    model, prompts = family_model("llama"), [prose(60, seed=3), prose(60, seed=3) + prose(40, seed=9)]
+    with Daemon(tmp_path / "one", "--ranks", "2", model=model) as one:
+        texts = [answer_of(one, each)[0] for each in prompts]
+    there = JoinHost(tmp_path / "there", "--model", str(model), host=ADDRESSES[1], wrapper=hosts.wrapper(1))
+    home = tmp_path / "here"
+    with there, on_host(hosts, 0, home, "--join", there.address, model=model, wait=False) as lead:
+        unpaired = lead.post("/v1/chat/completions", body(lead.model, prompts[0]))
+        assert unpaired.status_code != 200 and "do not trust each other" in unpaired.text
+        with hosts.on(0):
+            with pytest.raises(PeerError, match="the code is wrong"):
+                pair(Identity(home / "omlxd"), (there.host, there.port), "AAAA-AAAA-AAAA-AAAA")
+            there.pair(home / "omlxd")
+        assert answer_of(lead, prompts[0]) == (texts[0], 0)
+        again, hit = answer_of(lead, prompts[1])
+        assert (again, hit > 0) == (texts[1], True)  # From RAM.
+
+        def cut() -> None:
+            hosts.set(DELAY_S, 1.0)
+
+        ends: list[Callable[[], None]] = [
+            lambda: there.follower().kill(),
+            lambda: psutil.Process(lead.engine_pid()).kill(),
+            cut,
+        ]
+        for end in ends:
+            lead.settled()
+            both = [psutil.Process(lead.engine_pid()), there.follower()]
+            end()
+            wait_until(lambda both=both: not any(map(alive, both)), why=lead.logged)
+            hosts.set(DELAY_S, LOSS)
+            for prompt, text in zip(prompts, texts, strict=True):
+                again, hit = answer_of(lead, prompt)
+                assert (again, hit > 0) == (text, True)  # From the files of both.
+        assert {*(home / "omlxd" / "cache").rglob("*.safetensors")}
+        assert sum(file.stat().st_size for file in there.cache.rglob("*.safetensors")) <= there.cap

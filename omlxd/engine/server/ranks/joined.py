@@ -46,7 +46,9 @@ def reach(load: wire.Load, host: str, clock: Callable[[], float] = time.monotoni
             return lead(Identity(Path(cache.peer_base)), address, asked)
         except PeerError as error:
             if not error.passing:
-                raise ModelError(f"{host} does not join: {error}", param="--join") from error
+                # What mends it, a pairing say, changes no file of the model: the next request tries again.
+                why = f"{host} does not join: {error}"
+                raise ModelError(why, code="unavailable", param="--join") from error
             if clock() > until:
                 raise NotNow(f"{host} does not join now: {error}", param="--join") from error
         time.sleep(AGAIN_S)
