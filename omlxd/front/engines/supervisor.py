@@ -540,8 +540,8 @@ class Supervisor:
         def progress() -> object:
             if self.state == "ready":
                 return (life.heard, life.steps) if self._owner.is_awaited else None
-            if self.state == "unloading":
-                return None  # Whoever unloads it has a deadline of its own.
+            if self.state == "unloading" or life.load.join:
+                return None  # Who unloads it has a deadline; so has rank 0, which waits for other machines.
             return watch.load_progress(life.link.pid)
 
         def show_threads(silent_s: float) -> None:

@@ -33,7 +33,7 @@ def open_named(settings: Settings, option: str, port: int, use: str) -> socket.s
 
     Raises CannotListen, and ConfigError for an address that is every network's.
     """
-    place = settings.sources[option]
+    place = settings.sources[option].replace("--join-listen", "--listen").replace("default", "--listen")
     host, port = peer_address(getattr(settings, option), port)
     try:
         made = bind(host, port)

@@ -7,7 +7,7 @@ import getpass
 import sys
 from collections.abc import Sequence
 
-from .....common.ports import peer_address
+from .....common.ports import JOIN_PORT, peer_address
 from .....config import add_flags, settings_of
 from .....errors import ConfigError, OmlxdError
 from .....kv.peer.client import pair
@@ -22,7 +22,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     verbs.add_parser("code", help="show a code for one pairing, for 5 minutes")
     paired = verbs.add_parser("pair", help="pair with a daemon whose machine shows a code")
-    paired.add_argument("host", metavar="HOST[:PORT]", help="its --peer-listen")
+    paired.add_argument(
+        "host", metavar="HOST[:PORT]", help="its --peer-listen, or where its `omlxd join` waits"
+    )
     paired.add_argument("--code", metavar="CODE", help="the code; without it you are asked")
     verbs.add_parser("list", help="those that are paired with this one")
     removed = verbs.add_parser("remove", help="undo a pairing on this side")
@@ -54,7 +56,13 @@ def _run(args: argparse.Namespace, identity: Identity, listens: str) -> int:
             address = peer_address(args.host)
         except ValueError:
             raise ConfigError(f"{args.host!r} is no address; write HOST or HOST:PORT.") from None
-        name = pair(identity, address, args.code or _asked_code())
+        code = args.code or _asked_code()
+        try:
+            name = pair(identity, address, code)
+        except PeerError as error:
+            if not error.passing or peer_address(args.host, 0)[1]:
+                raise
+            name = pair(identity, peer_address(args.host, JOIN_PORT), code)
         print(f"Paired with {name}.")
     elif args.verb == "remove":
         if not identity.remove(args.name):
