@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace, identity: Identity, listens: str) -> int:
         print(identity.new_code())
         print(
             f"For one pairing, within 5 minutes: `omlxd peer pair {listens or 'ADDRESS'}` on the other, with "
-            "the --peer-listen of the daemon that runs here.",
+            "the --peer-listen of the daemon that runs here, or the --listen of its `omlxd join`.",
             file=sys.stderr,
         )
     elif args.verb == "pair":
