@@ -17,6 +17,7 @@ class Stream:
     """Prompt tokens, where the server tells them."""
     computed: int = 0
     """Of them those that the server computed, where it says so."""
+    text: str = ""
 
     @property
     def ttft(self) -> float:

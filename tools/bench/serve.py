@@ -143,8 +143,9 @@ class Server:
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise RuntimeError(f"{self.name}: {event['error']}")
-                if any(map(_text_of, event.get("choices") or [event])):
+                if piece := "".join(map(_text_of, event.get("choices") or [event])):
                     stream.times.append(time.perf_counter())
+                    stream.text += piece
                 if usage := event.get("usage"):
                     stream.tokens = usage.get("completion_tokens") or usage["output_tokens"]
                     stream.prompt = sum(usage.get(part) or 0 for part in PROMPT_PARTS)

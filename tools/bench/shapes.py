@@ -1,8 +1,8 @@
 """Models of a given shape with random weights, built straight in memory: what benchmarks run on.
 
-Qwen3's architecture through mlx-lm. The words mean nothing, but the logits behave: a few rows of
-the head are longer than the rest, so that the best token leads by more than bfloat16's rounding and
-greedy runs can be compared.
+Qwen3's architecture through mlx-lm, dense or with experts. The words mean nothing, but the logits behave: a
+few rows of the head are longer than the rest, so that the best token leads by more than bfloat16's rounding
+and greedy runs can be compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3
+from mlx_lm.models import qwen3, qwen3_moe
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from omlxd.engine import mlx_adapter
@@ -35,7 +35,10 @@ WORDS = VOCAB - len(SPECIALS)
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """Sizes of a decoder. `inner`: width of the MLP. `dtype`: an MLX type by name."""
+    """Sizes of a decoder. `inner`: width of the MLP, or of each expert. `dtype`: an MLX type by name.
+
+    experts  of a layer; 0: it has none. `active`: of them, how many compute a token
+    """
 
     name: str
     layers: int
@@ -47,12 +50,23 @@ class Shape:
     vocab: int
     dtype: str
     context: int = 131072
+    experts: int = 0
+    active: int = 0
 
     def config(self) -> dict[str, Any]:
         """As in a model folder's config.json."""
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
+        experts = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.active,
+            "moe_intermediate_size": self.inner,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
+        dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+        return (experts if self.experts else dense) | {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
@@ -74,6 +88,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, "bfloat16"),
+        Shape("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, "bfloat16", experts=128, active=8),
         # 44 million parameters: a decode step well above what the engine and the front spend on a token.
         Shape("cpu", 4, 1024, 16, 4, 64, 2048, 4096, "float32"),
         # SmolLM2's smallest: as many layers as models have that people run on CPUs.
@@ -81,6 +96,7 @@ SHAPES = {
         # 1.5 GB in float32: weights that a CPU maps as they are stored.
         Shape("wide", 10, 1536, 16, 4, 96, 6144, 8192, "float32"),
         Shape("tiny", 2, 128, 4, 2, 32, 256, 4096, "float32"),
+        Shape("tiny-experts", 2, 128, 4, 2, 32, 64, 4096, "float32", experts=8, active=2),
     )
 }
 
@@ -94,8 +110,8 @@ def build(shape: Shape, words: int = WORDS, seed: int = 1, kv: Quantisation | No
 
     Call on the thread that will run it. Needs the weights' bytes and one matrix in float32 besides.
     """
-    args = qwen3.ModelArgs.from_dict(shape.config())
-    model = qwen3.Model(args)
+    family: Any = qwen3_moe if shape.experts else qwen3
+    model = family.Model(family.ModelArgs.from_dict(shape.config()))
     key = mx.random.key(seed)
     for name, lazy in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
         key, own = mx.random.split(key)
