@@ -115,6 +115,7 @@ class JoinHost(Listener):
         try:
             return future.result(START_S)
         except (OSError, TimeoutError) as error:
+            future.cancel()
             raise ModelError(f"its rank can't be started: {error}", code="unavailable") from error
 
     async def _start(self, model: str, certificate: bytes, folder: Path, address: str) -> Share:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,9 @@ from omlxd.engine.kvio.fingerprint import differing, weight_fingerprints
 from omlxd.engine.server.ranks import joined
 from omlxd.engine.server.ranks.joined import reach
 from omlxd.errors import ModelError, NotNow
+from omlxd.front.engines import link as engine_link
 from omlxd.front.engines.ledger.cold_ledger import ColdLedger
+from omlxd.front.engines.link import EngineLink
 from omlxd.front.join.host import JoinHost as Waiting
 from omlxd.kv.peer.client import pair
 from omlxd.kv.peer.identity import Identity, PeerError
@@ -140,6 +143,22 @@ def test_it_listens_on_no_network_that_is_not_named(
     assert "--listen: " in said and "name the address in one of them" in said
 
 
+def test_an_engine_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch):
+    """Its ranks on other machines end by its silence, and can't end it."""
+    monkeypatch.setattr(engine_link, "STOPPED_LOOK_S", 0.01)
+
+    async def run() -> str:
+        engine = await EngineLink.spawn((sys.executable, "-c", "import time; time.sleep(600)"))
+        ending = asyncio.create_task(engine.end_if_stopped())
+        psutil.Process(engine.pid).suspend()
+        await ending
+        how = await engine.receive(lambda message: None)
+        await engine.close()
+        return how
+
+    assert "it was killed" in asyncio.run(run())
+
+
 CAP = 1_000_000
 PROMPT, LONGER = prose(60, seed=3), prose(60, seed=3) + prose(40, seed=9)
 
@@ -162,13 +181,13 @@ def test_two_machines_give_the_tokens_of_two_ranks_whatever_dies(tmp_path: Path)
             assert text(daemon, PROMPT) == (expected[0], False)
             assert text(daemon, PROMPT) == (expected[0], True)  # From RAM.
             assert text(daemon, LONGER) == (expected[1], True)  # What both begin with.
-            for ended in ("follower", "lead", "stopped follower", "stopped lead", "waiting"):
+            for ended in ("follower", "lead", "stopped follower", "waiting"):
                 daemon.settled()
                 lead, follower = psutil.Process(daemon.engine_pid()), host.follower()
                 if ended == "waiting":
                     assert host.stop() == 0
-                elif ended.startswith("stopped"):
-                    (follower if "follower" in ended else lead).suspend()
+                elif ended == "stopped follower":
+                    follower.suspend()
                 else:
                     (follower if ended == "follower" else lead).kill()
                 wait_until(lambda pair=(lead, follower): not any(map(alive, pair)), why=daemon.logged)
