@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ import pretend_metal
 import psutil
 import pytest
 from cold_files import all_on_disk, settled, unsettled
-from daemon import READY_S, Daemon, alive, family_model, own_usage, prose, restored, wait_until
+from daemon import READY_S, Daemon, alive, body, family_model, own_usage, prose, restored, wait_until
 from dying import BASE, Asking, Dying
 from dying import CAP as DYING_CAP
 
@@ -31,6 +32,7 @@ from omlxd.cli.watch.status import as_text
 pytestmark = pytest.mark.slow
 
 PROMPT, LONGER = prose(60, seed=3), prose(60, seed=3) + prose(40, seed=9)
+COMPANY = [prose(20 + 20 * number, seed=number + 40) for number in range(4)]
 CAP = 2_000_000
 KILLED = (1, "loading"), (1, "prefill"), (0, "decode"), (0, "writing"), (1, "restoring")
 
@@ -41,9 +43,9 @@ class Ranks(Daemon):
         lead = psutil.Process(self.engine_pid())
         return [lead.pid, *(each.pid for each in lead.children() if "--follow" in each.cmdline())]
 
-    def text(self, prompt: str, **more: object) -> tuple[str, int]:
+    def text(self, prompt: str, max_tokens: int = 12, **more: object) -> tuple[str, int]:
         """(a greedy answer, tokens of its prompt that were restored)."""
-        answer = self.chat(prompt, max_tokens=12, ignore_eos=True, **more)
+        answer = self.chat(prompt, max_tokens=max_tokens, ignore_eos=True, **more)
         message = answer["choices"][0]["message"]
         return f"{message.get('reasoning_content')}{message['content']}", restored(own_usage(answer))
 
@@ -52,6 +54,21 @@ class Ranks(Daemon):
         return as_text(
             msgspec.json.decode(self.http.get("/omlxd/status").content, type=DaemonStatus), self.url
         )
+
+    def company(self) -> list[tuple[str, int]]:
+        """`text` of COMPANY, asked at once beside one that is broken off, each of other length."""
+        asked = body(self.model, "Go on.", max_tokens=400, ignore_eos=True)
+        with ThreadPoolExecutor(len(COMPANY)) as threads:
+            with self.stream("/v1/chat/completions", asked) as first:
+                lines = first.iter_lines()
+                next(lines)
+                answers = [
+                    threads.submit(self.text, prompt, 40 + 12 * number, cache_salt="company")
+                    for number, prompt in enumerate(COMPANY)
+                ]
+                for _ in zip(range(30), lines, strict=False):
+                    pass
+            return [answer.result() for answer in answers]
 
     def lose(self, number: int, how: signal.Signals) -> None:
         """End or stop a rank; wait until all have ended. The next request starts them again."""
@@ -75,7 +92,7 @@ def cache_files(daemon: Ranks) -> list[Path]:
 
 @pytest.mark.parametrize(("family", "killed"), [("llama", (1, 0)), ("qwen3_5", (1,)), ("qwen3_moe", (0,))])
 def test_hits_give_the_tokens_of_a_cold_run(family: str, killed: tuple[int, ...], tmp_path: Path):
-    with serving(tmp_path, family) as daemon:
+    with serving(tmp_path, family, cap=5 * CAP) as daemon:
         first, hit = daemon.text(PROMPT)
         assert hit == 0
         longer, hit = daemon.text(LONGER, cache_salt="another's")
@@ -84,6 +101,16 @@ def test_hits_give_the_tokens_of_a_cold_run(family: str, killed: tuple[int, ...]
         assert (again, hit > 0) == (first, True)  # From RAM.
         again, hit = daemon.text(LONGER)
         assert (again, hit > 0) == (longer, True)  # What both begin with.
+        alone = [daemon.text(prompt, 40 + 12 * number)[0] for number, prompt in enumerate(COMPANY)]
+        assert [text for text, _ in daemon.company()] == alone
+        before = daemon.figures()
+        again = daemon.company()
+        after = daemon.figures()
+        tokens, steps = (
+            after[name] - before[name] for name in ("generation_tokens_total", "decode_steps_total")
+        )
+        assert steps < 0.8 * tokens, "rows have a pass each"
+        assert [text for text, _ in again] == alone and all(hit for _, hit in again)
         for number in killed:
             daemon.settled()
             daemon.lose(number, signal.SIGKILL)
@@ -91,8 +118,10 @@ def test_hits_give_the_tokens_of_a_cold_run(family: str, killed: tuple[int, ...]
             assert (again, hit > 0) == (longer, True)  # From each rank's files.
             again, hit = daemon.text(PROMPT)
             assert (again, hit > 0) == (first, True)
+        again = daemon.company()
+        assert [text for text, _ in again] == alone and all(hit for _, hit in again)
         daemon.settled()
-        assert sum(file.stat().st_size for file in cache_files(daemon)) <= CAP
+        assert sum(file.stat().st_size for file in cache_files(daemon)) <= 5 * CAP
         figures = daemon.figures()
         assert figures["ranks"] == 2 and figures["kv_hot_bytes"] > 0
         assert daemon.post("/omlxd/memory", {"trim": True}).status_code == 200
