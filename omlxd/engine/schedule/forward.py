@@ -51,8 +51,18 @@ class Interrupted(Exception):
     """The requests whose pass is being computed have been cancelled."""
 
 
-OnRanks = Callable[[Sequence, int, list[int], mlx_adapter.Cache], mx.array]
-"""Called as (row, tokens that its cache holds, tokens, cache); gives the logits, evaluated."""
+class OnRanks(Protocol):
+    """What is computed on several ranks."""
+
+    def compute(
+        self, sequence: Sequence, start: int, tokens: list[int], cache: mlx_adapter.Cache
+    ) -> mx.array:
+        """Logits of a pass over `tokens`, behind the `start` ones that the cache holds; evaluated."""
+        ...
+
+    def new_batch(self) -> DecodeBatch:
+        """Rows that decode together on all of them."""
+        ...
 
 
 class Turn(Protocol):
@@ -498,7 +508,7 @@ def compute_chunk(
 def _pass(model: Any, sequence: Sequence, start: int, stop: int, on_ranks: OnRanks | None = None) -> mx.array:
     if on_ranks is not None:
         assert sequence.kv.cache is not None
-        return on_ranks(sequence, start, sequence.tokens[start:stop], sequence.kv.cache)
+        return on_ranks.compute(sequence, start, sequence.tokens[start:stop], sequence.kv.cache)
     inputs = sequence.prompt.images.inputs(start, stop) if sequence.prompt.images is not None else {}
     chunk = mlx_adapter.attention_backend().chunk(final=stop >= sequence.prompt.length)
     with mlx_adapter.row_adapters([sequence.adapter]), chunk:

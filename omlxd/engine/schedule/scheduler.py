@@ -56,7 +56,6 @@ class Scheduler:
     slots        sequences that hold a cache at once
     speculation  passes may check guesses; None: they don't
     pass_limit   tokens of a prompt that a pass computes, at most; 0: as suits the device
-    new_batch    makes one, for rows that begin to decode
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class Scheduler:
         self.images: Images | None = None
         self._short = False  # Who is next waits for memory.
         self._last_step = _LastStep()
-        self.new_batch = self._new_batch
 
     @property
     def bridge(self) -> KVBridge | None:
@@ -310,11 +308,13 @@ class Scheduler:
         """One that gains by taking the sequence in; else a new one."""
         best = best_batch(self._batches, sequence, self._loaded)
         if best is None:
-            best = self.new_batch()
+            best = self._new_batch()
             self._batches.append(best)
         return best
 
     def _new_batch(self) -> DecodeBatch:
+        if self.passes.on_ranks is not None:
+            return self.passes.on_ranks.new_batch()
         states = self._loaded.states
         grid = self._block if states is not None and states.tensors else 0
         return DecodeBatch(self._loaded.model, self.speculation, grid, self.compiled)

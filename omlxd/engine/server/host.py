@@ -154,7 +154,7 @@ class EngineHost:
             return self.scheduler.bridge
         bridge = self._store.open(self._lead.lease_of(0), self.scheduler.post, LeadBridge)
         bridge.lead, self.scheduler.bridge = self._lead, bridge
-        self.scheduler.passes.on_ranks, self.scheduler.new_batch = bridge.compute, bridge.new_batch
+        self.scheduler.passes.on_ranks = bridge
         namespace, scheduler = namespace_dir(self.namespace), self.scheduler
         self._lead.begin(self.loaded.model, namespace, bridge.store, scheduler.post, scheduler.counts)
         if not self.loaded.batchable:

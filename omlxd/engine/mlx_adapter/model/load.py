@@ -128,15 +128,10 @@ def load(
     if kv is not None:
         cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
     obstacle = reuse_obstacle(cache)
-    batchable = is_batchable(cache) and vlm_text.can_batch(model, cache)
-    if group is not None:
-        batchable = all_agree(batchable and checks.joins_rows(model), group)
-    elif batchable:
-        current().decode_step(model)  # Whether its steps are fused, the checks below ask.
+    batchable = _is_batchable(model, cache, group)
     layout, hook = None if obstacle else layout_of(cache), LayerHook(model)
-    live = LiveSegments()
-    if batchable and group is None:
-        live = _let_batch(model, layout, segment, segments_pay)
+    alone = batchable and group is None
+    live = _let_batch(model, layout, segment, segments_pay) if alone else LiveSegments()
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -155,6 +150,16 @@ def load(
         segments=live,
         split=split_of(model),
     )
+
+
+def _is_batchable(model: Any, cache: Cache, group: Group | None) -> bool:
+    """As `LoadedModel` has it; `cache`: one of `model`'s."""
+    able = is_batchable(cache) and vlm_text.can_batch(model, cache)
+    if group is not None:
+        return all_agree(able and checks.joins_rows(model), group)
+    if able:
+        current().decode_step(model)  # Whether its steps are fused, `_let_batch` asks.
+    return able
 
 
 def _let_batch(model: Any, layout: KVLayout | None, segment: int, segments_pay: bool) -> LiveSegments:
