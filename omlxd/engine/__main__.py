@@ -14,6 +14,7 @@ import threading
 
 from ..common.private_trace import LineFormatter
 from ..common.stacks import show_threads_on_signal
+from ..kv.files.fs import write_for
 from .process.prepare import prepare_mlx
 
 
@@ -22,12 +23,15 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="connected Unix socket")
     parser.add_argument("--follow", action="store_true", help="be another rank of the engine at the socket")
     parser.add_argument("--lead", type=int, help="connected Unix socket to rank 0, on another machine")
+    parser.add_argument("--number", type=int, default=0, help="of that rank, beside rank 0 on this machine")
     parser.add_argument("--mlx-blas", action="store_true", help="leave matrix products to MLX's own BLAS")
     args = parser.parse_args()
     _log_to_stderr()
     show_threads_on_signal()
     os.umask(0o077)  # All that an engine writes is its owner's cache.
     _die_with_parent()
+    if args.number:
+        write_for(os.getppid(), args.number)
     prepare_mlx(own_blas=args.mlx_blas)
     # The front stops engines by `Quit` or by closing the socket; a terminal's ^C is for the front.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

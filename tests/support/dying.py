@@ -45,8 +45,8 @@ class Dying:
             raise
 
     def stop_at(self, moment: str) -> None:
-        """The engine will stand still when it is there; a load is begun anew."""
-        if moment in ("loading", "restoring"):
+        """The engine, or its rank N at MOMENT@N, will stand still when it is there; a load is begun anew."""
+        if moment.startswith(("loading", "restoring")):
             unloaded = self.daemon.post("/omlxd/models/unload", {"model": self.daemon.model})
             assert unloaded.status_code == 200
         for told in (*self.folder.glob("asked-*"), *self.folder.glob("cancelled-*")):
@@ -98,10 +98,10 @@ class Asking(threading.Thread):
     """A request. `error`: what it was told, "" if it was answered; `ended`: when (monotonic). `heard`: a part
     of its answer has come."""
 
-    def __init__(self, daemon: Daemon, prompt: str, *, stream: bool):
+    def __init__(self, daemon: Daemon, prompt: str, *, stream: bool, max_tokens: int = 300):
         super().__init__(daemon=True)
         self._daemon_ = daemon
-        self._content = body(daemon.model, prompt, max_tokens=300)
+        self._content = body(daemon.model, prompt, max_tokens=max_tokens)
         self._stream = stream
         self.error, self.ended, self.heard = "", 0.0, False
         self.start()

@@ -7,6 +7,8 @@ next time that it is there, it removes that file, writes `FOLDER/there` (its pro
 Once `FOLDER/go` names a signal, it writes `FOLDER/died` (when, on the monotonic clock) and kills itself;
 if it names SIGCONT, it goes on as if nothing had been, and if `FAULT`, its GPU has failed.
 Every request that arrives is a file `FOLDER/asked-N`, every one that is cancelled `FOLDER/cancelled-N`.
+Ranks that follow it do so too, at `MOMENT@RANK`. Ranks have one more: "matching", before what they have of a
+prefix is restored; rank 0 has asked the others by then.
 With `FOLDER/deaf` no signal comes when the front dies, as on systems that send none; it ignores SIGTERM, too.
 """
 
@@ -27,11 +29,16 @@ from typing import Any
 
 from omlxd import wire
 from omlxd.engine import mlx_adapter
+from omlxd.engine.kvio.open_store import ModelStore
 from omlxd.engine.kvio.reads.restore import Restore
+from omlxd.engine.kvio.split_bridge import SplitBridge
 from omlxd.engine.schedule import forward as prompt_passes
 from omlxd.engine.schedule.decode_batch import DecodeBatch
+from omlxd.engine.server.ranks import lead as ranks
+from omlxd.engine.server.ranks.follower import Follower
 from omlxd.engine.server.service import EngineService
 from omlxd.kv.files.fs import FileSystem
+from omlxd.wire import plan
 
 MOMENTS = ("loading", "prefill", "decode", "writing", "restoring")
 """The weights are there and nobody knows yet; a prompt's first chunk is done, others are not; some tokens
@@ -41,6 +48,7 @@ FAULT = "[METAL] Command buffer execution failed: Impacting Interactivity (00000
 
 FOLDER = Path(sys.argv[1])
 _standing = threading.Event()
+_rank = ""
 
 
 def here(moment: str) -> None:
@@ -71,7 +79,7 @@ def here(moment: str) -> None:
 
 def _claim(moment: str) -> bool:
     with contextlib.suppress(OSError):
-        if (FOLDER / "moment").read_text() == moment:
+        if (FOLDER / "moment").read_text() == moment + _rank:
             (FOLDER / "moment").unlink()
             return True
     return False
@@ -107,11 +115,12 @@ def _deaf(self: EngineService) -> None:
     _run(self)
 
 
-_step, _writev, _handle, _run = (
+_step, _writev, _handle, _run, _followed = (
     DecodeBatch.step,
     FileSystem.writev,
     EngineService._handle,
     EngineService.run,
+    Follower._handle,
 )
 _steps = 0
 
@@ -122,6 +131,18 @@ def _noted(self: EngineService, message: Any) -> None:
     _handle(self, message)
     if isinstance(message, wire.Cancel):
         (FOLDER / f"cancelled-{message.id}").touch()
+
+
+def _follow(self: Follower, message: Any) -> None:
+    global _rank, _steps
+    if isinstance(message, plan.Follow):
+        _rank = f"@{message.rank}"
+    _followed(self, message)
+    if isinstance(message, plan.Pass):
+        decodes = len(message.tokens) == 1
+        _steps = _steps + decodes if (FOLDER / "moment").exists() else 0
+        if not decodes or _steps > TOKENS:
+            here("decode" if decodes else "prefill")
 
 
 def _counted_step(batch: DecodeBatch) -> Any:
@@ -149,5 +170,10 @@ if __name__ == "__main__":
     EngineService._handle = _noted
     DecodeBatch.step = _counted_step
     FileSystem.writev = _half_written
+    SplitBridge.restore = _before(SplitBridge.restore, "matching")
+    Follower._handle = _follow
+    if "--follow" in sys.argv:  # Rank 0 takes its time, and nothing would be left to restore.
+        ModelStore.read_newest = lambda self, post: None
+    ranks._COMMAND = (sys.executable, __file__, str(FOLDER), "omlxd.engine", "--follow")
     sys.argv = sys.argv[2:]
     runpy.run_module("omlxd.engine", run_name="__main__")

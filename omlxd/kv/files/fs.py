@@ -191,8 +191,16 @@ def unlink(path: str | Path, fs: FileSystem | None = None) -> OSError | None:
 
 T = TypeVar("T")
 
-_numbers = itertools.count()
-"""Numbers of this process's temporary files, so that no two share a name."""
+_owner, _numbers = 0, itertools.count()
+"""Whose temporary files this process's are, 0: its own; their numbers, so that no two share a name."""
+
+
+def write_for(process: int, number: int) -> None:
+    """Have temporary files carry the id of another process, whose end is this one's, too: whoever counts what
+    it wrote looks for those. `number`: of this process among all that do so for that one, from 1 on.
+    """
+    global _owner, _numbers
+    _owner, _numbers = process, itertools.count(number << 32)
 
 
 class TempLeft(OSError):
@@ -205,7 +213,7 @@ def put_in_place(fs: FileSystem, target: str, write: Callable[[int], object], te
     An old file is replaced. Nothing is synced. Raises OSError, leaving nothing behind, or else TempLeft.
     `temp`: another name than the usual for the unfinished file.
     """
-    temp = temp or f"{target}.{os.getpid()}-{next(_numbers)}{TEMP_SUFFIX}"
+    temp = temp or f"{target}.{_owner or os.getpid()}-{next(_numbers)}{TEMP_SUFFIX}"
     try:
         fd = fs.open_new(temp)
     except FileNotFoundError:

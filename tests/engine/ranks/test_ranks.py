@@ -19,10 +19,7 @@ import msgspec
 import pretend_metal
 import psutil
 import pytest
-from cold_files import all_on_disk, settled, unsettled
-from daemon import READY_S, Daemon, alive, body, family_model, own_usage, prose, restored, wait_until
-from dying import BASE, Asking, Dying
-from dying import CAP as DYING_CAP
+from daemon import Daemon, alive, body, family_model, own_usage, prose, restored, wait_until
 
 from omlxd.cli.cache.listing.tree import Heads, files_below, pieces
 from omlxd.cli.daemon.owner_api import DaemonStatus
@@ -34,7 +31,6 @@ pytestmark = pytest.mark.slow
 PROMPT, LONGER = prose(60, seed=3), prose(60, seed=3) + prose(40, seed=9)
 COMPANY = [prose(20 + 20 * number, seed=number + 40) for number in range(4)]
 CAP = 2_000_000
-KILLED = (1, "loading"), (1, "prefill"), (0, "decode"), (0, "writing"), (1, "restoring")
 
 
 class Ranks(Daemon):
@@ -263,33 +259,3 @@ def told(*words: str, root: Path, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     assert main(["cache", *words, "--paged-ssd-cache-dir", str(root)]) == 0
     return capsys.readouterr().out
-
-
-def test_a_rank_dies_at_each_moment(tmp_path: Path):
-    """Rank 0 stands still at the moment, the other is in the same pass or asleep; one of both is killed.
-
-    Requests of which nothing was sent are answered by the next engine.
-    """
-    dying = Dying(tmp_path, "--ranks", "2", model=family_model("llama"))
-    with dying.daemon as daemon:
-        for seed, (number, moment) in enumerate(KILLED):
-            dying.stop_at(moment)
-            prompt = BASE if moment in ("decode", "restoring") else prose(300, seed=seed + 5)
-            asking = Asking(daemon, prompt, stream=True)
-            wait_until(dying.stands, READY_S, daemon.logged)
-            lead = psutil.Process(dying.engine())
-            ranks = [lead, *(each for each in lead.children() if "--follow" in each.cmdline())]
-            assert len(ranks) == 2
-            ranks[number].kill()
-            wait_until(lambda ranks=ranks: not any(map(alive, ranks)), why=daemon.logged)
-            (dying.folder / "there").unlink()
-            asking.join(READY_S)
-            assert not asking.is_alive(), daemon.show_stacks()
-            assert not asking.error or asking.heard or moment == "loading"
-            again = daemon.messages(BASE, max_tokens=20)
-            assert restored(own_usage(again)) > 0 and again["content"] == dying.base["content"]
-            wait_until(lambda: settled(daemon), why=lambda: unsettled(daemon))
-        assert all_on_disk(dying.cache) <= DYING_CAP
-        family = [daemon.front(), *daemon.front().children(recursive=True)]
-        assert daemon.stop() == 0
-        wait_until(lambda: not any(map(alive, family)), why=daemon.logged)

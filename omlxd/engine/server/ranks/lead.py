@@ -185,7 +185,7 @@ class Lead:
         blas = [word for word in sys.argv if word == "--mlx-blas"]
         with theirs:
             process = subprocess.Popen(
-                [*_COMMAND, "--fd", str(theirs.fileno()), *blas],
+                [*_COMMAND, "--number", str(number), "--fd", str(theirs.fileno()), *blas],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=environ,
