@@ -45,7 +45,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
-from omlxd.common.ports import free_on_loopback
+from omlxd.common.ports import free_addresses
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter.model.split import take_share
 from tools.bench.rates import Stream, total_rate
@@ -113,7 +113,7 @@ class Peer(Server):
         super().__init__(*args)
 
     def start(self) -> None:
-        hosts, own = free_on_loopback(self._ranks), self._env
+        hosts, own = free_addresses("127.0.0.1", self._ranks), self._env
         log = open(os.environ.get("BENCH_LOG", os.devnull), "ab")  # noqa: SIM115
         for rank in range(1, self._ranks):
             env = {**own, **rank_variables(rank, hosts, self._home)}
@@ -279,7 +279,7 @@ COLUMNS = "ms", "without its sums, ms", "sums", "a chain of them, ms", "share of
 
 def time_sums(options: argparse.Namespace, model: Path) -> None:
     """Have a process a rank compute passes of the model's shape; rank 0 prints."""
-    hosts, ranks = free_on_loopback(options.ranks), list[subprocess.Popen[bytes]]()
+    hosts, ranks = free_addresses("127.0.0.1", options.ranks), list[subprocess.Popen[bytes]]()
     words = [sys.executable, "-m", "tools.bench.ranks", "--model", str(model)]
     words += ["--prompt", str(options.prompt), "--chunk", str(options.chunk), "--hosts", ",".join(hosts)]
     head = f"\n| pass behind {options.prompt} tokens | {' | '.join(COLUMNS)} |"
