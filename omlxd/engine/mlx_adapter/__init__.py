@@ -61,6 +61,7 @@ from .model.split import (
     check_split,
     join_group,
     rank_environment,
+    split_of,
     time_link,
 )
 from .model.vlm.vision import VLM_VERSION, blindness
