@@ -10,6 +10,10 @@ and written for each row, in 32 bits.
 A limit is these bytes by the memory's bandwidth, as Apple gives it. Nobody reaches it: 80 to 85 % is good.
 Launches take 2 to 5 µs each where the GPU waits for them, as others measured; how many a step has,
 launches.py counts.
+
+The last table is of two M4 Max that share a model by `--join`: each reads half of a layer, and all of the
+head. A layer has two sums, a step one more; a sum takes 27 to 31 µs by RDMA over Thunderbolt 5, as oMLX's
+authors measured. 80B-A3B's kind is not in it: mlx-lm divides its layers, not its heads.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ MACS = {"M2 Pro": 200e9, "M4 Max": 546e9, "M5 Max": 614e9}
 """Bytes a second, as Apple specifies them; M5 Max: with 40 GPU cores, announced in March 2026."""
 ROWS = (1, 4, 8)
 LAUNCH_S = 2e-6, 5e-6
+SUM_S = 27e-6, 31e-6
 
 
 class Model(NamedTuple):
@@ -102,6 +107,24 @@ def table(length: int, own: int, bits: int) -> list[str]:
     return lines
 
 
+def of_two(length: int, own: int, bits: int) -> list[str]:
+    """Return the lines of a table: an M4 Max alone, and two that share the model."""
+    speed, gb = MACS["M4 Max"], 1e9
+    lines = ["| model | rows | GB a step, each of two | one, ms (tok/s) | two, ms | of it sums, ms | tok/s |"]
+    lines.append("|---" * 7 + "|")
+    for model in (model for model in MODELS if not model.state):
+        for rows in ROWS:
+            read = step_bytes(model, rows, length, own, False, bits)
+            head = model.head * (bits + 0.5) / 8
+            half, sums = (read + head) / 2, [(2 * model.layers[0] + 1) * each for each in SUM_S]
+            both = [half / speed + each for each in sums]
+            cells = f"{half / gb:.1f}", f"{1e3 * read / speed:.1f} ({rows * speed / read:,.0f})"
+            spans = (" to ".join(f"{1e3 * each:.1f}" for each in times) for times in (both, sums))
+            rates = " to ".join(f"{rows / each:,.0f}" for each in reversed(both))
+            lines.append(f"| {model.name} | {rows} | {' | '.join((*cells, *spans, rates))} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=16_000)
@@ -110,6 +133,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"An estimate: rows share {args.length:,} tokens and have {args.own:,} of their own.\n")
     print("\n".join(table(args.length, args.own, args.bits)))
+    print("\nTwo M4 Max, an estimate:\n")
+    print("\n".join(of_two(args.length, args.own, args.bits)))
 
 
 if __name__ == "__main__":
