@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from daemon import REPO, family_model
 from family_configs import COMMON
 
 from omlxd.common.ports import free_addresses
 from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter.model.split import read_share
 from omlxd.errors import ModelError
 
 SCRIPT = REPO / "tests" / "support" / "split_ranks.py"
@@ -51,3 +55,20 @@ def test_shares_give_the_logits_of_the_whole():
         (Path(folder).name, split, "True") for folder, split in zip(folders, families.values(), strict=True)
     ]
     assert all(float(far) < 1e-4 for *_, far in lines), lines
+
+
+def test_a_share_is_read_some_weights_at_a_time(tmp_path: Path):
+    """The whole model need not fit: of what is cut, no more than asked lies in memory."""
+    file, each = str(tmp_path / "model.safetensors"), 1 << 20
+    mx.save_safetensors(file, {f"w{number}": mx.ones((each // 4,)) for number in range(32)})
+    model = nn.Module()
+    for name, whole in cast(dict[str, mx.array], mx.load(file)).items():
+        setattr(model, name, mx.contiguous(whole[: each // 8]))
+    del whole
+    mlx_adapter.give_memory_back()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    read_share(model, at_once=2 * each)
+    share = mx.get_active_memory() - before
+    assert share == pytest.approx(16 * each, rel=0.01)
+    assert mx.get_peak_memory() - before <= share + 6 * each

@@ -43,7 +43,7 @@ from . import checks
 from .adapters.lora import Adapters, read_adapter
 from .layer_hook import LayerHook
 from .positions import last_position_only
-from .split import Group, all_agree, split_of, take_share
+from .split import Group, all_agree, read_share, split_of, take_share
 from .vlm import vision, vlm_text
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,10 @@ def read_model(
     with ThreadPoolExecutor(2, thread_name_prefix="load") as aside:
         tokenizer = aside.submit(load_tokenizer, path, config.get("eos_token_id"))
         ready = aside.submit(current().beside_weights, model)
-        mx.eval(model.parameters())
+        if group is None:
+            mx.eval(model.parameters())
+        else:
+            read_share(model)
         ready.result()
         return model, tokenizer.result(), config, converted
 
