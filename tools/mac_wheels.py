@@ -97,7 +97,7 @@ def missing_names(used: set[str], stubs: Mapping[str, str]) -> list[str]:
 
     def is_known(name: str) -> bool:
         first, _, second = name.partition(".")
-        return second in known[first] if first in known else first in known["__init__"]
+        return not second or second in known[first] if first in known else first in known["__init__"]
 
     return sorted(name for name in used - NOT_IN_STUBS if not is_known(name))
 
