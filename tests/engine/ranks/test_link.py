@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
-from daemon import family_model
+from daemon import family_model, wait_until
 
 from omlxd import wire
 from omlxd.engine.mlx_adapter import LinkTimes
@@ -18,7 +22,7 @@ from omlxd.engine.schedule.counts import Counts
 from omlxd.engine.server.ranks.figures import OLD_S, LinkFigures
 from omlxd.engine.server.ranks.lead import share_of_load
 from omlxd.engine.server.ranks.lead_bridge import MOST_ROUNDS, _Agreement
-from omlxd.engine.server.ranks.link import SILENCE_S, Link
+from omlxd.engine.server.ranks.link import BUSY_S, LOADING_S, PING_S, SILENCE_S, Link, silence_of
 from omlxd.errors import ModelError
 from omlxd.wire import plan
 
@@ -29,7 +33,7 @@ def test_a_rank_that_is_heard_lives():
     now = [100.0]
     ours, theirs = socket.socketpair()
     lead = Link(ours, plan.FromRank, lambda: now[0])
-    other = Link(theirs, plan.ToRank, lambda: now[0])
+    other = Link(theirs, plan.ToRank, lambda: now[0], lambda: plan.Pong(pid=7))
     heard: list[Any] = []
     came = threading.Event()
 
@@ -39,21 +43,46 @@ def test_a_rank_that_is_heard_lives():
 
     threads = [threading.Thread(target=link.read, args=(take,)) for link in (lead, other)]
     threads[1].start()
+    assert lead.silence() == 0
     now[0] += 100 * SILENCE_S
-    assert not lead.is_silent
+    assert lead.silence() == 0
     lead.send(plan.Ping())
     threads[0].start()
     other.send(plan.Matched(7, 64))
     assert came.wait(30)
+    wait_until(lambda: lead.last.pid == 7)
     assert heard == [plan.Matched(7, 64)]  # Neither Ping nor Pong.
-    assert not lead.is_silent
-    now[0] += SILENCE_S + 0.1
-    assert lead.is_silent
+    assert lead.silence() == 0
+    now[0] += 100 * SILENCE_S  # This process stood still, and perhaps has not read yet.
+    assert lead.silence() == 2 * PING_S
+    for _ in range(10):
+        now[0] += PING_S
+        silent = lead.silence()
+    assert silent == 12 * PING_S > SILENCE_S
+    came.clear()
+    other.send(plan.Matched(7, 64))
+    assert came.wait(30)
+    assert lead.silence() == 0
     ours.shutdown(socket.SHUT_RDWR)
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
     lead.send(plan.Ping())  # The other end is gone: nothing is raised.
+
+
+def test_a_process_that_waits_for_a_processor_is_not_stopped():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert silence_of(process.pid, loads=False) == BUSY_S
+        process.send_signal(signal.SIGSTOP)
+        status = psutil.Process(process.pid).status
+        wait_until(lambda: status() == psutil.STATUS_STOPPED)
+        assert silence_of(process.pid, loads=True) == SILENCE_S
+    finally:
+        process.kill()
+        process.communicate()
+    assert silence_of(process.pid, loads=True) == SILENCE_S  # It is gone.
+    assert silence_of(None, loads=True) == LOADING_S and silence_of(None, loads=False) == SILENCE_S
 
 
 class _Ranks:

@@ -36,7 +36,7 @@ from ..runtime.arrays import give_memory_back
 
 Group = mx.distributed.Group
 
-MEET_S = {"ring": 10.0, "jaccl": 30.0, "nccl": 120.0}
+MEET_S = {"ring": 30.0, "jaccl": 30.0, "nccl": 120.0}
 """Seconds for ranks that have begun to meet. MLX waits for ever, and lets no thread of this process run."""
 TIMES = 5
 """How often the link is timed at once."""

@@ -48,7 +48,7 @@ from .compute import compute, time_link
 from .figures import LinkFigures, add_figures, held
 from .joined import Far, reach
 from .lead_lease import LeadLease
-from .link import PING_S, Link
+from .link import PING_S, SILENCE_S, Link, silence_of
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +164,11 @@ class Lead:
         while True:
             time.sleep(PING_S)
             for rank in self._ranks:
-                if rank.link.is_silent and not self._closing:
-                    self.end(f"{rank.name} does not answer")
+                silent = rank.link.silence()
+                if silent > SILENCE_S and not self._closing:
+                    far = isinstance(rank.process, Far)
+                    if silent > silence_of(None if far else rank.process.pid, loads=not self.others):
+                        self.end(f"{rank.name} does not answer")
 
     def _start_joined(self) -> dict[str, str]:
         """Reach the hosts that join; returns digests, which their weights must have. Raises OmlxdError."""
