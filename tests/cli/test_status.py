@@ -110,6 +110,12 @@ def test_status_as_text():
     assert "by priority" not in as_text(status(model(by_priority={0: 3})), URL)
     told = as_text(status(model(by_priority={0: 2, 1: 4})), URL).splitlines()
     assert "org/tiny: requests by priority: 2 of 0, 4 of 1" in told
+    link = {"exchanges_per_step": 48.0, "latency_us": 16_282.0, "bytes_per_s": 21e6, "step_share": 0.22}
+    told = as_text(status(model(values={f"link_{name}": value for name, value in link.items()})), URL)
+    assert (
+        "org/tiny: between ranks: the 48 exchanges of a step take 782 ms alone, 22% of its time; "
+        "one takes 16,282 µs, and a large one 21 MB/s" in told.splitlines()
+    )
     assert lines[-2:] == [
         "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start",
         "written to SSD: 500 MB today, 3 TB in all",

@@ -10,7 +10,7 @@ from ...common.ports import JOIN_PORT, peer_address
 from ...common.units import PREFILL_CHUNK, human
 from ...config import Settings
 from ...errors import ConfigError
-from ...kv.peer.client import asking
+from ...kv.peer.client import UNTRUSTED, asking, mend
 from ...kv.peer.frames import Channel, Echo
 from ...kv.peer.identity import Identity, PeerError
 from ...models.catalog import default_model
@@ -21,6 +21,7 @@ ROUNDS, LARGE = 50, 16 << 20
 NUMBER_BYTES = 2
 SUMS = 2
 """Of a layer that ranks split by heads."""
+SEE_LOG = "See what `omlxd join` on that machine says"
 
 
 def check_link(settings: Settings, host: str) -> list[Finding]:
@@ -33,9 +34,10 @@ def check_link(settings: Settings, host: str) -> list[Finding]:
         with asking(Identity(settings.base_path), address) as channel:
             round_trip, rate = measure(channel)
     except PeerError as error:
-        return [
-            bad("link", f"{host}: {error}", "`omlxd join` there waits; `omlxd peer pair` here pairs both.")
-        ]
+        how = mend(error)
+        if not how and UNTRUSTED in str(error):
+            how = f"`omlxd peer code` there shows a code, by which `omlxd peer pair {host}` pairs both"
+        return [bad("link", f"{host}: {error}", f"{how[:1].upper()}{how[1:] or SEE_LOG}.")]
     link = ok(
         "link",
         f"{host}: a round trip takes {1e3 * round_trip:.3g} ms, and {human(int(rate))} a second go through, "

@@ -79,11 +79,11 @@ class Launchd:
             return False
         same_port = _port(there) == str(plan.port)
         if not same_port:  # What is installed holds it otherwise, and goes on if the new one is refused.
-            check_free(plan.host, plan.port)
+            check_free(*plan.where)
         self._bootout()
         try:
             if same_port:
-                check_free(plan.host, plan.port)
+                check_free(*plan.where)
             self._make_logs()
             replace_file(self.file, content)
         except ServiceError:

@@ -116,7 +116,7 @@ def _has_ipv6() -> bool:
     return True
 
 
-def check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int, flag: str = "--port") -> None:
     """Raise ServiceError when something listens there already: managers say nothing of that."""
     for address, is_v6 in addresses(host):
         try:
@@ -124,7 +124,7 @@ def check_free(host: str, port: int) -> None:
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             why = "is in use; stop the program that holds it" if in_use else "can't be had"
-            raise ServiceError(f"port {port} on {address} {why}, or give another --port.") from error
+            raise ServiceError(f"port {port} on {address} {why}, or give another {flag}.") from error
 
 
 def tail(files: Sequence[Path], lines: int, follow: bool) -> list[str]:

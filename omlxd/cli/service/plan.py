@@ -55,6 +55,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     join: bool = False
     paths: tuple[tuple[str, Path], ...] = ()
 
+    @property
+    def where(self) -> tuple[str, int, str]:
+        """Where the manager listens, and the flag that says so."""
+        return self.host, self.port, "--listen" if self.join else "--port"
+
 
 def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool, join: bool = False) -> Plan:
     """Plan `omlxd serve`, or `join`, with `flags` (option name → text). Raises ConfigError, as that would.

@@ -54,14 +54,14 @@ class Systemd:
             return False
         same_port = _port(there[self._port]) == plan.port
         if not same_port:  # What is installed holds it otherwise, and goes on if the new one is refused.
-            check_free(plan.host, plan.port)
+            check_free(*plan.where)
         self._systemctl("daemon-reload")  # Before anything is written: is there a systemd of this user?
         was_enabled = self._show("UnitFileState", self._port) == "enabled"
         if there[self._unit] is not None:
             self._systemctl("disable", "--now", self._unit, self._port)
         if same_port:
             try:
-                check_free(plan.host, plan.port)
+                check_free(*plan.where)
             except ServiceError:
                 if was_enabled or was_active:
                     now = ["--now"] if was_active else []

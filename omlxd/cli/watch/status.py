@@ -132,10 +132,12 @@ def link_text(model: ModelStatus) -> str:
     if not exchanges:
         return ""
     latency, speed = (model.values[f"link_{name}"] for name in ("latency_us", "bytes_per_s"))
-    takes = f"a step has {counted(int(exchanges), 'exchange')}" + (
-        f", {share:.0%} of its time" if share else ""
+    part = f", {share:.0%} of its time" * bool(share)
+    return (
+        f"between ranks: the {counted(int(exchanges), 'exchange')} of a step take "
+        f"{exchanges * latency / 1000:,.3g} ms alone{part}; one takes {latency:,.0f} µs, and a large one "
+        f"{human(int(speed))}/s"
     )
-    return f"between ranks {latency:,.0f} µs, {human(int(speed))}/s; {takes}"
 
 
 def _peer_lines(status: DaemonStatus) -> list[str]:

@@ -23,6 +23,7 @@ import msgspec
 import xxhash
 
 from ...common.files import read_small, write_atomic
+from ...kv.peer.versions import AT
 from ...models.adapters import ADAPTER_FILES
 from ...models.footprint import weight_files
 
@@ -72,19 +73,19 @@ def weight_fingerprints(model: Path, memo_dir: Path | None) -> dict[str, str]:
 
 
 def differing(model: Path, digests: Mapping[str, str], memo_dir: Path | None) -> str:
-    """Say which of the model's files have other digests than those, of another machine; "": none.
+    """Say which of the model's files have other digests than those, of the lead; "": none.
 
     Raises OSError as reads do.
     """
     there = {file.name: file for file in _weight_files(model)}
     for name in sorted(digests.keys() ^ there.keys()):
-        return f"{name} is {'here' if name in there else 'there'} alone"
+        return f"{name} is {AT if name in there else 'on the lead'} alone"
     # A blob of the hub has a digest of its own kind: theirs say which is asked for.
     blobs = {name for name, digest in digests.items() if _SHA256.fullmatch(digest)}
     own = _fingerprints([*there.values()], memo_dir, blobs)
     for name, digest in sorted(digests.items()):
         if own[name] != digest:
-            return f"the digest of {name} is {own[name][:16]} here and {digest[:16]} there"
+            return f"the digest of {name} is {digest[:16]} on the lead and {own[name][:16]} {AT}"
     return ""
 
 

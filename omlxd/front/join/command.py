@@ -41,7 +41,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     make_base(settings)
     folder = _named_folder(settings) if named else None
     try:
-        sockets = inherited_sockets() or [open_named(settings, "join_listen", JOIN_PORT, "is for leads")]
+        sockets = inherited_sockets() or [open_named(settings, "join_listen", JOIN_PORT)]
     except CannotListen as error:
         print(f"omlxd: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,7 @@ from ...kv.peer.duplex import Duplex
 from ...kv.peer.frames import Channel, Echo, Follows, Lead, Refused
 from ...kv.peer.identity import Identity
 from ...kv.peer.listener import Listener
-from ...kv.peer.versions import disagreement
+from ...kv.peer.versions import AT, disagreement
 from ...models.catalog import Catalog
 from ...models.resolve import check_folder
 from ..engines.ledger.cold_ledger import ColdLedger
@@ -135,11 +135,13 @@ class JoinHost(Listener):
         set_here = [name for name in ("block_size", "kv_bits") if self._is_set(name, asked.model)]
         block_size = own.block_size or settings.block_size
         if "block_size" in set_here and block_size != asked.block_size:
-            raise ModelError(f"--block-size does not agree: {asked.block_size} there and {block_size} here")
+            raise ModelError(
+                f"--block-size does not agree: {asked.block_size} on the lead and {block_size} {AT}"
+            )
         bits = settings.kv_bits if own.kv_bits is None else own.kv_bits
         kv = wire.kv_words(bits, own.kv_group_size or settings.kv_group_size)
         if "kv_bits" in set_here and kv != asked.kv:
-            raise ModelError(f"--kv-bits does not agree: {asked.kv} there and {kv} here")
+            raise ModelError(f"--kv-bits does not agree: {asked.kv} on the lead and {kv} {AT}")
 
     def _is_set(self, name: str, model: str) -> bool:
         """Whether the owner of this machine has said it: what nobody said is as the lead has it."""
@@ -158,8 +160,8 @@ class JoinHost(Listener):
         folder = next((each.folder for each in named if each.folder is not None), None)
         if folder is None:
             raise ModelError(
-                f"there is no model {model} here; `omlxd models pull` fetches one, and "
-                "`omlxd join --model FOLDER` takes one by another name"
+                f"there is no model {model} {AT}; `omlxd models pull` on that one fetches it, and "
+                "`omlxd join --model FOLDER` takes a folder of any name"
             )
         check_folder(folder)
         return folder

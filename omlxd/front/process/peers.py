@@ -7,6 +7,8 @@ import ipaddress
 import socket
 from typing import TYPE_CHECKING
 
+import psutil
+
 from ...common.ports import PEER_PORT, peer_address
 from ...config import Settings, has_ssd_cache
 from ...errors import ConfigError
@@ -25,10 +27,10 @@ def open_peer_socket(settings: Settings) -> socket.socket | None:
             )
     if not settings.peer_listen:
         return None
-    return open_named(settings, "peer_listen", PEER_PORT, "is for peers")
+    return open_named(settings, "peer_listen", PEER_PORT)
 
 
-def open_named(settings: Settings, option: str, port: int, use: str) -> socket.socket:
+def open_named(settings: Settings, option: str, port: int) -> socket.socket:
     """Open the socket of a setting that names an address; `port` unless it names one, too.
 
     Raises CannotListen, and ConfigError for an address that is every network's.
@@ -38,16 +40,30 @@ def open_named(settings: Settings, option: str, port: int, use: str) -> socket.s
     try:
         made = bind(host, port)
     except OSError as error:
-        why = error.strerror or str(error)
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            why = f"{host} is no address of this machine"
-        raise CannotListen(f"{place}: {why}; port {port} of {host} {use}.") from error
+            why = f"{host} is no address of this machine; give one of its own: {', '.join(_addresses())}"
+        elif error.errno == errno.EADDRINUSE:
+            at = f"[{host}]" if ":" in host else host
+            why = f"port {port} of {host} is in use; give another one, as {at}:{port + 1}"
+        else:
+            why = f"port {port} of {host}: {error.strerror or error}"
+        raise CannotListen(f"{place}: {why}.") from error
     if ipaddress.ip_address(made.getsockname()[0].partition("%")[0]).is_unspecified:
         made.close()
         raise ConfigError(
             f"{place}: {host} is every network of this machine; name the address in one of them."
         )
     return made
+
+
+def _addresses() -> list[str]:
+    """Return this machine's IPv4 addresses, as far as the system tells."""
+    return [
+        each.address
+        for found in psutil.net_if_addrs().values()
+        for each in found
+        if each.family == socket.AF_INET
+    ]
 
 
 def share_cache(settings: Settings, listening: socket.socket | None) -> PeerServer | None:

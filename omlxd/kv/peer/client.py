@@ -19,6 +19,7 @@ CONNECT_S, STEP_S = 1.0, 3.0
 """Seconds for a connection, and for the other side to say something."""
 LOOK_UP_S = 30.0
 """Seconds that it may look for a model."""
+UNTRUSTED = "the two do not trust each other"
 _ENDED = ssl.SSLEOFError, ssl.SSLZeroReturnError
 
 
@@ -58,9 +59,20 @@ def _why(error: ssl.SSLError) -> str:
         return "it ended the connection"
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
         return (
-            "the two do not trust each other; `omlxd peer code` there and `omlxd peer pair` here pairs them"
+            f"{UNTRUSTED}; `omlxd peer code` on the machine that listens and "
+            "`omlxd peer pair` on the one that asks pair them"
         )
     return f"what listens there is no omlxd that shares its cache ({error.reason or error})"
+
+
+def mend(error: PeerError) -> str:
+    """Say what the owner does so that the `omlxd join` that was asked answers; no full stop. "": unknown."""
+    cause = error.__cause__
+    if not error.passing or isinstance(cause, ssl.SSLError) or not isinstance(cause, OSError):
+        return ""
+    if isinstance(cause, ConnectionRefusedError):
+        return "start `omlxd join` on that machine"
+    return "see that the machine is on, and that `omlxd join` runs there"
 
 
 def pair(identity: Identity, address: tuple[str, int], typed: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+AT = "on the machine that joins"
+"""A refusal is read on both machines, and by clients of the lead: it names the machine it is about."""
 NAMES = {"omlxd": "omlxd", "MLX": "mlx", "mlx-lm": "mlx-lm"}
 
 
@@ -19,9 +21,9 @@ def computing() -> dict[str, str]:
 
 
 def disagreement(theirs: dict[str, str]) -> str:
-    """Say which versions of another machine are not this one's; "": none."""
+    """Say which versions of the lead are not this machine's, which joins; "": none."""
     differs = [
-        f"{name} is {theirs.get(name) or 'missing'} there and {own or 'missing'} here"
+        f"{name} is {theirs.get(name) or 'missing'} on the lead and {own or 'missing'} {AT}"
         for name, own in computing().items()
         if theirs.get(name) != own
     ]

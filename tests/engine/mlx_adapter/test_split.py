@@ -28,8 +28,15 @@ def test_who_can_be_shared():
     mlx_adapter.check_split({**COMMON, "model_type": "qwen3_next"}, 3)  # Layers need no heads that divide.
     with pytest.raises(ModelError, match=r"heads of .*llama.*layers of .*qwen3_next.*--ranks 1"):
         mlx_adapter.check_split({**COMMON, "model_type": "gemma3_text"}, 2)
-    with pytest.raises(ModelError, match="num_attention_heads is 4, which 3 does not divide"):
+    with pytest.raises(
+        ModelError, match="num_attention_heads is 4, which 3 does not divide; 2 of up to 8 ranks can"
+    ):
         mlx_adapter.check_split({**COMMON, "model_type": "llama"}, 3)
+    three = {"num_attention_heads": 12, "num_key_value_heads": 6}
+    with pytest.raises(ModelError, match="; 2, 3 or 6 of up to 8 ranks can"):
+        mlx_adapter.check_split({**COMMON, **three, "model_type": "llama"}, 4)
+    with pytest.raises(ModelError, match="; no other number of up to 8 ranks can"):
+        mlx_adapter.check_split({**COMMON, **three, "num_key_value_heads": 1, "model_type": "llama"}, 2)
     with pytest.raises(ModelError, match="num_key_value_heads is 2, which 4 does not divide"):
         mlx_adapter.check_split({"model_type": "qwen3_5", "text_config": COMMON}, 4)
     with pytest.raises(ModelError, match="mlx-lm does not have this model"):

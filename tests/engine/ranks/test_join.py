@@ -83,7 +83,9 @@ def test_who_is_not_paired_leads_nobody(
     host: Host, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     host.identity.own()
-    with pytest.raises(ModelError, match="do not trust each other; `omlxd peer code` there"):
+    with pytest.raises(
+        ModelError, match="do not trust each other; `omlxd peer code` on the machine that listens"
+    ):
         host.ask()
     with pytest.raises(PeerError, match="the code is wrong"):
         host.identity.new_code()
@@ -95,7 +97,9 @@ def test_who_is_not_paired_leads_nobody(
         host.ask()
     wait_until(lambda: "127.0.0.1 is refused: it is not paired with this machine" in caplog.text)
     host.host.close()
-    with pytest.raises(NotNow, match=r"does not join now: Connection refused"):
+    with pytest.raises(
+        NotNow, match=r"does not join now: Connection refused; start `omlxd join` on that machine"
+    ):
         host.ask()
 
 
@@ -103,19 +107,28 @@ def test_what_does_not_agree_is_said_before_anything_loads(
     host: Host, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     host.pair()
-    with pytest.raises(ModelError, match="--block-size does not agree: 64 there and 32 here"):
+    with pytest.raises(ModelError, match=r"--block-size .*: 64 on the lead and 32 on the machine that joins"):
         host.ask()
     assert "127.0.0.1 is refused: --block-size" in caplog.text
     theirs = computing() | {"MLX": "0.1"}
     monkeypatch.setattr(joined, "computing", lambda: theirs)
-    with pytest.raises(ModelError, match=f"MLX is 0.1 there and {computing()['MLX']} here"):
+    with pytest.raises(ModelError, match=f"MLX is 0.1 on the lead and {computing()['MLX']} on the m"):
         host.ask(block_size=32)
 
 
 def test_the_doctor_measures_the_link(host: Host, capsys: pytest.CaptureFixture[str]):
     doctor = ["doctor", "--base-path", str(host.lead), "--model", str(family_model("llama")), "--join"]
     assert main([*doctor, f"127.0.0.1:{host.address[1]}"]) == 1
-    assert "do not trust each other" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert (
+        "do not trust each other" in told
+        and f"`omlxd peer pair 127.0.0.1:{host.address[1]}` pairs both" in told
+    )
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        free = nobody.getsockname()[1]
+    assert main([*doctor, f"127.0.0.1:{free}"]) == 1
+    told = capsys.readouterr().out
+    assert "Start `omlxd join` on that machine." in told and "peer pair" not in told
     host.pair()
     assert main([*doctor, f"127.0.0.1:{host.address[1]}"]) == 0
     assert re.search(r"round trip takes \S+ ms.*\n.*of a token's step", capsys.readouterr().out)
@@ -131,7 +144,7 @@ def test_weights_that_differ_are_named(tmp_path: Path):
     assert "the digest of config.json is " in differing(model, other, None)
     # A digest as the hub has it is compared with one of that kind.
     assert "the digest of config.json is " in differing(model, {name: "0" * 64 for name in own}, None)
-    assert differing(model, {**own, "more.safetensors": ""}, None) == "more.safetensors is there alone"
+    assert differing(model, {**own, "more.safetensors": ""}, None) == "more.safetensors is on the lead alone"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "[::]:8078", "0"])

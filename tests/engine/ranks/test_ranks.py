@@ -209,7 +209,8 @@ def test_the_disk_of_one_rank_is_full(tmp_path: Path, capsys: pytest.CaptureFixt
             == 2
         )
         assert re.search(
-            r": between ranks [\d,]+ µs, [\d.]+ [kMG]B/s; a step has \d+ exchanges, \d+% of its time\n",
+            r": between ranks: the \d+ exchanges of a step take \S+ ms alone, \d+% of its time; "
+            r"one takes [\d,]+ µs, and a large one [\d.]+ [kMG]B/s\n",
             daemon.told(),
         )
         held = re.findall(r'omlxd_rank_(\w+){\S+rank="([01])"} ([\d.e+]+)', daemon.metrics())

@@ -39,9 +39,11 @@ def test_it_listens_at_the_address_alone(tmp_path: Path):
     with made:
         host, port = made.getsockname()
         assert host == "127.0.0.1"
-        with pytest.raises(CannotListen, match="use"):
+        with pytest.raises(CannotListen, match=f"in use; give another one, as 127.0.0.1:{port + 1}"):
             open_peer_socket(settings(tmp_path, peer_listen=f"127.0.0.1:{port}"))
         with socket.create_connection((host, port), 5):
             pass
-    with pytest.raises(CannotListen, match=r"192\.0\.2\.1 is no address of this machine"):
+    with pytest.raises(
+        CannotListen, match=r"192\.0\.2\.1 is no address of this machine; give one .*127\.0\.0\.1"
+    ):
         open_peer_socket(settings(tmp_path, peer_listen="192.0.2.1"))

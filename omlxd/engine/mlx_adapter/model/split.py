@@ -42,6 +42,8 @@ TIMES = 5
 """How often the link is timed at once."""
 LARGE = 1 << 20
 """Bytes of the sum by which its bandwidth is measured."""
+MOST_NAMED = 8
+"""Ranks, up to which a refusal says how many could share the model."""
 
 
 def check_link(link: str) -> None:
@@ -121,13 +123,21 @@ def check_split(config: dict[str, Any], world: int) -> None:
             )
         return
     text = {**config, **(config.get("text_config") or {})}
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = text.get(name)
-        if isinstance(heads, int) and heads % world:
+    found = {name: text.get(name) for name in ("num_attention_heads", "num_key_value_heads")}
+    heads = {name: number for name, number in found.items() if isinstance(number, int)}
+    for name, number in heads.items():
+        if number % world:
             raise ModelError(
-                f"{world} ranks can't share this model: its {name} is {heads}, which {world} does not divide",
+                f"{world} ranks can't share this model: its {name} is {number}, which {world} does not "
+                f"divide; {_fitting([*heads.values()])}",
                 param="--ranks",
             )
+
+
+def _fitting(heads: list[int]) -> str:
+    fit = [str(ranks) for ranks in range(2, MOST_NAMED + 1) if not any(each % ranks for each in heads)]
+    *others, last = fit or ["no other number"]
+    return f"{', '.join(others)}{' or ' * bool(others)}{last} of up to {MOST_NAMED} ranks can"
 
 
 def _has_pipeline(module: Any) -> bool:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from .... import wire
 from ....common.ports import JOIN_PORT, peer_address
 from ....errors import ModelError, NotNow
-from ....kv.peer.client import lead
+from ....kv.peer.client import lead, mend
 from ....kv.peer.duplex import Duplex
 from ....kv.peer.frames import Lead
 from ....kv.peer.identity import Identity, PeerError
@@ -50,7 +50,9 @@ def reach(load: wire.Load, host: str, clock: Callable[[], float] = time.monotoni
                 why = f"{host} does not join: {error}"
                 raise ModelError(why, code="unavailable", param="--join") from error
             if clock() > until:
-                raise NotNow(f"{host} does not join now: {error}", param="--join") from error
+                more = mend(error)
+                why = f"{host} does not join now: {error}" + f"; {more}" * bool(more)
+                raise NotNow(why, param="--join") from error
         time.sleep(AGAIN_S)
 
 
