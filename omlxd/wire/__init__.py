@@ -458,11 +458,13 @@ class Embedded(Answer, frozen=True, tag="embedded"):
 class Stats(Struct, frozen=True, tag="stats"):
     """Counters and gauges by name; names are listed in engine/server/metrics.py.
 
-    id  of the question; a channel's first id: unasked, as an engine or an adapter ends in order
+    id    of the question; a channel's first id: unasked, as an engine or an adapter ends in order
+    peer  why nothing comes from --peer, a clause; "": it may
     """
 
     id: int
     values: dict[str, float]
+    peer: str = ""
 
 
 class Reserve(Struct, frozen=True, tag="reserve"):

@@ -153,6 +153,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     trouble   why it can't serve, a sentence
     slowed    that its passes are small since a GPU fault, and what lifts that
+    peer      why nothing comes from --peer, a clause
     shares    the model whose engine it is in, which has the other figures of both; "": it has its own
     resident  bytes of the engine process, and of its other ranks
     ranks     where several share the model
@@ -166,6 +167,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     state: str
     trouble: str = ""
     slowed: str = ""
+    peer: str = ""
     shares: str = ""
     pid: int = 0
     starts: int = 0

@@ -149,7 +149,10 @@ def _peer_lines(status: DaemonStatus) -> list[str]:
     )
     text = f"from the peer: {counted(int(files), 'file')}, {human(int(nbytes))}, since the start"
     left_out = not all(values["kv_peer_on"] for values in asked)
-    return [f"{text}; LEFT OUT for now: see the log" if left_out else text]
+    why = " and ".join(dict.fromkeys(model.peer for model in status.models if model.peer))
+    if left_out:
+        return [f"{text}; LEFT OUT for now: {why or 'see the log'}"]
+    return [f"{text}; {why}" if why else text]
 
 
 def written_lines(status: DaemonStatus) -> list[str]:

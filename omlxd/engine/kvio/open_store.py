@@ -285,7 +285,7 @@ class ModelStore:
     def _peer(self) -> Peer:
         """Whom this store asks for blocks that it lacks."""
         from ...kv.peer.client import connected  # Only an engine that has a peer needs these.
-        from ...kv.peer.identity import Identity
+        from ...kv.peer.identity import Identity, PeerError
 
         settings, address = self._settings, peer_address(self._settings.peer)
         identity, namespace = Identity(Path(settings.peer_base)), self.namespace
@@ -293,7 +293,13 @@ class ModelStore:
         def connect(seconds: float) -> AbstractContextManager[Connection]:
             return connected(identity, address, namespace, time.monotonic() + seconds)
 
-        return Peer(settings.peer, connect, self._load.model_id, self._facts)
+        def is_paired() -> bool:
+            try:
+                return bool(identity.paired())
+            except (OSError, PeerError):
+                return True  # Asking it says what is wrong.
+
+        return Peer(settings.peer, connect, self._load.model_id, self._facts, is_paired)
 
     def _checkpointer(self, store: KVStore) -> Checkpointer | None:
         """For a model with state that exists only at a position."""

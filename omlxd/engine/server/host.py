@@ -421,6 +421,12 @@ class EngineHost:
         # A flag or a NumPy number among them would be a frame that the front refuses.
         return {name: float(value) for name, value in values.items()}
 
+    def peer_trouble(self, id: int = 0) -> str:
+        """Why nothing comes from --peer, a clause; "": it may, or there is none."""
+        served = self.adapters.find(id)
+        bridge = self.scheduler.bridges.get(served.adapter) if served is not None else None
+        return bridge.peer.trouble if bridge is not None and bridge.peer is not None else ""
+
     @property
     def disk_hangs(self) -> bool:
         """Whether somebody waits in vain for the SSD cache's folder. Any thread."""

@@ -443,7 +443,8 @@ class EngineService:
             host.tidy_memory(message.trim, message.reset_peak)
         values = host.engine_stats(message.id) if host is not None else {}
         values["device_available_bytes"] = float(memory()[1])
-        self._send(wire.Stats(id=message.id, values=values))
+        peer = host.peer_trouble(message.id) if isinstance(host, EngineHost) else ""
+        self._send(wire.Stats(id=message.id, values=values, peer=peer))
 
     def _send_last_stats(self, host: EngineHost | EmbedderHost, channel: int) -> None:
         """Send the counters of `channel` once more, as it ends. Raises nothing."""

@@ -37,6 +37,7 @@ class EngineMetrics:
     before    (starts, deaths) of engines before this one
     resident  bytes of the engine process, and of its other ranks; 0 without one
     running, waiting  requests; those that wait for a load are among the waiting
+    peer      why nothing comes from --peer; "": it may
     age_s     seconds since a ready engine said the values; 0: it has just done so
     """
 
@@ -49,6 +50,7 @@ class EngineMetrics:
     resident: int = 0
     running: int = 0
     waiting: int = 0
+    peer: str = ""
     age_s: float = 0.0
     totals: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
@@ -122,6 +124,7 @@ class MetricsOf:
         metrics.age_s = 0.0
         if answer is not None:
             metrics.add_counters(answer.values, life)
+            metrics.peer = answer.peer
             metrics.said_at = time.monotonic()
         elif engine.state == "ready":
             metrics.age_s = max(0.001, time.monotonic() - metrics.said_at)
@@ -129,7 +132,7 @@ class MetricsOf:
         metrics.starts, metrics.deaths = starts + engine.starts, deaths + engine.deaths
         metrics.state = engine.state
         if engine.state != "ready":
-            metrics.gauges = {}
+            metrics.gauges, metrics.peer = {}, ""
         if "ranks" in metrics.gauges and engine.info is not None:
             for number, namespace in enumerate((engine.info.namespace, *engine.info.shares)):
                 metrics.gauges[f"rank_{number}_cold_bytes"] = self._engines.cold.bytes_in(namespace)

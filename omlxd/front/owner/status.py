@@ -158,6 +158,7 @@ def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
         state=engine.state,
         trouble=_why_not(engine),
         slowed=engine.slowed,
+        peer=metrics.peer,
         pid=engine.pid or 0,
         shares=engine.shares,
         starts=engine.starts,

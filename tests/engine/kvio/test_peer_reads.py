@@ -117,18 +117,66 @@ def test_what_a_peer_has_is_restored_and_then_our_own(here: tuple[Rig, There, Re
     assert again.hot + again.cold == CACHED and there.connected == 1
 
 
-def test_a_flipped_byte_is_a_miss_and_the_peer_is_left_out(here: tuple[Rig, There, Reference]):
+def flipped(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+def test_a_flipped_byte_is_a_miss_and_several_leave_the_peer_out(
+    here: tuple[Rig, There, Reference], caplog: Any
+):
     rig, there, reference = here
-    there.spoil = lambda at, data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:] if at == 3 else data
+    there.spoil = lambda at, data: flipped(data) if at == 3 else data
     output = run(rig, reference)
     expected = 0 if rig.checkpointer is not None else 3 * BLOCK
-    assert (output.cold, there.reads.stats.bad, there.reads.is_on) == (expected, 1, False)
+    assert (output.cold, there.reads.stats.bad, there.reads.is_on) == (expected, 1, True)
     assert rig.store.stats.corrupt == 0, "nothing of it came to the disk"
+    assert "fails its check" in caplog.text and not there.reads.trouble
+
+    there_look = there.look
+    there.look = lambda names, *_: ([True] * len(names), "")  # type: ignore[method-assign,assignment]
+    there.read = lambda names, sizes: map(bytearray, sizes)  # type: ignore[method-assign,assignment]
+    for seed in (11, 12):
+        assert there.reads.is_on
+        rig.run(prompt(300, seed=seed), 1)
+    assert (there.reads.stats.bad, there.reads.stats.failures, there.reads.is_on) == (3, 1, False)
+    assert there.reads.trouble == "3 files in a row fail their check"
+    there.look = there_look  # type: ignore[method-assign]
     rig.run(prompt(300, seed=1), 1)
-    assert there.connected == 1
+    assert there.connected == 3
     there.now += AWAY_S
     rig.run(prompt(300, seed=2), 1)
-    assert there.connected == 2 and there.reads.is_on
+    assert there.connected == 4 and there.reads.is_on and not there.reads.trouble
+
+
+def test_the_reason_is_said_again_when_it_is_another_and_after_an_answer(
+    here: tuple[Rig, There, Reference], caplog: Any
+):
+    rig, there, _ = here
+    answer = lambda names, *_: ([False] * len(names), "")  # noqa: E731
+
+    def look(why: str) -> Any:
+        def fails(*_: Any) -> Any:
+            raise PeerError(why)
+
+        return fails if why else answer
+
+    for seed, why in enumerate(("is off", "is off", "is full", "", "is full")):
+        there.look = look(why)  # type: ignore[method-assign]
+        rig.run(prompt(200, seed=20 + seed), 1)
+        assert there.reads.trouble == why
+        there.now += 10 * AWAY_S
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    told = [text.rpartition(": ")[2] for text in said if "is left out" in text]
+    assert told == ["is off", "is full", "is full"]
+
+
+def test_without_a_pairing_it_says_what_to_type(here: tuple[Rig, There, Reference], caplog: Any):
+    rig, there, _ = here
+    peer = Peer("there", there.connect, "tiny", {}, is_paired=lambda: False)
+    reads = PeerReads(peer, rig.store, there.rates, rig.scheduler.post, None)
+    assert reads.trouble == "not paired: `omlxd peer pair there`"
+    assert caplog.text.count(reads.trouble) == 1
+    reads.close()
 
 
 def test_files_that_go_away_meanwhile_are_a_miss(here: tuple[Rig, There, Reference]):
@@ -204,3 +252,4 @@ def test_what_does_not_agree_is_logged_once(here: tuple[Rig, There, Reference], 
         rig.run(prompt(200, seed=seed), 1)
     said = "peer there has KV of this model that can't be used: block_size (64, now 16) does not agree"
     assert caplog.text.count(said) == 1
+    assert there.reads.trouble == there.differs

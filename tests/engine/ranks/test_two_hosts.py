@@ -56,7 +56,7 @@ def test_a_peer_behind_a_bad_link(hosts: TwoHosts, tmp_path: Path, capsys: pytes
             pair(Identity(bases[1]), (ADDRESSES[0], port), "AAAA")
         first = b.chat(prompts[0])
         assert text_of(first) == texts[0] and restored(own_usage(first)) == 0
-        wait_until(lambda: "do not trust each other" in b.logged(), why=b.logged)
+        wait_until(lambda: f"not paired: `omlxd peer pair {address}`" in b.logged(), why=b.logged)
 
         assert main(["peer", "code", "--base-path", str(bases[0])]) == 0
         code = capsys.readouterr().out.strip()

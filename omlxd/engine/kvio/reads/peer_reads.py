@@ -3,8 +3,9 @@
 So they are leased, written and counted as any file of it is, and what follows is a restore from SSD. A peer
 is asked once a prompt, where what is missing takes longer than `LEAST_S` to compute; how much of it is read
 the rates say (rates.py), as they are measured. Each file is checked by its digest as it comes. Whatever fails
-is a miss: a peer that can't be asked, or whose bytes are wrong, is left out for `AWAY_S`. The engine thread
-never waits; the prompt does, at most as long as it would take to be computed, or a second.
+is a miss. A file that fails its check is not asked for again; a peer that can't be asked, or gives
+`BAD_IN_A_ROW` of these, is left out for `AWAY_S`. The engine thread never waits; the prompt does, at most as
+long as it would take to be computed, or a second.
 
 A model that keeps state at positions gets the blocks up to the peer's deepest checkpoint, and that.
 """
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 AWAY_S, MOST_AWAY_S = 30.0, 600.0
 """Seconds for which a peer is left out: twice as long after each failure that follows another."""
+BAD_IN_A_ROW = 3
+"""Files that fail their check, one after another, until the peer is left out."""
 LEAST_WAIT_S, UNMEASURED_S = 1.0, 20.0
 """Seconds of reading at most: of a prompt that is computed in less, and while nothing is measured."""
 WRITE_S = 10.0
@@ -55,12 +58,16 @@ class Connection(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Peer:
-    """Whom to ask. connect(s): for at most s seconds; model, facts: of the namespace, to say what differs."""
+    """Whom to ask. connect(s): for at most s seconds; model, facts: of the namespace, to say what differs.
+
+    is_paired()  whether this machine is paired with any
+    """
 
     host: str
     connect: Callable[[float], AbstractContextManager[Connection]]
     model: str
     facts: dict[str, Any]
+    is_paired: Callable[[], bool] = lambda: True
 
 
 @dataclass(slots=True)
@@ -135,13 +142,25 @@ class PeerReads:
         self._own_rates, self._block = rates, store.block_size
         self.rates = Rates(store.block_size, store.cold.format.file_bytes)
         self.stats = PeerStats()
-        self._away_until, self._away_s, self._said = 0.0, AWAY_S, ""
+        self._away_until, self._away_s = 0.0, AWAY_S
+        self._why, self._said = "", ""
+        """Why it is left out, or was and was not asked since; what does not agree."""
+        self._bad, self._bad_in_a_row = set[bytes](), 0
         self._under_way: list[_Ask] = []
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kv-peer")
+        if trouble := self.trouble:
+            log.warning("peer %s: %s", peer.host, trouble)
 
     @property
     def is_on(self) -> bool:
         return self._clock() >= self._away_until
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing comes from it, a clause; "": nothing is known against it. Any thread."""
+        if not self._peer.is_paired():
+            return f"not paired: `omlxd peer pair {self._peer.host}`"
+        return self._why or self._said
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -185,24 +204,28 @@ class PeerReads:
 
     def _run(self, ask: _Ask) -> None:
         try:
+            if not self._peer.is_paired():  # It may be any moment: nothing is left out for that.
+                return
             with self._peer.connect(ask.most_s) as connection:
                 self._read(ask, connection)
             if self._away_until:
                 log.info("peer %s answers again", self._peer.host)
-                self._away_until, self._away_s = 0.0, AWAY_S
+                self._away_until, self._away_s, self._why = 0.0, AWAY_S, ""
         except PeerError as error:
             self.stats.failures += 1
             self._leave_out(str(error))
         except Exception:
             log.exception("peer %s: reading failed", self._peer.host)
-            self._leave_out("see above")
+            self._leave_out("reading failed: see the log")
         finally:
             self._post(lambda: self._end(ask))
 
     def _leave_out(self, why: str) -> None:
-        level = logging.DEBUG if self._away_until else logging.WARNING
+        level = logging.DEBUG if why == self._why else logging.WARNING
         log.log(level, "peer %s is left out for %.0f s: %s", self._peer.host, self._away_s, why)
-        self._away_until = self._clock() + self._away_s
+        self._away_until, self._why = self._clock() + self._away_s, why
+        self._bad.clear()
+        self._bad_in_a_row = 0
         self._away_s = min(2 * self._away_s, MOST_AWAY_S)
 
     def _read(self, ask: _Ask, connection: Connection) -> None:
@@ -238,8 +261,9 @@ class PeerReads:
         ends = range(ask.resume + 1, ask.limit + 1) if states is not None else range(0)
         asked = [*names, *(checkpoint_name(hashes[end - 1]) for end in ends)]
         there, differs = connection.look(asked, self._peer.model, self._peer.facts)
-        if differs and differs != self._said:
-            self._said = differs
+        there = [is_there and name not in self._bad for is_there, name in zip(there, asked, strict=True)]
+        said, self._said = self._said, differs
+        if differs and differs != said:
             log.warning("peer %s has KV of this model that can't be used: %s", self._peer.host, differs)
         reach = ask.have + (there.index(False) if False in there[: len(names)] else len(names))
         if states is None:
@@ -252,10 +276,19 @@ class PeerReads:
         return [*blocks, states.file_at(hashes[deepest - 1], deepest * self._block)]
 
     def _take(self, key: BlockKey, tier: ColdTier, data: bytearray, written: _Written) -> bool:
-        """Have a file written. False: there is no room. Raises PeerError if it fails its check."""
+        """Have a file written. False: it fails its check, or there is no room.
+
+        Raises PeerError for the last bad one of several in a row.
+        """
         if not tier.format.is_file_of(key, memoryview(data)):
             self.stats.bad += 1
-            raise PeerError(f"what it sent as {tier.path_of(key.block_hash)} fails its check")
+            self._bad.add(key.block_hash)
+            self._bad_in_a_row += 1
+            if self._bad_in_a_row >= BAD_IN_A_ROW:
+                raise PeerError(f"{BAD_IN_A_ROW} files in a row fail their check")
+            log.warning("peer %s: its %s fails its check", self._peer.host, tier.path_of(key.block_hash))
+            return False
+        self._bad_in_a_row = 0
         flusher = self._store.flusher
         assert flusher is not None
         if flusher.is_removing(key.block_hash) or not self._writer.wait_for_room(len(data), WRITE_S):
