@@ -213,6 +213,12 @@ def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path, monkeypatch
         assert network.check_port(settings(tmp_path, port=port, api_key="k")).verdict == "ok"
 
 
+def test_a_peer_that_gives_nothing(tmp_path: Path):
+    assert network.check_peer(settings(tmp_path, port="0")) == []
+    [found] = network.check_peer(settings(tmp_path, port="0", peer="192.0.2.1"))
+    assert (found.verdict, "not paired: `omlxd peer pair 192.0.2.1`" in found.text) == ("warn", True)
+
+
 def test_the_cache_of_the_daemon_that_answers_is_looked_at(tmp_path: Path, quick, capsys):
     """A shell with other settings looks at a daemon by its address."""
     with Daemon(tmp_path) as daemon:

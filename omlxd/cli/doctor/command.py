@@ -122,12 +122,13 @@ def examine(
         ("written", lambda: disk.check_written(kept)),
         ("address", lambda: network.check_exposure(settings)),
         ("port", lambda: network.check_port(settings)),
+        ("peer", lambda: network.check_peer(settings)),
         ("draft model", lambda: models.check_parts(settings)),
         ("model", lambda: models.check_models(settings)),
         ("clients", lambda: network.check_clients(settings)),
     ]
     if disk_test and has_ssd_cache(kept):
-        checks.insert(-5, ("disk", lambda: disk.check_speed(kept)))
+        checks.insert(-6, ("disk", lambda: disk.check_speed(kept)))
     for name, check in checks:
         try:
             result = check()

@@ -20,10 +20,15 @@ from ...config import Settings, is_loopback
 from ...config.address import recorded_address
 from ...errors import ConfigError
 from ...kv.files.paths import LOCK_NAME
+from ...kv.peer.identity import Identity
 from ..daemon.client import DaemonError, daemon_of
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
+MEND_PEER = (
+    "There, `omlxd serve --peer-listen` runs with the same model and settings, and `omlxd peer code` and "
+    "`omlxd peer pair` here pair the two."
+)
 SHELLS = "by this shell's settings; the daemon that answers"
 
 
@@ -108,6 +113,18 @@ def check_exposure(settings: Settings) -> Finding:
         f"{settings.host}: other machines reach the daemon, over plain HTTP with a key",
         "Put a TLS proxy before it, or leave --host at 127.0.0.1.",
     )
+
+
+def check_peer(settings: Settings) -> list[Finding]:
+    """Check --peer: paired, and nothing that the daemon says against it."""
+    found = set[str]()
+    with contextlib.suppress(ConfigError, DaemonError):
+        found = {model.peer for model in daemon_of(settings).status(_SECONDS).models}
+    if settings.peer:
+        found.add(Identity(settings.base_path).why_unpaired(settings.peer))
+    if troubles := sorted(found - {""}):
+        return [warn("peer", f"nothing comes from --peer: {why}", MEND_PEER) for why in troubles]
+    return [ok("peer", f"{settings.peer} is asked for KV that this cache lacks")] if settings.peer else []
 
 
 # --------------------------------------------------------------------------- clients

@@ -285,7 +285,7 @@ class ModelStore:
     def _peer(self) -> Peer:
         """Whom this store asks for blocks that it lacks."""
         from ...kv.peer.client import connected  # Only an engine that has a peer needs these.
-        from ...kv.peer.identity import Identity, PeerError
+        from ...kv.peer.identity import Identity
 
         settings, address = self._settings, peer_address(self._settings.peer)
         identity, namespace = Identity(Path(settings.peer_base)), self.namespace
@@ -293,13 +293,10 @@ class ModelStore:
         def connect(seconds: float) -> AbstractContextManager[Connection]:
             return connected(identity, address, namespace, time.monotonic() + seconds)
 
-        def is_paired() -> bool:
-            try:
-                return bool(identity.paired())
-            except (OSError, PeerError):
-                return True  # Asking it says what is wrong.
+        def unpaired() -> str:
+            return identity.why_unpaired(settings.peer)
 
-        return Peer(settings.peer, connect, self._load.model_id, self._facts, is_paired)
+        return Peer(settings.peer, connect, self._load.model_id, self._facts, unpaired)
 
     def _checkpointer(self, store: KVStore) -> Checkpointer | None:
         """For a model with state that exists only at a position."""

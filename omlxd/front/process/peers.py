@@ -66,6 +66,21 @@ def _addresses() -> list[str]:
     ]
 
 
+def peer_rows(settings: Settings, listening: socket.socket | None) -> list[tuple[str, str]]:
+    """Say for the start page where the cache is shared, and whose is asked."""
+    rows: list[tuple[str, str]] = []
+    if listening is not None:
+        host, port = listening.getsockname()[:2]
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        rows.append(("peers", f"shares its cache with paired machines at {at}"))
+    if settings.peer:
+        from ...kv.peer.identity import Identity
+
+        unpaired = Identity(settings.base_path).why_unpaired(settings.peer)
+        rows.append(("peer", f"{settings.peer}: {unpaired or 'is asked for what this cache lacks'}"))
+    return rows
+
+
 def share_cache(settings: Settings, listening: socket.socket | None) -> PeerServer | None:
     """Begin to answer peers. Raises OSError."""
     if listening is None:

@@ -38,7 +38,7 @@ from ..http.settings import KeyRing
 from .logs import Logs
 from .notify import Notifier
 from .own_process import allow_many_files, leave, make_base, pool_and_stop, what_to_do
-from .peers import open_peer_socket, share_cache
+from .peers import open_peer_socket, peer_rows, share_cache
 from .sockets import AT_ONCE, CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, urls_of
 
 if TYPE_CHECKING:  # Imported once the socket listens.
@@ -146,10 +146,11 @@ async def _serve(
         return 0
     app = _make_app(pool, settings, sockets, keys, stop)
     urls, place = urls_of(sockets), sockets[0].getsockname()[:2]
+    peers = peer_rows(settings, for_peers)
     server = _start_server(app, sockets, stop)  # It takes the sockets.
     if not of_command:
         record_address(settings.base_path, *place)
-    page = _start_page(pool, settings, urls, keys, logs)
+    page = _start_page(pool, settings, urls, keys, logs, peers)
     asyncio.get_running_loop().call_later(CACHE_INDEX_AFTER_S, app.state.cache_index.begin)
     return await _serve_until(stop, pool, server, page, notify, urls)
 
@@ -198,7 +199,12 @@ def _start_server(app: Starlette, sockets: list[socket.socket], stop: asyncio.Ev
 
 
 def _start_page(
-    pool: EnginePool, settings: Settings, urls: str, keys: KeyRing, logs: Logs
+    pool: EnginePool,
+    settings: Settings,
+    urls: str,
+    keys: KeyRing,
+    logs: Logs,
+    peers: list[tuple[str, str]],
 ) -> asyncio.Task[str]:
     """Print where we listen; the rest of the page follows. It gives what keeps the daemon from serving."""
     from .start_page import print_address, print_start_page
@@ -206,7 +212,7 @@ def _start_page(
     default = pool.default()
     print_address(urls, default.model_id if default else "none")
     page = asyncio.create_task(
-        print_start_page(pool, settings, urls.partition(" ")[0], key_required=keys.required),
+        print_start_page(pool, settings, urls.partition(" ")[0], key_required=keys.required, peers=peers),
         name="start page",
     )
     page.add_done_callback(lambda _: logs.page_is_printed())

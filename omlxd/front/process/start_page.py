@@ -39,12 +39,20 @@ def print_address(urls: str, model: str) -> None:
         print(f"omlxd {__version__} listening on {urls} (model {model})", flush=True)
 
 
-async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, key_required: bool) -> str:
+async def print_start_page(
+    pool: EnginePool,
+    settings: Settings,
+    url: str,
+    *,
+    key_required: bool,
+    peers: Sequence[tuple[str, str]] = (),
+) -> str:
     """Wait until the default model is loaded, or can't be, and print the page.
 
     Returns why its files are no model, and prints nothing then; else "".
 
-    url  the first address, as a client writes it
+    url    the first address, as a client writes it
+    peers  rows on --peer-listen and --peer
     """
     engine = pool.default()
     trouble = engine.trouble if engine is not None else ""
@@ -64,6 +72,7 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
         rows.append(("", _cap(settings, stats, complete)))
     if stats is not None and settings.hot_cache_bytes == 0:
         rows.append(("", "none in RAM: --hot-cache-max-size 0 means no RAM cache; auto: as memory allows"))
+    rows += peers
     rows.append(("page", f"{url}/"))
     if engine is not None and not trouble:
         rows += _commands(engine, url, settings, key_required)

@@ -148,6 +148,12 @@ class Identity:
                 f"{self.folder / 'paired.json'} makes no sense: remove it and pair again"
             ) from error
 
+    def why_unpaired(self, peer: str) -> str:
+        """Say that nothing is paired, without which `peer` can't be asked; "": asking it may go well."""
+        with contextlib.suppress(OSError, PeerError):
+            return "" if self.paired() else f"not paired: `omlxd peer pair {peer}`"
+        return ""
+
     def is_paired(self, certificate: bytes) -> bool:
         return fingerprint(certificate) in {each.fingerprint for each in self.paired()}
 

@@ -170,11 +170,11 @@ def test_the_reason_is_said_again_when_it_is_another_and_after_an_answer(
     assert told == ["is off", "is full", "is full"]
 
 
-def test_without_a_pairing_it_says_what_to_type(here: tuple[Rig, There, Reference], caplog: Any):
+def test_without_a_pairing_it_says_so_once(here: tuple[Rig, There, Reference], caplog: Any):
     rig, there, _ = here
-    peer = Peer("there", there.connect, "tiny", {}, is_paired=lambda: False)
+    peer = Peer("there", there.connect, "tiny", {}, unpaired=lambda: "not paired")
     reads = PeerReads(peer, rig.store, there.rates, rig.scheduler.post, None)
-    assert reads.trouble == "not paired: `omlxd peer pair there`"
+    assert reads.trouble == "not paired"
     assert caplog.text.count(reads.trouble) == 1
     reads.close()
 

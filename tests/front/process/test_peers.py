@@ -9,7 +9,7 @@ import pytest
 
 from omlxd.config import Settings, load_settings
 from omlxd.errors import ConfigError
-from omlxd.front.process.peers import open_peer_socket
+from omlxd.front.process.peers import open_peer_socket, peer_rows
 from omlxd.front.process.sockets import CannotListen
 
 
@@ -39,6 +39,9 @@ def test_it_listens_at_the_address_alone(tmp_path: Path):
     with made:
         host, port = made.getsockname()
         assert host == "127.0.0.1"
+        rows = peer_rows(settings(tmp_path, peer="192.0.2.1"), made)
+        assert rows[0] == ("peers", f"shares its cache with paired machines at 127.0.0.1:{port}")
+        assert rows[1] == ("peer", "192.0.2.1: not paired: `omlxd peer pair 192.0.2.1`")
         with pytest.raises(CannotListen, match=f"in use; give another one, as 127.0.0.1:{port + 1}"):
             open_peer_socket(settings(tmp_path, peer_listen=f"127.0.0.1:{port}"))
         with socket.create_connection((host, port), 5):

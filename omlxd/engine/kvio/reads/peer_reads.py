@@ -60,14 +60,14 @@ class Connection(Protocol):
 class Peer:
     """Whom to ask. connect(s): for at most s seconds; model, facts: of the namespace, to say what differs.
 
-    is_paired()  whether this machine is paired with any
+    unpaired()  that this machine is paired with none, a clause; "": it is with some
     """
 
     host: str
     connect: Callable[[float], AbstractContextManager[Connection]]
     model: str
     facts: dict[str, Any]
-    is_paired: Callable[[], bool] = lambda: True
+    unpaired: Callable[[], str] = lambda: ""
 
 
 @dataclass(slots=True)
@@ -158,9 +158,7 @@ class PeerReads:
     @property
     def trouble(self) -> str:
         """Why nothing comes from it, a clause; "": nothing is known against it. Any thread."""
-        if not self._peer.is_paired():
-            return f"not paired: `omlxd peer pair {self._peer.host}`"
-        return self._why or self._said
+        return self._peer.unpaired() or self._why or self._said
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -204,7 +202,7 @@ class PeerReads:
 
     def _run(self, ask: _Ask) -> None:
         try:
-            if not self._peer.is_paired():  # It may be any moment: nothing is left out for that.
+            if self._peer.unpaired():  # It may be any moment: nothing is left out for that.
                 return
             with self._peer.connect(ask.most_s) as connection:
                 self._read(ask, connection)
