@@ -241,6 +241,12 @@ class Home(Struct, frozen=True, tag="home"):
     hot_cache_bytes: int | None = None
 
 
+class ColdBytes(Struct, frozen=True, tag="cold_bytes"):
+    """Bytes of such a rank's files on its own machine's SSD."""
+
+    nbytes: int
+
+
 class GetStats(Struct, frozen=True, tag="get_stats"):
     """`trim`, `reset_peak`: before it answers, give memory back, count MLX's peak anew."""
 

@@ -200,6 +200,7 @@ class Pong(Struct, frozen=True, tag="pong"):
 
     pid, resident_bytes  of its process, on whatever host
     kv_cold_tier_on      its disk works; kv_cold_disk_full: it does not, as it is full
+    kv_cold_bytes        of its files, on another machine; -1: not known, or rank 0's machine knows
     """
 
     pid: int = 0
@@ -212,6 +213,7 @@ class Pong(Struct, frozen=True, tag="pong"):
     kv_store_queue_bytes: int = 0
     kv_cold_tier_on: bool = True
     kv_cold_disk_full: bool = False
+    kv_cold_bytes: int = -1
 
 
 class Closed(Struct, frozen=True, tag="closed"):

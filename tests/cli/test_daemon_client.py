@@ -14,8 +14,10 @@ import pytest
 
 from omlxd.cli.daemon import client as daemon_client
 from omlxd.cli.daemon.client import Daemon, DaemonError, NoDaemon
+from omlxd.cli.doctor import network
+from omlxd.cli.main import main
 from omlxd.config import load_settings
-from omlxd.config.address import FILE_NAME, record_address
+from omlxd.config.address import FILE_NAME, JOIN_NAME, record_address, record_join
 
 
 @pytest.fixture
@@ -66,6 +68,29 @@ def test_an_address_that_a_killed_daemon_left_is_passed_over(tmp_path: Path):
     for text in ("", "1 2", "x 127.0.0.1 8114"):
         (tmp_path / FILE_NAME).write_text(text)
         assert daemon_client._recorded(tmp_path) == []
+
+
+def test_a_join_is_told_and_not_asked(tmp_path: Path, monkeypatch, capsys):
+    """It speaks TLS, and would log a request by HTTP as one that it refuses."""
+    monkeypatch.setenv("OMLXD_BASE_PATH", str(tmp_path))
+    monkeypatch.setenv("OMLXD_PORT", "9")
+    monkeypatch.setattr(daemon_client, "holder", lambda root: os.getpid())
+    settings = load_settings({})
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        record_join(tmp_path, *listening.getsockname())
+        assert daemon_client.find_daemon(None) == Daemon("http://127.0.0.1:9")
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+        port = listening.getsockname()[1]
+    here = f"`omlxd join` runs here (process {os.getpid()}, at 127.0.0.1:{port}) and "
+    assert main(["status"]) == 1
+    assert f"No daemon answers at http://127.0.0.1:9, but {here}waits for a lead" in capsys.readouterr().err
+    record_join(tmp_path, "127.0.0.1", port, "org/qwen for 10.0.0.1")
+    found = network.check_port(settings)
+    assert found.text.endswith(f"no daemon listens there, but {here}has a share of org/qwen for 10.0.0.1")
+    (tmp_path / JOIN_NAME).write_text(f"{subprocess_that_ended()} 127.0.0.1 {port}\n")
+    assert daemon_client.join_here(settings) == ""
 
 
 def subprocess_that_ended() -> int:

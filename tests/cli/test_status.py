@@ -15,7 +15,7 @@ from rich.console import Console
 
 from omlxd.cli import main
 from omlxd.cli.daemon.client import DaemonError, NoDaemon
-from omlxd.cli.daemon.owner_api import AwakeStatus, ColdStatus, DaemonStatus, ModelStatus
+from omlxd.cli.daemon.owner_api import AwakeStatus, ColdStatus, DaemonStatus, ModelStatus, RankStatus
 from omlxd.cli.watch import top
 from omlxd.cli.watch.status import as_text, duration, hit_rate, rate
 
@@ -112,6 +112,11 @@ def test_status_as_text():
     assert "org/tiny: requests by priority: 2 of 0, 4 of 1" in told
     link = {"exchanges_per_step": 48.0, "latency_us": 16_282.0, "bytes_per_s": 21e6, "step_share": 0.22}
     told = as_text(status(model(values={f"link_{name}": value for name, value in link.items()})), URL)
+    held = {"pid": 9, "resident": 10**9, "mlx": 10**8, "hot": 0}
+    ranks = RankStatus(rank=0, cold=10**6, **held), RankStatus(rank=1, host="10.0.0.2", cold=None, **held)
+    shown = as_text(status(model(ranks=ranks)), URL)
+    assert "rank 0 is process 9: 1 GB, MLX 100 MB, RAM tier 0 bytes, SSD 1 MB\n" in shown
+    assert "rank 1 on 10.0.0.2 is process 9: 1 GB, MLX 100 MB, RAM tier 0 bytes\n" in shown
     assert (
         "org/tiny: between ranks: the 48 exchanges of a step take 782 ms alone, 22% of its time; "
         "one takes 16,282 µs, and a large one 21 MB/s" in told.splitlines()

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from ...config import Settings, is_loopback, load_settings
-from ...config.address import recorded_address
+from ...config.address import recorded_address, recorded_join
 from ...config.keys import NONE_LEFT
 from ...errors import ConfigError, OmlxdError
 from ...kv.files.paths import LOCK_NAME
@@ -203,7 +203,7 @@ def find_daemon(url: str | None, settings: Settings | None = None) -> Daemon:
         own = [daemon_of(settings).url] if settings.port else []
         named = own and any(settings.sources[name] != "default" for name in ("host", "port"))
         recorded = [] if named else _recorded(settings.base_path)
-        others = _addresses_of_holder(settings.paged_ssd_cache_dir)
+        others = [] if join_here(settings) else _addresses_of_holder(settings.paged_ssd_cache_dir)
         for where in recorded + own + others if recorded or others else []:
             with contextlib.suppress(DaemonError):
                 (daemon := Daemon(where, settings.api_key)).version(ANSWER_S)
@@ -226,6 +226,17 @@ def daemon_of(settings: Settings) -> Daemon:
             f"{settings.sources['port']}: port 0 is any free one; say with --url where the daemon listens."
         )
     return Daemon(_url(settings.host, settings.port), settings.api_key)
+
+
+def join_here(settings: Settings) -> str:
+    """Say what the `omlxd join` with this base folder does, which answers no HTTP; "": none runs."""
+    if (found := recorded_join(settings.base_path)) is None:
+        return ""
+    pid, host, port, share, written = found
+    if not _began_before(pid, written):
+        return ""
+    does = f"has a share of {share}" if share else "waits for a lead"
+    return f"`omlxd join` runs here (process {pid}, at {host}:{port}) and {does}"
 
 
 def _url(host: str, port: int) -> str:

@@ -131,21 +131,26 @@ class RankStatus(msgspec.Struct, kw_only=True):
     """One of several ranks that share a model. Bytes of its process, of MLX's arrays, of its RAM tier, and of
     its files on SSD.
 
+    host  that joined; "": the daemon's own
+    cold  None: not known
     disk  `full` or `off` while its disk takes nothing; "": it works
     """
 
     rank: int
+    host: str = ""
     pid: int
     resident: int
     mlx: int
     hot: int
-    cold: int
+    cold: int | None
     disk: str = ""
 
     def __str__(self) -> str:
         disk = {"full": "; its disk is FULL", "off": "; its disk FAILS"}.get(self.disk, "")
         held = f"{human(self.resident)}, MLX {human(self.mlx)}, RAM tier {human(self.hot)}"
-        return f"rank {self.rank} is process {self.pid}: {held}, SSD {human(self.cold)}{disk}"
+        cold = "" if self.cold is None else f", SSD {human(self.cold)}"
+        at = f" on {self.host}" * bool(self.host)
+        return f"rank {self.rank}{at} is process {self.pid}: {held}{cold}{disk}"
 
 
 class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):

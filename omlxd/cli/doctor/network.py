@@ -21,7 +21,7 @@ from ...config.address import recorded_address
 from ...errors import ConfigError
 from ...kv.files.paths import LOCK_NAME
 from ...kv.peer.identity import Identity
-from ..daemon.client import DaemonError, daemon_of
+from ..daemon.client import DaemonError, daemon_of, join_here
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
@@ -38,7 +38,8 @@ def check_port(settings: Settings) -> Finding:
     if not port:
         return ok("port", "0: any free one is taken")
     if _is_free(host, port):
-        return ok("port", f"{port} on {host} is free; no daemon listens there")
+        does = join_here(settings)
+        return ok("port", f"{port} on {host} is free; no daemon listens there{f', but {does}' * bool(does)}")
     daemon = daemon_of(settings)
     try:
         version = daemon.version(_SECONDS)

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ...common.units import counted, human, most_text
-from ..daemon.client import add_url, find_daemon
+from ...config import load_settings
+from ..daemon.client import NoDaemon, add_url, find_daemon, join_here
 from ..daemon.owner_api import AwakeStatus, DaemonStatus, ModelStatus
 
 RESTORED = ("prefix_cache_hits_hot_total", "prefix_cache_hits_cold_total")
@@ -55,7 +56,12 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(argv)
     daemon = find_daemon(args.url)
-    status = daemon.status()
+    try:
+        status = daemon.status()
+    except NoDaemon:
+        if args.url is None and (does := join_here(load_settings({}))):
+            raise NoDaemon(f"No daemon answers at {daemon.url}, but {does}; ask the lead.") from None
+        raise
     print(as_json(status) if args.json else as_text(status, daemon.url))
     return 0
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ... import wire
 from ...common.units import MOST_CACHE
 from ...config import Settings, full_name
+from ...config.address import record_join
 from ...errors import ModelError, OmlxdError
 from ...kv.peer.duplex import Duplex
 from ...kv.peer.frames import Channel, Echo, Follows, Lead, Refused
@@ -53,10 +54,11 @@ class JoinHost(Listener):
     ):
         super().__init__(Identity(settings.base_path), listening)
         self._settings, self._cold, self._folder = settings, cold, folder
-        self._command = command
+        self._command, self._at = command, listening.getsockname()[:2]
         self._loop = asyncio.get_running_loop()
         self._taking = threading.Lock()
         self._share: Share | None = None
+        self._record("")
 
     def close(self) -> None:
         super().close()
@@ -89,11 +91,17 @@ class JoinHost(Listener):
         try:
             channel.send(Follows())
             assert isinstance(channel.socket, ssl.SSLSocket)
+            self._record(f"{asked.model} for {host}")
             share.carry(Duplex(channel.socket))
         finally:
             share.end()
+            self._record("")
         log.info("%s leads no more: waits", host)
         return False
+
+    def _record(self, share: str) -> None:
+        """For `omlxd status` on this machine."""
+        record_join(self._settings.base_path, *self._at, share)
 
     def _take(self, asked: Lead, channel: Channel, certificate: bytes) -> Share:
         """Start a rank. Raises OmlxdError."""

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 END_S = 0.5
 """Seconds for a rank to end by itself once its lead is gone."""
+TELL_S = 2.0
+"""Seconds between looks at what its files take."""
 STUCK_S = 4
 """Seconds in which a rank that lives reads what it is sent: a thread of its own does nothing else."""
 _READ = 1 << 16
@@ -93,13 +95,24 @@ class Share:
                 target.sendall(data)
         self.end()
 
+    async def _tell(self, link: EngineLink, namespace: str) -> None:
+        """Tell the rank what its files take, as its lead shows."""
+        told = -1
+        while True:
+            if (now := self._cold.bytes_in(namespace)) != told:
+                link.send(wire.ColdBytes(now))
+                told = now
+            await asyncio.sleep(TELL_S)
+
     async def _live(self, link: EngineLink) -> None:
         """Until the process has ended."""
         account = self._cold.account(link.send, link.pid)
+        telling = list[asyncio.Task[None]]()
 
         def handle(message: Any) -> None:
             if isinstance(message, wire.Loaded):
                 account.model_loaded(message.info.namespace, self._home.model_path)
+                telling.append(asyncio.create_task(self._tell(link, message.info.namespace)))
                 log.info("has its share of %s", self.model)
             elif isinstance(
                 message, wire.Reserve | wire.Released | wire.Stored | wire.Dropped | wire.Touched
@@ -116,7 +129,8 @@ class Share:
             log.info("the rank of %s has ended: %s", self.model, await receiving)
         finally:
             link.kill()
-            over.cancel()
+            for task in (over, *telling):
+                task.cancel()
             await link.close()
             account.process_ended()
             self.end()

@@ -134,7 +134,9 @@ class MetricsOf:
         if engine.state != "ready":
             metrics.gauges, metrics.peer = {}, ""
         if "ranks" in metrics.gauges and engine.info is not None:
-            for number, namespace in enumerate((engine.info.namespace, *engine.info.shares)):
+            namespaces = engine.info.namespace, *engine.info.shares
+            here = len(namespaces) - len(engine.settings.join or ())  # The others say it themselves.
+            for number, namespace in enumerate(namespaces[:here]):
                 metrics.gauges[f"rank_{number}_cold_bytes"] = self._engines.cold.bytes_in(namespace)
         others = (rank.get("resident_bytes", 0) for number, rank in metrics.ranks().items() if number)
         metrics.resident = (resident(engine.pid) or 0) + sum(others)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -166,7 +167,7 @@ def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
         running=metrics.running,
         waiting=metrics.waiting,
         by_priority=engine.by_priority,
-        ranks=tuple(_rank(number, values) for number, values in metrics.ranks().items()),
+        ranks=_ranks(metrics.ranks(), engine.settings.join or ()),
         values={
             **metrics.totals,
             **{name: value for name, value in metrics.gauges.items() if not OF_RANK.fullmatch(name)},
@@ -181,15 +182,24 @@ def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
     return status
 
 
-def _rank(number: int, values: dict[str, int]) -> RankStatus:
+def _ranks(found: dict[int, dict[str, int]], join: Sequence[str]) -> tuple[RankStatus, ...]:
+    """`join`: hosts of the last ones."""
+    hosts = [*[""] * (len(found) - len(join)), *join]
+    return tuple(
+        _rank(number, found[number], host) for number, host in zip(sorted(found), hosts, strict=False)
+    )
+
+
+def _rank(number: int, values: dict[str, int], host: str) -> RankStatus:
     works, full = values.get("kv_cold_tier_on", 1), values.get("kv_cold_disk_full", 0)
     return RankStatus(
         rank=number,
+        host=host,
         pid=values.get("pid", 0),
         resident=values.get("resident_bytes", 0),
         mlx=values.get("mlx_active_bytes", 0),
         hot=values.get("kv_hot_bytes", 0),
-        cold=values.get("cold_bytes", 0),
+        cold=values.get("cold_bytes"),
         disk="" if works else "full" if full else "off",
     )
 

@@ -205,7 +205,7 @@ function tiers(status) {
 
 function ofRank(rank) {
   const disk = { full: "; its disk is full", off: "; its disk fails" }[rank.disk] ?? "";
-  return h("div", { class: disk ? "problem" : "hint" }, `rank ${rank.rank}: process ${rank.pid}, ${bytes(rank.resident)}; MLX ${bytes(rank.mlx)}, RAM tier ${bytes(rank.hot)}, SSD ${bytes(rank.cold)}${disk}`);
+  return h("div", { class: disk ? "problem" : "hint" }, `rank ${rank.rank}${rank.host ? ` on ${rank.host}` : ""}: process ${rank.pid}, ${bytes(rank.resident)}; MLX ${bytes(rank.mlx)}, RAM tier ${bytes(rank.hot)}${rank.cold == null ? "" : `, SSD ${bytes(rank.cold)}`}${disk}`);
 }
 
 function engines(status) {

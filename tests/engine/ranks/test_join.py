@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -183,6 +184,12 @@ def text(daemon: Daemon, prompt: str) -> tuple[str, bool]:
     return f"{message.get('reasoning_content')}{message['content']}", restored(own_usage(answer)) > 0
 
 
+def rank_of(daemon: Daemon) -> dict[str, Any]:
+    """What the status says of the rank on the other machine."""
+    ranks = daemon.http.get("/omlxd/status").json()["models"][0].get("ranks") or [{}, {"cold": 0}]
+    return ranks[1]
+
+
 @pytest.mark.slow
 def test_two_machines_give_the_tokens_of_two_ranks_whatever_dies(tmp_path: Path):
     model, cap = family_model("llama"), ("--paged-ssd-cache-max-size", str(CAP))
@@ -194,6 +201,12 @@ def test_two_machines_give_the_tokens_of_two_ranks_whatever_dies(tmp_path: Path)
             assert text(daemon, PROMPT) == (expected[0], False)
             assert text(daemon, PROMPT) == (expected[0], True)  # From RAM.
             assert text(daemon, LONGER) == (expected[1], True)  # What both begin with.
+            # What its files take is known there alone.
+            wait_until(
+                lambda: rank_of(daemon)["cold"] > 0 and rank_of(daemon)["host"] == host.address,
+                why=daemon.logged,
+            )
+            assert rank_of(daemon)["pid"] == host.follower().pid
             for ended in ("follower", "lead", "stopped follower", "waiting"):
                 daemon.settled()
                 lead, follower = psutil.Process(daemon.engine_pid()), host.follower()

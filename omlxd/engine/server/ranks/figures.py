@@ -95,3 +95,5 @@ def add_figures(values: dict[str, float], ranks: Sequence[Pong]) -> None:
         values["kv_cold_disk_full"] = all(rank.kv_cold_disk_full for rank in off)
     for number, rank in enumerate(ranks):
         values.update({f"rank_{number}_{name}": getattr(rank, name) for name in _SHOWN})
+        if rank.kv_cold_bytes >= 0:  # Of the others the front knows.
+            values[f"rank_{number}_cold_bytes"] = rank.kv_cold_bytes

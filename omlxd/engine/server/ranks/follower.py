@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from .... import wire
 from ....common.ports import free_addresses
 from ....errors import ModelError, OmlxdError
@@ -138,7 +140,8 @@ class Follower:
 
     def _held(self) -> plan.Pong:
         """For a ping. Any thread."""
-        return held(self._bridge.store if self._bridge is not None else None)
+        own = held(self._bridge.store if self._bridge is not None else None)
+        return own if self._home is None else replace(own, kv_cold_bytes=self._home.cold_bytes)
 
     def _give_memory_back(self, everything: bool = False) -> None:
         if self._bridge is not None:

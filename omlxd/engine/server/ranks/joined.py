@@ -83,6 +83,7 @@ class Home:
         self._said: queue.SimpleQueue[wire.Home] = queue.SimpleQueue()
         self.lease = FrontLease(self.send)
         self.address = ""
+        self.cold_bytes = -1
         threading.Thread(target=self._read, name="home", daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -94,11 +95,13 @@ class Home:
                 return  # The reader ends this process.
 
     def _read(self) -> None:
-        decoder = wire.FrameDecoder(wire.Home | wire.Grant)
+        decoder = wire.FrameDecoder(wire.Home | wire.Grant | wire.ColdBytes)
         while data := self._receive():
             for message in decoder.feed(data):
                 if isinstance(message, wire.Grant):
                     self.lease.granted(message)
+                elif isinstance(message, wire.ColdBytes):
+                    self.cold_bytes = message.nbytes
                 else:
                     self._said.put(message)
         mlx_adapter.release_memory()
