@@ -60,6 +60,7 @@ and questions begin at that times this, those of the model at 0, or at `Load.cha
 class CacheSettings(Struct, frozen=True):
     """KV store settings of one engine. Sizes in bytes; `cold_dir` empty: no cold tier.
 
+    hot_parts   ranks on this machine, which have `hot_cache_bytes` None in common
     cold_cache_bytes  limit of the cold tier, over all engines; 0: not known
     admission   which blocks are written (kv/cold/flusher.py). write_back: not before they leave RAM or idle
     peer        another omlxd, `HOST[:PORT]`, that is asked for blocks; "": none
@@ -71,6 +72,7 @@ class CacheSettings(Struct, frozen=True):
     block_size: int = 64
     initial_blocks: int = 256
     hot_cache_bytes: int | None = None
+    hot_parts: int = 1
     cold_dir: str = ""
     cold_cache_bytes: int = 0
     admission: str = "always"

@@ -46,12 +46,13 @@ def evict_unused(store: KVStore, wait_s: float = WAIT_S) -> None:
 class HotBudget:
     """Call it for the budget in bytes. `limit` None: as much as is safe; `used`: the tier's bytes now.
 
+    parts  processes that have the machine's memory in common, this one among them
     share  what the front leaves to this engine beside the others; None: all
     promised  bytes that requests which were admitted have still to take
     """
 
-    def __init__(self, limit: int | None, used: Callable[[], int]):
-        self._limit = limit
+    def __init__(self, limit: int | None, used: Callable[[], int], parts: int = 1):
+        self._limit, self._parts = limit, parts
         self._used = used
         self._read_at = float("-inf")
         self._budget = 0
@@ -72,8 +73,10 @@ class HotBudget:
             if mlx_adapter.backend() == "metal":  # `memory` does not see what other programs hold there.
                 available = min(available, available_ram(self._used()) + mx.get_cache_memory())
             reserve = max(RESERVE_BYTES, int(total * RESERVE_FRACTION))
-            spare = max(0, self._used() + available - reserve - self.promised())
-            self._budget = min(int(total * MOST_FRACTION), spare)
+            # On other backends each process has a GPU of its own.
+            parts = self._parts if mlx_adapter.backend() in ("cpu", "metal") else 1
+            spare = max(0, self._used() + (available - reserve) // parts - self.promised())
+            self._budget = min(int(total * MOST_FRACTION) // parts, spare)
         return self._budget
 
 
@@ -84,9 +87,9 @@ class HotTiers:
     its part gives way when it is trimmed.
     """
 
-    def __init__(self, limit: int | None):
+    def __init__(self, limit: int | None, parts: int = 1):
         self._pools: list[BlockPool] = []
-        self.budget = HotBudget(limit, lambda: sum(pool.hot_bytes for pool in self._pools))
+        self.budget = HotBudget(limit, lambda: sum(pool.hot_bytes for pool in self._pools), parts)
 
     def part_of(self, pool: BlockPool) -> Callable[[], int]:
         """Take in `pool`; returns what says how many bytes it may hold now."""

@@ -92,7 +92,7 @@ class ModelStore:
         self.turns: TurnFiles | None = None
         self.images: ImageFiles | None = None
         self._fs = WatchedFileSystem()
-        self._tiers = HotTiers(load.cache.hot_cache_bytes)
+        self._tiers = HotTiers(load.cache.hot_cache_bytes, load.cache.hot_parts)
         self.namespace = self._namespace(Path(load.model_path), files, digests)
 
     @staticmethod

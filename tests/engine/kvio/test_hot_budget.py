@@ -34,6 +34,18 @@ def test_without_a_limit_it_follows_memory(monkeypatch, total, available, used, 
     assert HotBudget(None, lambda: used)() == budget
 
 
+def test_ranks_of_one_machine_divide_its_memory(monkeypatch):
+    monkeypatch.setattr(hot_budget, "memory", lambda: (64 * GB, 60 * GB))
+    monkeypatch.setattr(hot_budget, "available_ram", lambda pageable: 60 * GB)
+    used = [0, 2 * GB, 4 * GB, 0]
+    budgets = [HotBudget(None, lambda mine=mine: mine, parts=4)() for mine in used]
+    assert budgets == [8 * GB] * 4, "half of it in all"
+    monkeypatch.setattr(hot_budget, "memory", lambda: (16 * GB, 6 * GB))
+    assert sum(HotBudget(None, lambda: GB, parts=4)() for _ in used) == 8 * GB, "4 held, 4 free"
+    monkeypatch.setattr(hot_budget.mlx_adapter, "backend", lambda: "cuda")
+    assert HotBudget(None, lambda: 0, parts=4)() == 4 * GB, "each has a GPU"
+
+
 def test_on_metal_it_leaves_other_programs_what_they_hold(monkeypatch):
     monkeypatch.setattr(hot_budget, "memory", lambda: (24 * GB, 18 * GB))
     monkeypatch.setattr(hot_budget, "available_ram", lambda pageable: 6 * GB - pageable)

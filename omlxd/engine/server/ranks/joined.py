@@ -122,6 +122,7 @@ class Home:
             cold_dir=said.cold_dir,
             cold_cache_bytes=said.cold_cache_bytes,
             hot_cache_bytes=said.hot_cache_bytes,
+            hot_parts=1,
         )
         budget = wire.Budget(float32=load.budget.float32, slow=load.budget.slow)
         return replace(load, model_path=said.model_path, cache=cache, budget=budget)

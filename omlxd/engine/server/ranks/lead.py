@@ -94,7 +94,9 @@ def share_of_load(load: wire.Load) -> wire.Load:
     cache = load.cache
     here = load.ranks_here
     hot = None if cache.hot_cache_bytes is None else cache.hot_cache_bytes // here
-    cache = replace(cache, hot_cache_bytes=hot, cold_cache_bytes=cache.cold_cache_bytes // here)
+    cache = replace(
+        cache, hot_cache_bytes=hot, hot_parts=here, cold_cache_bytes=cache.cold_cache_bytes // here
+    )
     return replace(load, cache=cache, budget=share(load.budget, here), speculate=False, share_prefix="off")
 
 
