@@ -54,6 +54,11 @@ def _bound(family: int, address: Any) -> socket.socket:
     return made
 
 
+def address_text(host: str, port: int) -> str:
+    """Write an address as `peer_address` reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def peer_address(text: str, port: int = PEER_PORT) -> tuple[str, int]:
     """Return (host, port) of a peer: `HOST`, `HOST:PORT`, an IPv6 address, or `[IPV6]:PORT`.
 

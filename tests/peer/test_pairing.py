@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from omlxd.cli.main import main
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import block_path
@@ -73,6 +74,8 @@ def test_paired_machines_read_and_only_until_one_is_removed(host: Host, here: Id
     code = host.identity.new_code()
     assert pair(here, host.address, code.lower().replace("-", " ")) == socket.gethostname()[:64]
     assert ask(here, host) == ([True, False], "", [b"block" * 1000, b""])
+    assert here.paired()[0].address == f"127.0.0.1:{host.address[1]}"
+    assert host.identity.paired()[0].address == "127.0.0.1"
     with pytest.raises(PeerError, match="no code"):  # It was for one pairing.
         pair(Identity(tmp_path / "third"), host.address, code)
     for file in (*here.folder.iterdir(), *host.identity.folder.iterdir()):
@@ -191,3 +194,26 @@ def test_what_is_no_certificate_is_not_kept(here: Identity):
     here.add("a\nb" + "x" * 100, Identity(here.folder / "other").own_certificate())
     assert here.paired()[0].name == "ab" + "x" * 61
     assert here.for_client().verify_mode is ssl.CERT_REQUIRED
+
+
+def test_the_command_shows_a_code_where_somebody_listens_and_tells_machines_apart(
+    host: Host, here: Identity, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    own, there = (["--base-path", str(each.folder.parent)] for each in (here, host.identity))
+    assert main(["peer", "code", *own]) == 1
+    assert "no omlxd of this base path listens" in capsys.readouterr().err
+    assert main(["peer", "code", *there]) == 0
+    host.server.close()
+    assert main(["peer", "code", *there]) == 1
+
+    for name in ("x", "y"):
+        here.add("mini", Identity(tmp_path / name).own_certificate(), "192.0.2.1:8077" if name == "x" else "")
+    capsys.readouterr()
+    assert main(["peer", "list", *own]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["ID", "NAME", "ADDRESS", "PAIRED"]
+    assert [line.split()[1:3] for line in lines[1:]] == [["mini", "192.0.2.1:8077"], ["mini", "-"]]
+    assert main(["peer", "remove", "mini", *own]) == 2
+    assert lines[2].split()[0] in capsys.readouterr().err
+    assert main(["peer", "remove", lines[1].split()[0], *own]) == 0
+    assert [each.address for each in here.paired()] == [""]

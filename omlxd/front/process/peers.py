@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ...common.ports import PEER_PORT, peer_address
+from ...common.ports import PEER_PORT, address_text, peer_address
 from ...config import Settings, has_ssd_cache
 from ...errors import ConfigError
 from .sockets import CannotListen, bind
@@ -70,8 +70,7 @@ def peer_rows(settings: Settings, listening: socket.socket | None) -> list[tuple
     """Say for the start page where the cache is shared, and whose is asked."""
     rows: list[tuple[str, str]] = []
     if listening is not None:
-        host, port = listening.getsockname()[:2]
-        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        at = address_text(*listening.getsockname()[:2])
         rows.append(("peers", f"shares its cache with paired machines at {at}"))
     if settings.peer:
         from ...kv.peer.identity import Identity

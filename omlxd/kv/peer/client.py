@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from ...common.ports import address_text
 from .duplex import Duplex
 from .frames import VERSION, Channel, Follows, Found, Hello, Lead, Look, Pair, PairedWith, Piece, Read
 from .identity import MOST_NAME, Identity, PeerError, plain_code, proof
@@ -88,7 +89,7 @@ def pair(identity: Identity, address: tuple[str, int], typed: str) -> str:
         answer = channel.expect(PairedWith)
     if not hmac.compare_digest(answer.proof, proof(code, "server", theirs, own)):
         raise PeerError("it does not know the code: another program may stand in between")
-    identity.add(answer.name, theirs)
+    identity.add(answer.name, theirs, address_text(*address))
     return answer.name
 
 

@@ -5,6 +5,7 @@
 | `own.pem`     | a key of 256 bits (P-256) and its certificate, made at first use                  |
 | `paired.json` | certificates of the others                                                        |
 | `code.json`   | a pairing code that was shown: for one pairing, 5 minutes and 3 tries             |
+| `listening`   | locked by those who listen, so that a code is shown only where one counts         |
 
 The channel is Python's TLS 1.3. Each side shows its certificate, and trusts those of `paired.json` alone: no
 authority signs any. At a pairing no certificate is known yet. Then both prove that they know the code, by an
@@ -32,7 +33,7 @@ import msgspec
 
 from ...common.files import read_small, write_atomic
 
-FOLDER = "peer"
+FOLDER, LISTENING = "peer", "listening"
 CODE_S, TRIES = 300.0, 3
 CODE_CHARS, _ALPHABET = 16, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 """80 bits."""
@@ -55,11 +56,15 @@ class PeerError(Exception):
 
 
 class Paired(msgspec.Struct, frozen=True):
-    """Another omlxd. name: its host's, as it says; certificate: in PEM; since: ISO 8601, UTC."""
+    """Another omlxd. name: its host's, as it says; certificate: in PEM; since: ISO 8601, UTC.
+
+    address  where it was then: this machine's `omlxd peer pair ADDRESS`, or whence it asked; "": not known
+    """
 
     name: str
     certificate: str
     since: str
+    address: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -157,7 +162,7 @@ class Identity:
     def is_paired(self, certificate: bytes) -> bool:
         return fingerprint(certificate) in {each.fingerprint for each in self.paired()}
 
-    def add(self, name: str, certificate: bytes) -> None:
+    def add(self, name: str, certificate: bytes, address: str = "") -> None:
         """Trust a certificate, in DER. Raises PeerError if it is none."""
         pem = ssl.DER_cert_to_PEM_cert(certificate)
         try:
@@ -165,7 +170,7 @@ class Identity:
         except (ssl.SSLError, ValueError) as error:
             raise PeerError("what it shows is no certificate") from error
         name = "".join(sign for sign in name[:MOST_NAME] if sign.isprintable()) or "?"
-        new = Paired(name, pem, datetime.now(UTC).isoformat(timespec="seconds"))
+        new = Paired(name, pem, datetime.now(UTC).isoformat(timespec="seconds"), address)
         with self._locked():
             self._write([each for each in self.paired() if each.certificate != pem] + [new])
 
@@ -212,6 +217,29 @@ class Identity:
     def end_code(self) -> None:
         """A pairing has taken place: the code is for no other."""
         (self.folder / "code.json").unlink(missing_ok=True)
+
+    # ----------------------------------------------------------------- who listens
+
+    def hold_listening(self) -> int:
+        """Note that this process pairs, until it ends or closes the descriptor returned."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self.folder / LISTENING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
+
+    def somebody_listens(self) -> bool:
+        """Return whether a process of this base path pairs."""
+        try:
+            fd = os.open(self.folder / LISTENING, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[None, None, None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import os
 import socket
 import ssl
 import threading
@@ -35,10 +36,13 @@ class Listener:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
+        self._held = -1
+        """Of `Identity.hold_listening`."""
 
     def start(self) -> None:
         """Raises OSError."""
         self._identity.own()
+        self._held = self._identity.hold_listening()
         threading.Thread(target=self._accept, name="peer-accept", daemon=True).start()
 
     def close(self) -> None:
@@ -50,6 +54,9 @@ class Listener:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(each, socket.SHUT_RDWR)
         self._listening.close()
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
 
     def answer(self, asked: object, channel: Channel, certificate: bytes, host: str) -> bool:
         """Answer a frame of a paired omlxd; returns whether its next one is to be read."""
@@ -134,6 +141,6 @@ class Listener:
             log.warning("peers: %s asked for a pairing with a wrong code", host)
             return Refused("the code is wrong")
         self._identity.end_code()
-        self._identity.add(asked.name, asked.certificate)
+        self._identity.add(asked.name, asked.certificate, host)
         log.info("peers: %s (%s) is paired, and %s", asked.name, host, self.may)
         return PairedWith(socket.gethostname()[:MOST_NAME], proof(code, "server", own, asked.certificate))

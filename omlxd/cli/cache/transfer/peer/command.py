@@ -12,6 +12,10 @@ from .....config import add_flags, settings_of
 from .....errors import ConfigError, OmlxdError
 from .....kv.peer.client import pair
 from .....kv.peer.identity import Identity, PeerError, plain_code
+from ....watch.status import table
+
+SHORT = 16
+"""Digits of a fingerprint that are shown."""
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -28,7 +32,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     paired.add_argument("--code", metavar="CODE", help="the code; without it you are asked")
     verbs.add_parser("list", help="those that are paired with this one")
     removed = verbs.add_parser("remove", help="undo a pairing on this side")
-    removed.add_argument("name", metavar="NAME", help="of `omlxd peer list`, or its fingerprint's beginning")
+    removed.add_argument("name", metavar="NAME", help="of `omlxd peer list`, or its id's beginning")
     for verb in verbs.choices.values():
         add_flags(verb, "base_path")
     args = parser.parse_args(list(argv))
@@ -45,6 +49,11 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 def _run(args: argparse.Namespace, identity: Identity, listens: str) -> int:
     if args.verb == "code":
+        if not identity.somebody_listens():
+            raise OmlxdError(
+                "no omlxd of this base path listens for a pairing: start `omlxd serve --peer-listen ADDRESS` "
+                "or `omlxd join --listen ADDRESS` first."
+            )
         print(identity.new_code())
         print(
             f"For one pairing, within 5 minutes: `omlxd peer pair {listens or 'ADDRESS'}` on the other, with "
@@ -65,13 +74,18 @@ def _run(args: argparse.Namespace, identity: Identity, listens: str) -> int:
             name = pair(identity, peer_address(args.host, JOIN_PORT), code)
         print(f"Paired with {name}.")
     elif args.verb == "remove":
+        alike = [each for each in identity.paired() if each.name == args.name]
+        if len(alike) > 1:
+            ids = ", ".join(each.fingerprint[:SHORT] for each in alike)
+            raise ConfigError(f"{len(alike)} machines are called {args.name!r}; name one by its id: {ids}.")
         if not identity.remove(args.name):
             raise ConfigError(f"nothing paired is called {args.name!r}; `omlxd peer list` shows what is.")
         print(f"{args.name} is removed; remove this machine there, too.")
     else:
-        for each in (paired := identity.paired()):
-            print(f"{each.since}  {each.fingerprint[:16]}  {each.name}")
-        if not paired:
+        if paired := identity.paired():
+            rows = ((each.fingerprint[:SHORT], each.name, each.address or "-", each.since) for each in paired)
+            print("\n".join(table([("ID", "NAME", "ADDRESS", "PAIRED"), *rows])))
+        else:
             print("Nothing is paired; `omlxd peer --help` says how.", file=sys.stderr)
     return 0
 
