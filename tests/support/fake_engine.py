@@ -95,7 +95,7 @@ async def silence(seconds: float) -> None:
 
 class FakeEngine:
     def __init__(self, script: Sequence[Step] = HELLO, model_id: str = "org/tiny", tokens: int = 42):
-        self.model_id = model_id
+        self.model_id, self.settings = model_id, SimpleNamespace(join=())
         self.info: ModelInfo | None = INFO
         self.state = "ready"
         self.starts = 1
