@@ -203,7 +203,8 @@ def find_daemon(url: str | None, settings: Settings | None = None) -> Daemon:
         own = [daemon_of(settings).url] if settings.port else []
         named = own and any(settings.sources[name] != "default" for name in ("host", "port"))
         recorded = [] if named else _recorded(settings.base_path)
-        others = [] if join_here(settings) else _addresses_of_holder(settings.paged_ssd_cache_dir)
+        cache_dir = settings.paged_ssd_cache_dir
+        others = [] if join_here(settings, holder(cache_dir) or 0) else _addresses_of_holder(cache_dir)
         for where in recorded + own + others if recorded or others else []:
             with contextlib.suppress(DaemonError):
                 (daemon := Daemon(where, settings.api_key)).version(ANSWER_S)
@@ -228,12 +229,14 @@ def daemon_of(settings: Settings) -> Daemon:
     return Daemon(_url(settings.host, settings.port), settings.api_key)
 
 
-def join_here(settings: Settings) -> str:
-    """Say what the `omlxd join` with this base folder does, which answers no HTTP; "": none runs."""
+def join_here(settings: Settings, process: int | None = None) -> str:
+    """Say what the `omlxd join` with this base folder does, which answers no HTTP; "": none runs, or it is
+    another than `process`.
+    """
     if (found := recorded_join(settings.base_path)) is None:
         return ""
     pid, host, port, share, written = found
-    if not _began_before(pid, written):
+    if process not in (None, pid) or not _began_before(pid, written):
         return ""
     does = f"has a share of {share}" if share else "waits for a lead"
     return f"`omlxd join` runs here (process {pid}, at {host}:{port}) and {does}"

@@ -68,7 +68,7 @@ def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
 
 
 class EngineLink:
-    """A running engine process. Make one with `spawn`."""
+    """A running engine process. Make one with `spawn`. `killed`: by `kill`, before it had ended."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -76,6 +76,7 @@ class EngineLink:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self.killed = False
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._sender = asyncio.create_task(self._send_all(), name="engine-send")
@@ -159,7 +160,9 @@ class EngineLink:
         if status is None:
             return "it closed its socket"
         if status == -signal.SIGKILL:
-            return "it was killed, perhaps because memory ran out"
+            return "it was killed" + (
+                ", perhaps because memory ran out" if not self.killed else " by this omlxd"
+            )
         if status == -signal.SIGBUS:
             return "it was ended by SIGBUS: a mapped file of its weights was cut, or its disk failed"
         if status < 0:
@@ -181,6 +184,7 @@ class EngineLink:
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
+            self.killed |= self._process.returncode is None
             self._process.kill()
 
     async def close(self, grace_s: float = 0.0) -> None:

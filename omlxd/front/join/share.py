@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 END_S = 0.5
 """Seconds for a rank to end by itself once its lead is gone."""
+LEFT = "its lead ended the link, or this `omlxd join` did"
 TELL_S = 2.0
 """Seconds between looks at what its files take."""
 STUCK_S = 4
@@ -126,7 +127,8 @@ class Share:
             if not receiving.done():
                 await asyncio.wait({receiving}, timeout=END_S)
                 link.kill()
-            log.info("the rank of %s has ended: %s", self.model, await receiving)
+            how = await receiving
+            log.info("the rank of %s has ended: %s", self.model, LEFT if link.killed else how)
         finally:
             link.kill()
             for task in (over, *telling):

@@ -55,6 +55,7 @@ def test_stats_as_json(cache: Cache, capsys: pytest.CaptureFixture[str]):
         "written_today": 0,
         "written_ever": 800,
         "live": None,
+        "join": "",
     }
     assert (tiny["namespace"], tiny["model_id"], tiny["model_type"]) == (
         namespace_dir(NAMESPACE),

@@ -157,6 +157,18 @@ def test_it_listens_on_no_network_that_is_not_named(
     assert "--listen: " in said and "name the address in one of them" in said
 
 
+def test_memory_is_blamed_where_nothing_else_is_known():
+    async def run() -> str:
+        engine = await EngineLink.spawn((sys.executable, "-c", "import time; time.sleep(600)"))
+        psutil.Process(engine.pid).kill()
+        how = await engine.receive(lambda message: None)
+        engine.kill()
+        await engine.close()
+        return how
+
+    assert asyncio.run(run()) == "it was killed, perhaps because memory ran out"
+
+
 def test_an_engine_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch):
     """Its ranks on other machines end by its silence, and can't end it."""
     monkeypatch.setattr(engine_link, "STOPPED_LOOK_S", 0.01)
@@ -170,7 +182,7 @@ def test_an_engine_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch):
         await engine.close()
         return how
 
-    assert "it was killed" in asyncio.run(run())
+    assert asyncio.run(run()) == "it was killed by this omlxd"
 
 
 CAP = 1_000_000

@@ -319,7 +319,7 @@ async def test_much_fits_into_the_socket_where_the_system_gives_little(monkeypat
     ("handler", "last_words", "how"),
     [
         ("lambda *_: exit('unwired')", "up\nunwired", "it exited with status 1"),
-        ("signal.SIG_IGN", "up", "it was killed, perhaps because memory ran out"),
+        ("signal.SIG_IGN", "up", "it was killed by this omlxd"),
     ],
 )
 async def test_an_engine_may_end_by_itself_before_it_is_killed(handler, last_words, how, monkeypatch):

@@ -16,6 +16,7 @@ from ....config import Settings, ssd_cap
 from ....kv.checkpoint import KIND
 from ....kv.files.namespace import NamespaceInfo
 from ....kv.ledger.write_budget import bytes_written
+from ...daemon.client import join_here
 from ...daemon.owner_api import DaemonStatus
 from ...watch.status import table
 from .. import inventory
@@ -63,6 +64,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     cap_source  `the daemon's`, `default`, a flag, a variable, or a line of the file
     daemon_pid  None where it isn't known
     written_today, written_ever  bytes written to SSD today and in all, but for the last seconds
+    join        what the `omlxd join` does that holds the folder; "": none does
     temporary   files being written, or left by a crash; misplaced, strangers: see `cache check`
     """
 
@@ -81,6 +83,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     written_ever: int
     namespaces: list[NamespaceStats]
     live: DaemonStatus | None = None
+    join: str = ""
 
 
 def collect(root: Path, settings: Settings) -> CacheStats:
@@ -118,6 +121,7 @@ def collect(root: Path, settings: Settings) -> CacheStats:
         written_ever=ever,
         daemon=pid is not None,
         daemon_pid=pid or None,
+        join=join_here(settings, pid or 0),
         temporary=len(others["temporary"]),
         temporary_bytes=sum(file.disk for file in others["temporary"]),
         misplaced=len(others["misplaced"]),
@@ -160,7 +164,9 @@ def as_text(stats: CacheStats) -> str:
     cold = stats.live.cold if stats.live is not None else None
     written = cold.written if cold is not None else written_text(stats.written_today, stats.written_ever)
     lines.append(f"written to SSD: {written}")
-    if stats.daemon:
+    if stats.join:
+        lines.append(f"daemon: none, but {stats.join}")
+    elif stats.daemon:
         lines.append("daemon: running" + (f", process {stats.daemon_pid}" if stats.daemon_pid else ""))
     else:
         lines.append("daemon: none on this folder")
