@@ -138,10 +138,10 @@ def link_text(model: ModelStatus) -> str:
     if not exchanges:
         return ""
     latency, speed = (model.values[f"link_{name}"] for name in ("latency_us", "bytes_per_s"))
-    part = f", {share:.0%} of its time" * bool(share)
+    part, took = f", {share:.0%} of its time" * bool(share), exchanges * latency / 1000
     return (
         f"between ranks: the {counted(int(exchanges), 'exchange')} of a step take "
-        f"{exchanges * latency / 1000:,.3g} ms alone{part}; one takes {latency:,.0f} µs, and a large one "
+        f"{took:,.{0 if took >= 10 else 2}f} ms alone{part}; one takes {latency:,.0f} µs, and a large one "
         f"{human(int(speed))}/s"
     )
 

@@ -30,7 +30,11 @@ def test_a_port_in_use_is_told_before_anything_is_written(
 ):
     with socket.create_server(("127.0.0.1", int(port))):
         status, _, err = service(tmp_path, "install", "--", "--port", port, platform=platform)
+        joins = service(
+            tmp_path, "install", "--join", "--", "--listen", f"127.0.0.1:{port}", platform=platform
+        )
     assert status == 1 and f"port {port} on 127.0.0.1 is in use" in err
+    assert "or give another --port." in err and "or give another --listen." in joins[2]
     assert not list((tmp_path / "home").rglob("*omlxd*.*"))
 
 
