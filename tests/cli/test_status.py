@@ -153,6 +153,8 @@ def test_status_as_text():
     values = {"kv_peer_on": 1.0, "kv_peer_files_total": 18.0, "kv_peer_bytes_total": 3e6}
     told = as_text(status(model(values=values)), URL)
     assert "from the peer: 18 files, 3 MB, since the start" in told.splitlines()
+    giving = msgspec.structs.replace(status(model()), given=(2, 3_000_000))
+    assert "to paired machines: 2 files, 3 MB, since the start" in as_text(giving, URL).splitlines()
     off = status(model(values=values | {"kv_peer_on": 0.0}, peer="it is off"))
     assert "since the start; LEFT OUT for now: it is off\n" in as_text(off, URL) + "\n"
     assert "since the start; not paired" in as_text(status(model(values=values, peer="not paired")), URL)

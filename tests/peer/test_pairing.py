@@ -19,7 +19,7 @@ from omlxd.kv.hashing import namespace_of
 from omlxd.kv.peer.client import connected, pair
 from omlxd.kv.peer.frames import Channel, Hello, Look, PairedWith, Read, Refused, ToClient
 from omlxd.kv.peer.identity import CODE_S, TRIES, Identity, PeerError, proof
-from omlxd.kv.peer.server import PeerServer
+from omlxd.kv.peer.server import Given, PeerServer
 
 FACTS = {"weights": {"a": "1"}, "block_size": 64, "kv_bits": 0, "versions": {"mlx": "1"}}
 NAMESPACE = namespace_of(FACTS)
@@ -76,6 +76,7 @@ def test_paired_machines_read_and_only_until_one_is_removed(host: Host, here: Id
     assert ask(here, host) == ([True, False], "", [b"block" * 1000, b""])
     assert here.paired()[0].address == f"127.0.0.1:{host.address[1]}"
     assert host.identity.paired()[0].address == "127.0.0.1"
+    assert host.server.given == Given(1, 5000)
     with pytest.raises(PeerError, match="no code"):  # It was for one pairing.
         pair(Identity(tmp_path / "third"), host.address, code)
     for file in (*here.folder.iterdir(), *host.identity.folder.iterdir()):

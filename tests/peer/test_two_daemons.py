@@ -53,6 +53,7 @@ def test_a_prefix_that_one_has_computed_is_a_hit_at_the_other(tmp_path: Path, ca
         assert restored(usage) >= 200 * 3 // BLOCK * BLOCK and usage["computed"] <= BLOCK
         assert b.figure("kv_peer_files_total") * BLOCK == restored(usage)
         assert re.search(r"^omlxd_kv_peer_bytes_total\S* [1-9]", b.metrics(), re.M)
+        assert re.search(r"^omlxd_peer_given_bytes_total [1-9]", a.metrics(), re.M)
 
         before = set((base(b) / "cache").rglob("*.safetensors"))
         for file in (base(a) / "cache").rglob("*.safetensors"):

@@ -236,7 +236,8 @@ class AwakeStatus(msgspec.Struct, kw_only=True):
 
 class DaemonStatus(msgspec.Struct, kw_only=True):
     """The daemon. `cold` None: no usable SSD cache. `resident`: bytes of the front process. `memory_limit`:
-    bytes that all models together may take; null: what the machine has; 0: no limit.
+    bytes that all models together may take; null: what the machine has; 0: no limit. `given`: files that
+    paired machines have read, and their bytes; null: they can't.
     """
 
     version: str
@@ -248,6 +249,7 @@ class DaemonStatus(msgspec.Struct, kw_only=True):
     cold: ColdStatus | None
     awake: AwakeStatus | None = None
     memory_limit: int | None = None
+    given: tuple[int, int] | None = None
 
 
 class InspectedKeys(msgspec.Struct):

@@ -162,9 +162,12 @@ def _peer_lines(status: DaemonStatus) -> list[str]:
 
 
 def written_lines(status: DaemonStatus) -> list[str]:
-    """Say what was written to SSD, and what came from the peer."""
+    """Say what was written to SSD, what others read, and what came from the peer."""
     cold = status.cold
     lines = [f"written to SSD: {cold.written}"] if cold else []
+    if status.given is not None:
+        files, nbytes = status.given
+        lines.append(f"to paired machines: {counted(files, 'file')}, {human(nbytes)}, since the start")
     return lines + _peer_lines(status)
 
 

@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -29,6 +30,10 @@ from ...kv.ledger.ledger import LedgerStats
 from ..engines.pool import EnginePool
 from ..http.observe.request_metrics import Requests
 from .engine_metrics import COUNTER, OF_RANK, EngineMetrics, MetricsOf
+
+if TYPE_CHECKING:
+    from ...kv.peer.server import Given
+
 
 MODEL = "model_name"
 _PER_POS = re.compile(r"spec_decode_num_accepted_tokens_per_pos_(\d+)_total")
@@ -193,7 +198,7 @@ class Metrics:
         metrics = await self._engines_metrics.read()
         for each in metrics:
             self.requests.show_model(each.model_id)
-        self._polled.show(metrics, self._engines.cold.peek())
+        self._polled.show(metrics, self._engines.cold.peek(), self._engines.cold.given)
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         if isinstance(encoder, functools.partial):
             # Every name here is a plain one, which needs no escaping. prometheus-client takes a sample's name
@@ -209,9 +214,12 @@ class _Polled(Collector):
         self._began = time.time()
         self._engines_metrics: Sequence[EngineMetrics] = ()
         self._ledger: LedgerStats | None = None
+        self._given: Given | None = None
 
-    def show(self, metrics: Sequence[EngineMetrics], ledger: LedgerStats | None) -> None:
-        self._engines_metrics, self._ledger = metrics, ledger
+    def show(
+        self, metrics: Sequence[EngineMetrics], ledger: LedgerStats | None, given: Given | None = None
+    ) -> None:
+        self._engines_metrics, self._ledger, self._given = metrics, ledger, given
 
     def collect(self) -> Iterable[Metric]:
         yield from self._daemon()
@@ -221,6 +229,12 @@ class _Polled(Collector):
         yield from self._own()
         if self._ledger is not None:
             yield from _of_ledger(self._ledger)
+        if self._given is not None:
+            name = "omlxd_peer_given"
+            yield CounterMetricFamily(
+                f"{name}_files_total", "Files that paired machines read.", self._given.files
+            )
+            yield CounterMetricFamily(f"{name}_bytes_total", "Bytes of these.", self._given.nbytes)
 
     def _daemon(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("omlxd_start_time_seconds", "When the daemon began, since 1970.", self._began)

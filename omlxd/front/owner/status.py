@@ -78,6 +78,7 @@ class Admin:
             resident=resident(os.getpid()) or 0,
             models=[_status(engine, by_model.get(engine.model_id)) for engine in self._engines.models()],
             cold=_cold(cold.folder, ledger) if ledger is not None else None,
+            given=(cold.given.files, cold.given.nbytes) if cold.given is not None else None,
             awake=AwakeStatus(on=awake.on, held=awake.held, was_held=awake.was_held, trouble=awake.trouble),
             memory_limit=self._engines.catalog.settings.memory_limit_bytes,
         )

@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from .sockets import CannotListen, bind
 
 if TYPE_CHECKING:
-    from ...kv.peer.server import PeerServer
+    from ...kv.peer.server import Given
 
 
 def open_peer_socket(settings: Settings) -> socket.socket | None:
@@ -80,8 +80,8 @@ def peer_rows(settings: Settings, listening: socket.socket | None) -> list[tuple
     return rows
 
 
-def share_cache(settings: Settings, listening: socket.socket | None) -> PeerServer | None:
-    """Begin to answer peers. Raises OSError."""
+def share_cache(settings: Settings, listening: socket.socket | None) -> Given | None:
+    """Begin to answer peers; returns what they are given, None: nothing. Raises OSError."""
     if listening is None:
         return None
     from ...kv.peer.identity import Identity
@@ -89,4 +89,4 @@ def share_cache(settings: Settings, listening: socket.socket | None) -> PeerServ
 
     server = PeerServer(Identity(settings.base_path), settings.paged_ssd_cache_dir, listening)
     server.start()
-    return server
+    return server.given

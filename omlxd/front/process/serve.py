@@ -137,7 +137,7 @@ async def _serve(
     if status is not None:
         return status
     pool.start()
-    await asyncio.to_thread(share_cache, settings, for_peers)
+    pool.cold.given = await asyncio.to_thread(share_cache, settings, for_peers)
     # On a thread, so that the engine is started meanwhile: its imports take five times as long.
     await asyncio.to_thread(_import_http)
     if stop.is_set():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ MOST_NAMESPACES = 1000
 """Descriptions that are looked at for KV of the same model."""
 
 
+@dataclass(slots=True)
+class Given:
+    """Files that others have read, and their bytes, since the start."""
+
+    files: int = 0
+    nbytes: int = 0
+
+
 class PeerServer(Listener):
     """Serves the files below `cache`, the cache dir."""
 
@@ -33,6 +42,7 @@ class PeerServer(Listener):
         super().__init__(identity, listening)
         self._cache = cache
         self._fs = FileSystem()
+        self.given = Given()
 
     def answer(self, asked: object, channel: Channel, certificate: bytes, host: str) -> bool:
         if isinstance(asked, Look):
@@ -81,6 +91,9 @@ class PeerServer(Listener):
             channel.send(Piece(len(data)))
             if data:
                 channel.send_bytes(memoryview(data))
+                with self._lock:
+                    self.given.files += 1
+                    self.given.nbytes += len(data)
 
     def _bytes_of(self, path: str) -> bytes:
         """Raises OSError."""

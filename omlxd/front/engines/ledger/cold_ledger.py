@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
@@ -46,6 +46,10 @@ from ....kv.ledger.write_budget import WriteBudget
 from ....wire import Dropped, Grant, Released, Reserve, Stored, Touched
 from ..link import in_background
 from .pins import SHARE, PinnedChain, Pins
+
+if TYPE_CHECKING:
+    from ....kv.peer.server import Given
+
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,6 +108,8 @@ class ColdLedger:
             Ledger(root, cold_cache_bytes, WriteBudget(root, daily_writes)) if cold_cache_bytes != 0 else None
         )
         self._pins = Pins(root)
+        self.given: Given | None = None
+        """What paired machines have read; None: they can't (--peer-listen)."""
         self._claim: asyncio.Future[LedgerBusy | OSError | None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cold-ledger")
         self._looker = ThreadPoolExecutor(1, thread_name_prefix="cold-look")
