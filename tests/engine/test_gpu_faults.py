@@ -152,6 +152,7 @@ ROOMS = ("kvio", "mlx_adapter", "schedule", "sequence", "server", "speculate", "
 NO_GPU = {
     "kvio/reads/tail_read.py: RuntimeError": "to submit a read computes nothing",
     "mlx_adapter/model/adapters/tuning.py: (OSError, RuntimeError, ValueError)": "another process: it trains",
+    "mlx_adapter/model/checks.py: Exception": "a pass is put together, and none computed",
     "mlx_adapter/runtime/arrays.py: Exception": "the process ends",
     "server/ranks/lead.py: Exception": "to start a process computes nothing",
     "server/ranks/follower.py: Exception": "the process ends, and rank 0's with it",

@@ -88,7 +88,7 @@ def test_a_request_that_is_refused_keeps_no_other_from_being_warmed(tmp_path: Pa
 
 def test_an_export_is_its_owners_alone_and_says_what_has_no_file(tmp_path: Path, monkeypatch, capsys):
     path = f"{'ab' * 16}/cd/{'cd' * 32}.safetensors"
-    monkeypatch.setattr(carry, "_of_session", lambda args, settings: [path])
+    monkeypatch.setattr(carry, "_of_session", lambda args, settings, root: [path])
     root = tmp_path / "cache"
     root.mkdir()
     words = ("export", tmp_path / "a.tar", "--session", "s", "--paged-ssd-cache-dir", root)
