@@ -30,6 +30,9 @@ DRIFT = 8192, 12
 100 tokens with one number that counts up gains 88 a repeat: it takes 94 of them."""
 ONE = 8192
 """Tokens of a run of one token, in an answer: what broken weights give ("!!!!"), and goes on for ever."""
+OTHER = 256
+"""What a break of that run costs, where another token comes and where the one comes again. Qwen2.5 Coder 0.5B
+wrote 8,011 zeros, a "#", and zeros again; lines of a picture are shorter than twice this."""
 RICH = 8
 MOST = 20_480
 """Tokens of a run of words: of a period with at least `RICH` different tokens, or where half of them differ,
@@ -53,6 +56,7 @@ class Repetition:
     __slots__ = (
         "_grams",
         "_newest",
+        "_ones",
         "_position",
         "_prompt",
         "_prompt_length",
@@ -72,7 +76,7 @@ class Repetition:
         """Forget what was said: a thought is over."""
         self._grams: dict[tuple[int, ...], int] = {}
         self._newest: tuple[int, ...] = (-1,) * GRAM
-        self._score = self.period = self.run = 0
+        self._score = self._ones = self.period = self.run = 0
 
     def add(self, token: int) -> None:
         ring, at = self._ring, self._position
@@ -82,8 +86,10 @@ class Repetition:
         if self.period and ring[(at - self.period) % _RING] == token:
             self.run += 1
             self._score += 1
+            self._ones += self.period == 1
         else:
             self.run, self._score = 0, max(0, self._score - DRIFT[1])
+            self._ones = max(0, self._ones - OTHER)
             if at - before <= REACH:
                 self.period = at - before
             elif not self._score:
@@ -100,9 +106,9 @@ class Repetition:
     def ends_answer(self, *, written: bool) -> bool:
         """Whether an answer goes round for certain. `written`: by a grammar."""
         run = self.run
-        if run < ONE or run >= LONG or written:
+        if run >= LONG or written:
             return run >= LONG
-        if self.period == 1:
+        if self.period == 1 and self._ones >= ONE:
             return True
         if run != MOST:  # Looked into once a run: the period stays the same.
             return False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from omlxd.engine.constrain import repetition
-from omlxd.engine.constrain.repetition import LONG, MOST, ONE, REACH, THOUGHT, Repetition
+from omlxd.engine.constrain.repetition import LONG, MOST, ONE, OTHER, REACH, THOUGHT, Repetition
 
 _PIECES = re.compile(r" ?[A-Za-z]+|\d|\s*\n+| ?[^\sA-Za-z0-9]{1,8}|\s+")
 WORDS = [
@@ -129,6 +129,13 @@ def test_two_hundred_honest_answers_are_no_loops():
 
 
 # --------------------------------------------------------------------------- loops
+
+
+def test_a_loop_of_one_token_may_be_broken_once():
+    """As Qwen2.5 Coder 0.5B wrote it; a picture's lines end sooner."""
+    zeros = [15] * 8011 + [2] + [15] * 1000
+    assert 0 < feed(Repetition(), zeros, ends_answer) <= ONE + 2 * OTHER + 2 * repetition.GRAM
+    assert not feed(Repetition(), ([15] * (2 * OTHER - 1) + [198]) * 64, ends_answer)
 
 
 @pytest.mark.parametrize("period", [1, 2, 4, 8, 33, 150, 300, REACH])
