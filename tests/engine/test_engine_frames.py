@@ -106,7 +106,8 @@ def test_work_that_sends_no_events_is_told_of(ends: tuple[socket.socket, socket.
         host.progress = steps
         assert next_of(wire.Alive).steps == steps
     host.media.busy = True  # A PDF is read.
-    assert [next_of(wire.Alive).steps for _ in range(3)] == [8, 9, 10]
+    steps = [next_of(wire.Alive).steps for _ in range(3)]
+    assert 7 < steps[0] < steps[1] < steps[2]  # On a busy machine one may be left out for the next.
     host.media.busy = False
     ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
     serving.join(60)
@@ -173,6 +174,9 @@ class Busy(Idle):
 
     def engine_stats(self, id: int) -> dict[str, float]:
         return {"steps": 1.0}
+
+    def peer_trouble(self, id: int) -> str:
+        return ""
 
 
 def test_short_prompts_and_figures_wait_for_no_long_prompt(
