@@ -101,7 +101,8 @@ class JoinHost(Listener):
 
     def _record(self, share: str) -> None:
         """For `omlxd status` on this machine."""
-        record_join(self._settings.base_path, *self._at, share)
+        host, port = self._at
+        record_join(self._settings.base_path, str(host), int(port), share)
 
     def _take(self, asked: Lead, channel: Channel, certificate: bytes) -> Share:
         """Start a rank. Raises OmlxdError."""

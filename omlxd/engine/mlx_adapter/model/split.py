@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx_lm.models
@@ -238,7 +238,7 @@ def read_share(model: Any, at_once: int = 1 << 30) -> None:
     they are cut. A share of 9.0 GiB of an 8B shape takes 9.5 GiB so, and 10.8 all at once (an H200)."""
     part: list[mx.array] = []
     for _, array in tree_flatten(model.parameters()):
-        part.append(array)
+        part.append(cast(mx.array, array))
         if sum(each.nbytes for each in part) >= at_once:
             mx.eval(part)
             give_memory_back()

@@ -168,8 +168,8 @@ class Lead:
             for rank in self._ranks:
                 silent = rank.link.silence()
                 if silent > SILENCE_S and not self._closing:
-                    far = isinstance(rank.process, Far)
-                    if silent > silence_of(None if far else rank.process.pid, loads=not self.others):
+                    pid = None if isinstance(rank.process, Far) else rank.process.pid
+                    if silent > silence_of(pid, loads=not self.others):
                         self.end(f"{rank.name} does not answer")
 
     def _start_joined(self) -> dict[str, str]:
