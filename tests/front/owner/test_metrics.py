@@ -455,7 +455,7 @@ def test_a_daemons_metrics_live_through_the_death_of_its_engine(tmp_path: Path):
         assert of(page(), "omlxd_kv_files_written_total") >= 3
         wait_until(lambda: page().plain("omlxd_cold_bytes") > 0)
         # Of models that see, of CUDA, of Metal, of a peer, of ranks.
-        others = ("image", "attention_long", "metal_", "kv_peer_", "ranks")
+        others = ("image", "attention_long", "metal_", "kv_peer_", "ranks", "link_")
         elsewhere = {name for name in HELP if name.startswith(others)}
         assert set(HELP) - elsewhere <= set(daemon.figures()), "metrics.py describes the engine's names"
         before = page()
