@@ -84,6 +84,7 @@ class CacheSettings(Struct, frozen=True):
 
 
 def kv_words(bits: int, group: int) -> str:
+    """Say how KV is kept."""
     return f"{bits} bits in groups of {group}" if bits else "not quantised"
 
 
@@ -231,9 +232,9 @@ class Count(Struct, frozen=True, tag="count"):
 
 
 class Home(Struct, frozen=True, tag="home"):
-    """What a rank on another machine has of that one (front/join/), in place of the same of its `Load`.
+    """Folders and limits on the machine of a joined rank (front/join/). They replace those of its `Load`.
 
-    address  of that machine in the network of rank 0
+    address  of that machine, as rank 0 reaches it
     """
 
     model_path: str

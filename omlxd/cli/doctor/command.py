@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if args.report:
         if args.json:
             raise ConfigError("--report: it is a text, and has no --json.")
-        say = lambda line: print(line, flush=True)  # noqa: E731
+        say = partial(print, flush=True)
         return report.write(settings, say, mistakes=mistakes, disk_test=not args.no_disk_test)
     notes: dict[str, str] = {}
     if args.url or not (args.host or args.port):

@@ -160,9 +160,7 @@ class EngineLink:
         if status is None:
             return "it closed its socket"
         if status == -signal.SIGKILL:
-            return "it was killed" + (
-                ", perhaps because memory ran out" if not self.killed else " by this omlxd"
-            )
+            return f"it was killed{' by this omlxd' if self.killed else ', perhaps because memory ran out'}"
         if status == -signal.SIGBUS:
             return "it was ended by SIGBUS: a mapped file of its weights was cut, or its disk failed"
         if status < 0:
@@ -214,7 +212,7 @@ class EngineLink:
         return self._process.returncode is not None
 
     async def end_if_stopped(self) -> None:
-        """Kill a process that is stopped: ranks on other machines wait for it, and none of them can."""
+        """Kill the process once it is stopped: ranks on other machines wait for it, and they can't."""
         stopped = was_stopped = False
         while not (stopped and was_stopped):
             await asyncio.sleep(STOPPED_LOOK_S)

@@ -498,9 +498,8 @@ class Supervisor:
             asyncio.get_running_loop().call_later(FAULT_EXIT_S, life.link.kill)
         elif isinstance(message, wire.LoadFailed):
             if message.now:
-                life.refused = NotNow(
-                    message.message, param="model", retry_after=AWAY_RETRY_S * (not message.adapter) or None
-                )
+                retry_after = None if message.adapter else AWAY_RETRY_S
+                life.refused = NotNow(message.message, param="model", retry_after=retry_after)
             elif message.adapter:
                 life.refused = self._unusable(message.message)
             else:

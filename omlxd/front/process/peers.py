@@ -43,8 +43,7 @@ def open_named(settings: Settings, option: str, port: int) -> socket.socket:
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             why = f"{host} is no address of this machine; give one of its own: {', '.join(_addresses())}"
         elif error.errno == errno.EADDRINUSE:
-            at = f"[{host}]" if ":" in host else host
-            why = f"port {port} of {host} is in use; give another one, as {at}:{port + 1}"
+            why = f"port {port} of {host} is in use; give another one, as {address_text(host, port + 1)}"
         else:
             why = f"port {port} of {host}: {error.strerror or error}"
         raise CannotListen(f"{place}: {why}.") from error

@@ -196,8 +196,8 @@ _owner, _numbers = 0, itertools.count()
 
 
 def write_for(process: int, number: int) -> None:
-    """Have temporary files carry the id of another process, whose end is this one's, too: whoever counts what
-    it wrote looks for those. `number`: of this process among all that do so for that one, from 1 on.
+    """Name temporary files by the id of another process, with which this one ends: who removes what that one
+    left finds them by its id. `number`: of this process among those that write for it, from 1 on.
     """
     global _owner, _numbers
     _owner, _numbers = process, itertools.count(number << 32)

@@ -22,11 +22,6 @@ class Duplex:
         """The address of this machine, as the other one sees it."""
         return str(self._tls.getsockname()[0])
 
-    @property
-    def host(self) -> str:
-        """The address of the other machine."""
-        return str(self._tls.getpeername()[0])
-
     def recv(self, most: int) -> bytes:
         """Return what has come, once something has; b"": the other end is closed. Raises OSError."""
         while True:

@@ -236,13 +236,15 @@ def all_agree(so: bool, group: Group) -> bool:
 def read_share(model: Any, at_once: int = 1 << 30) -> None:
     """Read the weights of `model`'s share, some `at_once` bytes at a time: whole weights lie in memory until
     they are cut. A share of 9.0 GiB of an 8B shape takes 9.5 GiB so, and 10.8 all at once (an H200)."""
-    part: list[mx.array] = []
-    for _, array in tree_flatten(model.parameters()):
-        part.append(cast(mx.array, array))
-        if sum(each.nbytes for each in part) >= at_once:
+    part, nbytes = list[mx.array](), 0
+    for _, value in tree_flatten(model.parameters()):
+        array = cast(mx.array, value)
+        part.append(array)
+        nbytes += array.nbytes
+        if nbytes >= at_once:
             mx.eval(part)
             give_memory_back()
-            part = []
+            part, nbytes = [], 0
     mx.eval(part)
 
 

@@ -30,6 +30,11 @@ _SHOWN = ("pid", "resident_bytes", "mlx_active_bytes", "kv_hot_bytes", "kv_cold_
 _process = psutil.Process()
 
 
+def stores(store: KVStore | None) -> bool:
+    """Whether the disk of this process works. Any thread."""
+    return store is None or store.flusher is None or store.flusher.health.is_on
+
+
 def held(store: KVStore | None) -> Pong:
     """What this process holds. Any thread."""
     flusher = store.flusher if store is not None else None
@@ -43,7 +48,7 @@ def held(store: KVStore | None) -> Pong:
         kv_hot_bytes=store.pool.hot_bytes if store is not None else 0,
         kv_unwritten_blocks=len(flusher.unwritten.due) if flusher is not None else 0,
         kv_store_queue_bytes=flusher.writer.queued_bytes if flusher is not None else 0,
-        kv_cold_tier_on=flusher is None or flusher.health.is_on,
+        kv_cold_tier_on=stores(store),
         kv_cold_disk_full=flusher is not None and flusher.health.is_full,
     )
 

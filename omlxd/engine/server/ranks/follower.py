@@ -44,7 +44,7 @@ from ..model_load import load_model
 from .compute import FollowingSampler, RankBatch, compute, time_link
 from .figures import held
 from .joined import Home
-from .link import PING_S, SILENCE_S, Link, silence_of
+from .link import PING_S, Link
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +128,8 @@ class Follower:
         """End rank 0, too, if it is stopped: nobody else notices soon."""
         while True:
             time.sleep(PING_S)
-            here, silent = self._home is None, self._link.silence()
-            if silent > SILENCE_S and silent > silence_of(
-                self._parent if here else None, self._bridge is None
-            ):
+            here = self._home is None
+            if self._link.is_lost(self._parent if here else None, loads=self._bridge is None):
                 log.error("rank %d ends: rank 0 does not answer", self._rank)
                 if here and os.getppid() == self._parent:
                     os.kill(self._parent, signal.SIGKILL)

@@ -24,6 +24,7 @@ from ....kv.peer.identity import Identity, PeerError
 from ....kv.peer.versions import computing
 from ... import mlx_adapter
 from ...kvio.lease import FrontLease
+from .link import Link
 
 log = logging.getLogger(__name__)
 
@@ -78,40 +79,25 @@ class Home:
     """
 
     def __init__(self, sock: socket.socket):
-        self._sock = sock
-        self._lock = threading.Lock()
+        self._link = Link(sock, wire.Home | wire.Grant | wire.ColdBytes)
         self._said: queue.SimpleQueue[wire.Home] = queue.SimpleQueue()
-        self.lease = FrontLease(self.send)
+        self.lease = FrontLease(self._link.send)
         self.address = ""
         self.cold_bytes = -1
         threading.Thread(target=self._read, name="home", daemon=True).start()
 
-    def send(self, message: Any) -> None:
-        frame = wire.encode(message)
-        with self._lock:
-            try:
-                self._sock.sendall(frame)
-            except OSError:
-                return  # The reader ends this process.
-
     def _read(self) -> None:
-        decoder = wire.FrameDecoder(wire.Home | wire.Grant | wire.ColdBytes)
-        while data := self._receive():
-            for message in decoder.feed(data):
-                if isinstance(message, wire.Grant):
-                    self.lease.granted(message)
-                elif isinstance(message, wire.ColdBytes):
-                    self.cold_bytes = message.nbytes
-                else:
-                    self._said.put(message)
+        def take(message: Any) -> None:
+            if isinstance(message, wire.Grant):
+                self.lease.granted(message)
+            elif isinstance(message, wire.ColdBytes):
+                self.cold_bytes = message.nbytes
+            else:
+                self._said.put(message)
+
+        self._link.read(take)
         mlx_adapter.release_memory()
         os._exit(1)
-
-    def _receive(self) -> bytes:
-        try:
-            return self._sock.recv(1 << 18)
-        except OSError:
-            return b""
 
     def own(self, load: wire.Load) -> wire.Load:
         """Return `load`, of rank 0, as it is on this machine, which holds what it safely may."""
@@ -141,4 +127,4 @@ class Home:
             block_size=load.cache.block_size,
             backend=mlx_adapter.backend(),
         )
-        self.send(wire.Loaded(info))
+        self._link.send(wire.Loaded(info))

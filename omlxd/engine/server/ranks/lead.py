@@ -45,10 +45,10 @@ from ...mlx_adapter import Cache, Group
 from ...schedule.counts import Counts
 from ...sequence.sequence import Sequence
 from .compute import compute, time_link
-from .figures import LinkFigures, add_figures, held
+from .figures import LinkFigures, add_figures, held, stores
 from .joined import Far, reach
 from .lead_lease import LeadLease
-from .link import PING_S, SILENCE_S, Link, silence_of
+from .link import PING_S, Link
 
 log = logging.getLogger(__name__)
 
@@ -166,11 +166,9 @@ class Lead:
         while True:
             time.sleep(PING_S)
             for rank in self._ranks:
-                silent = rank.link.silence()
-                if silent > SILENCE_S and not self._closing:
-                    pid = None if isinstance(rank.process, Far) else rank.process.pid
-                    if silent > silence_of(pid, loads=not self.others):
-                        self.end(f"{rank.name} does not answer")
+                pid = None if isinstance(rank.process, Far) else rank.process.pid
+                if rank.link.is_lost(pid, loads=not self.others) and not self._closing:
+                    self.end(f"{rank.name} does not answer")
 
     def _start_joined(self) -> dict[str, str]:
         """Reach the hosts that join; returns digests, which their weights must have. Raises OmlxdError."""
@@ -318,11 +316,8 @@ class Lead:
         if self._link is None:
             return
         self.send(plan.TimeLink())
-        try:
+        with self.all_or_none("timing the link to other ranks"):
             self._link.take(time_link(self._model))
-        except Exception as error:
-            self.end(f"the link to other ranks fails: {error}")
-            raise
 
     def add_figures(self, values: dict[str, float]) -> None:
         """Make the figures of rank 0 those of all. Any thread."""
@@ -338,7 +333,8 @@ class Lead:
         """Where rank `number` gets its space on SSD: of the engine's lease, as the front counts all files."""
 
         def may_store() -> bool:
-            return all(each.kv_cold_tier_on for other, each in enumerate(self._held()) if other != number)
+            others = (rank.link.last for rank in self._ranks if rank.number != number)
+            return (number == 0 or stores(self._store)) and all(each.kv_cold_tier_on for each in others)
 
         return LeadLease(self._lease, self._load.ranks_here, may_store)
 
@@ -382,8 +378,8 @@ class Lead:
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """Do here what the others have been told. An error ends the engine: nothing but their end can break
-        them off."""
+        """Do here what the others have been told to do. An error ends the engine: the others wait in a sum,
+        which nothing but their end breaks off."""
         try:
             yield
         except Exception as error:

@@ -83,9 +83,17 @@ class Link:
         except OSError:
             return b""
 
+    def is_lost(self, pid: int | None, *, loads: bool) -> bool:
+        """Whether the other rank is silent for longer than one that lives; ask each `PING_S`.
+
+        pid    of its process; None: it is on another machine. `loads`: it loads its share
+        """
+        silent = self.silence()
+        return silent > SILENCE_S and silent > silence_of(pid, loads=loads)
+
     def silence(self) -> float:
         """Seconds for which nothing was heard, once something was; ask each `PING_S`. While this process
-        itself stood still, it heard nobody: of more time between two calls, two pings' counts."""
+        stands still, it hears nobody: a longer time between two calls counts as two pings."""
         now, heard = self._clock(), self._heard
         if heard:
             self._silent, self._heard = 0.0, False
@@ -96,8 +104,8 @@ class Link:
         return self._silent
 
 
-def silence_of(pid: int | None, loads: bool) -> float:
-    """Seconds for which a rank that lives may say nothing. `pid`: None, on another machine."""
+def silence_of(pid: int | None, *, loads: bool) -> float:
+    """Seconds for which a rank that lives may say nothing. `pid`, `loads`: as of `Link.is_lost`."""
     if pid is None:
         return LOADING_S if loads else SILENCE_S
     try:
