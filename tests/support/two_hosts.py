@@ -5,8 +5,8 @@ carries IP packets from one to the other.
 
     python tests/support/two_hosts.py    prints its process id, and the descriptors of the two namespaces
 
-It reads lines `DELAY LOSS` (seconds one way; a share of packets; of 1.0 none comes through), and ends with
-its standard input. Needs root and /dev/net/tun.
+It reads lines `DELAY LOSS OPENINGS` (seconds one way; a share of packets, of 1.0 none comes through; first
+packets of TCP connections that are lost next), and ends with its standard input. Needs root and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class TwoHosts:
         self._paths = [f"/proc/{said[0]}/fd/{fd}" for fd in said[1:]]
         self.set(delay_s, loss)
 
-    def set(self, delay_s: float, loss: float) -> None:
-        """From now on."""
+    def set(self, delay_s: float, loss: float, openings: int = 0) -> None:
+        """From now on. openings: first packets of connections that are lost besides"""
         assert self._link.stdin is not None
-        self._link.stdin.write(f"{delay_s} {loss}\n")
+        self._link.stdin.write(f"{delay_s} {loss} {openings}\n")
         self._link.stdin.flush()
 
     def wrapper(self, host: int) -> tuple[str, ...]:
@@ -128,8 +128,14 @@ def _namespace(address: str) -> tuple[int, int]:
     return tun, os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
+def _opens(packet: bytes) -> bool:
+    """Whether it is the first of a TCP connection, over IPv4."""
+    at = 4 * (packet[0] & 15)
+    return packet[0] >> 4 == 4 and packet[9] == 6 and packet[at + 13] & 0x12 == 0x02
+
+
 def _carry(tuns: list[int]) -> None:
-    delay, loss, chance = 0.0, 0.0, random.Random(1)
+    delay, loss, openings, chance = 0.0, 0.0, 0.0, random.Random(1)
     under_way: list[tuple[float, int, int, bytes]] = []  # Until when, in which order, to whom.
     count = 0
     while True:
@@ -138,11 +144,13 @@ def _carry(tuns: list[int]) -> None:
             if ready == 0:
                 if not (line := sys.stdin.readline()):
                     return
-                delay, loss = map(float, line.split())
+                delay, loss, openings = map(float, line.split())
             else:
                 with contextlib.suppress(BlockingIOError):
                     packet = os.read(ready, 1 << 16)
-                    if chance.random() >= loss:
+                    if openings and _opens(packet):
+                        openings -= 1
+                    elif chance.random() >= loss:
                         count += 1
                         to = tuns[ready == tuns[0]]
                         heapq.heappush(under_way, (time.monotonic() + delay, count, to, packet))

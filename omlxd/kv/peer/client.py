@@ -16,8 +16,12 @@ from .duplex import Duplex
 from .frames import VERSION, Channel, Follows, Found, Hello, Lead, Look, Pair, PairedWith, Piece, Read
 from .identity import MOST_NAME, Identity, PeerError, plain_code, proof
 
-CONNECT_S, STEP_S = 1.0, 3.0
-"""Seconds for a connection, and for the other side to say something."""
+STEP_S = 3.0
+"""Seconds for a connection, and for the other side to say something. The first packet of a connection, if it
+is lost, is sent again after 1 s.
+"""
+PERSON_S = 10.0
+"""The same where a person waits, and nothing tries again."""
 LOOK_UP_S = 30.0
 """Seconds that it may look for a model."""
 UNTRUSTED = "the two do not trust each other"
@@ -26,7 +30,10 @@ _ENDED = ssl.SSLEOFError, ssl.SSLZeroReturnError
 
 @contextlib.contextmanager
 def _connected(
-    address: tuple[str, int], context: ssl.SSLContext, deadline: float = math.inf
+    address: tuple[str, int],
+    context: ssl.SSLContext,
+    deadline: float = math.inf,
+    step_s: float = STEP_S,
 ) -> Generator[Channel, None, None]:
     """Raises PeerError, in words, for whatever fails inside."""
 
@@ -34,11 +41,11 @@ def _connected(
         return max(0.001, min(seconds, deadline - time.monotonic()))
 
     try:
-        with socket.create_connection(address, at_most(CONNECT_S)) as plain:
+        with socket.create_connection(address, at_most(step_s)) as plain:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            plain.settimeout(at_most(STEP_S))
+            plain.settimeout(at_most(step_s))
             with context.wrap_socket(plain) as tls:
-                yield _greeted(tls, deadline)
+                yield _greeted(tls, deadline, step_s)
     except ssl.SSLError as error:
         raise PeerError(_why(error), passing=isinstance(error, _ENDED)) from error
     except TimeoutError as error:
@@ -47,8 +54,8 @@ def _connected(
         raise PeerError(error.strerror or str(error), passing=True) from error
 
 
-def _greeted(tls: ssl.SSLSocket, deadline: float) -> Channel:
-    channel = Channel(tls, STEP_S)
+def _greeted(tls: ssl.SSLSocket, deadline: float, step_s: float) -> Channel:
+    channel = Channel(tls, step_s)
     channel.deadline = deadline
     if (version := channel.expect(Hello).version) != VERSION:
         raise PeerError(f"it speaks version {version} of this protocol, and this omlxd {VERSION}")
@@ -82,7 +89,7 @@ def pair(identity: Identity, address: tuple[str, int], typed: str) -> str:
     Raises PeerError and OSError.
     """
     own, code = identity.own_certificate(), plain_code(typed)
-    with _connected(address, identity.for_client(pairing=True)) as channel:
+    with _connected(address, identity.for_client(pairing=True), step_s=PERSON_S) as channel:
         assert isinstance(channel.socket, ssl.SSLSocket)
         theirs = channel.socket.getpeercert(binary_form=True) or b""
         channel.send(Pair(socket.gethostname()[:MOST_NAME], own, proof(code, "client", theirs, own)))
@@ -145,8 +152,8 @@ def lead(identity: Identity, address: tuple[str, int], asked: Lead, step_s: floa
 
 @contextlib.contextmanager
 def asking(identity: Identity, address: tuple[str, int]) -> Generator[Channel, None, None]:
-    """Connect to a paired omlxd. Raises PeerError, also for what fails inside."""
-    with _connected(address, _own(identity)) as channel:
+    """Connect to a paired omlxd, for a person who waits. Raises PeerError, also for what fails inside."""
+    with _connected(address, _own(identity), step_s=PERSON_S) as channel:
         yield channel
 
 

@@ -20,7 +20,7 @@ from .identity import MOST_NAME, Identity, PeerError, proof
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 16
-HANDSHAKE_S, IDLE_S = 5.0, 5.0
+HANDSHAKE_S, IDLE_S = 10.0, 10.0
 
 
 class Listener:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,8 +16,9 @@ from joining import JoinHost
 from two_hosts import ADDRESSES, TwoHosts, why_not
 
 from omlxd.cli.main import main
-from omlxd.kv.peer.client import pair
-from omlxd.kv.peer.identity import Identity, PeerError
+from omlxd.kv.peer.client import connected, pair
+from omlxd.kv.peer.identity import MOST_NAME, Identity, PeerError
+from omlxd.kv.peer.server import PeerServer
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +42,24 @@ def on_host(hosts: TwoHosts, host: int, home: Path, *flags: str, **more: Any) ->
 
 def text_of(answer: dict) -> str:
     return answer["choices"][0]["message"]["content"]
+
+
+def test_a_connection_whose_first_packet_is_lost(hosts: TwoHosts, tmp_path: Path):
+    """Its second one follows after a second."""
+    here, there = Identity(tmp_path / "here"), Identity(tmp_path / "there")
+    with hosts.on(1):
+        listening = socket.create_server((ADDRESSES[1], 0))
+    address, server = listening.getsockname(), PeerServer(there, tmp_path / "cache", listening)
+    server.start()
+    try:
+        with hosts.on(0):
+            hosts.set(DELAY_S, 0.0, openings=1)
+            assert pair(here, address, there.new_code()) == socket.gethostname()[:MOST_NAME]
+            hosts.set(DELAY_S, 0.0, openings=1)
+            with connected(here, address, bytes(32), time.monotonic() + 60) as connection:
+                assert connection.look([bytes(32)], "org/tiny", {}) == ([False], "")
+    finally:
+        server.close()
 
 
 def test_a_peer_behind_a_bad_link(hosts: TwoHosts, tmp_path: Path, capsys: pytest.CaptureFixture):
