@@ -5,9 +5,30 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from daemon import Daemon
+from daemon import Daemon, wait_until
 
 from omlxd.kv.files.paths import disk_bytes, file_kind
+
+
+def shares_on_disk(*caches: Path) -> list[set[str]]:
+    """Names of the files that each rank has, in no order of these."""
+    shares: dict[Path, set[str]] = {}
+    for cache in caches:
+        for file in cache.rglob("*.safetensors"):
+            shares.setdefault(file.parents[1], set()).add(file.name)
+    return [*shares.values()]
+
+
+def wait_for_shares(ranks: int, *caches: Path) -> list[set[str]]:
+    """`shares_on_disk` once all have the same. What rank 0 knows of another's writes is a second old."""
+    found: list[set[str]] = []
+
+    def alike() -> bool:
+        found[:] = shares_on_disk(*caches)
+        return len(found) == ranks and all(each == found[0] for each in found)
+
+    wait_until(alike, why=lambda: f"{found}")
+    return found
 
 
 def on_disk(cache: Path, *, temporary: bool = False) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cold_files import all_on_disk
+from cold_files import all_on_disk, wait_for_shares
 from daemon import Daemon, alive, body, family_model, own_usage, prose, restored, wait_until
 from joining import JoinHost
 
@@ -221,6 +221,7 @@ def test_two_machines_give_the_tokens_of_two_ranks_whatever_dies(tmp_path: Path)
             assert rank_of(daemon)["pid"] == host.follower().pid
             for ended in ("follower", "lead", "stopped follower", "waiting"):
                 daemon.settled()
+                wait_for_shares(2, host.cache, tmp_path / "here" / "omlxd" / "cache")
                 lead, follower = psutil.Process(daemon.engine_pid()), host.follower()
                 if ended == "waiting":
                     assert host.stop() == 0

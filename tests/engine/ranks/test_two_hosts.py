@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from cold_files import wait_for_shares
 from daemon import BLOCK, Daemon, alive, body, family_model, free_port, own_usage, prose, restored, wait_until
 from joining import JoinHost
 from two_hosts import ADDRESSES, TwoHosts, why_not
@@ -131,6 +132,7 @@ def test_a_model_on_two_hosts(hosts: TwoHosts, tmp_path: Path):
         ]
         for end in ends:
             lead.settled()
+            wait_for_shares(2, home / "omlxd" / "cache", there.cache)
             both = [psutil.Process(lead.engine_pid()), there.follower()]
             end()
             wait_until(lambda both=both: not any(map(alive, both)), why=lead.logged)
