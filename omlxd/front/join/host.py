@@ -141,6 +141,8 @@ class JoinHost(Listener):
         if differs := disagreement(asked.versions):
             raise ModelError(f"versions do not agree: {differs}")
         settings, own = self._settings, settings_of(asked.model, self._settings)
+        if settings.no_cache if own.no_cache is None else own.no_cache:
+            raise ModelError(f"ranks keep KV, and --no-cache is set {AT}; unset it there")
         set_here = [name for name in ("block_size", "kv_bits") if self._is_set(name, asked.model)]
         block_size = own.block_size or settings.block_size
         if "block_size" in set_here and block_size != asked.block_size:

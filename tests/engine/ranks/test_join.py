@@ -5,6 +5,7 @@ each end of either does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import sys
@@ -115,6 +116,13 @@ def test_what_does_not_agree_is_said_before_anything_loads(
     monkeypatch.setattr(joined, "computing", lambda: theirs)
     with pytest.raises(ModelError, match=f"MLX is 0.1 on the lead and {computing()['MLX']} on the m"):
         host.ask(block_size=32)
+
+
+def test_a_machine_that_keeps_no_kv_takes_no_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with contextlib.closing(Host(tmp_path, monkeypatch, no_cache="true")) as host:
+        host.pair()
+        with pytest.raises(ModelError, match="--no-cache is set on the machine that joins; unset it there"):
+            host.ask()
 
 
 def test_the_doctor_measures_the_link(host: Host, capsys: pytest.CaptureFixture[str]):
