@@ -413,7 +413,8 @@ def test_thoughts_and_answers_that_loop_end(case: str, tmp_path: Path, capsys: p
     config = tmp_path / "omlxd.toml"
     starts = f'[models."{folder.name}"]\nstarts-in-thinking = true\n'
     config.write_text(starts if begun and "reasoning" in ended else "")
-    with Daemon(tmp_path / "home", "--config", str(config), model=folder, env=FAST) as daemon:
+    flags = ("--config", str(config), "--request-timeout", "0")  # Of a busy core it takes over an hour.
+    with Daemon(tmp_path / "home", *flags, model=folder, env=FAST) as daemon:
         with ThreadPoolExecutor(len(asked)) as pool:
             answers = [*pool.map(lambda each: ask(*each), asked)]
         log = [line for line in daemon.logged().splitlines() if "over and over" in line]
