@@ -270,7 +270,7 @@ def test_a_real_daemon(tmp_path: Path, monkeypatch, capsys):
         assert main.main(["status", "--url", daemon.url, "--json"]) == 0
         got = msgspec.json.decode(capsys.readouterr().out, type=DaemonStatus)
         assert got.pid == daemon.process.pid and got.models[0].pid == daemon.engine_pid()
-        assert got.cold is not None and Path(got.cold.dir) == daemon.home / "omlxd" / "cache"
+        assert got.cold is not None and Path(got.cold.dir) == daemon.cache
         assert main.main(["status", "--url", daemon.url]) == 0
         assert daemon.model in capsys.readouterr().out
         assert main.main(["top", "--url", daemon.url, "--looks", "1"]) == 0

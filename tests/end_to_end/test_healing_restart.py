@@ -31,10 +31,6 @@ def stripping(tmp_path_factory) -> Path:
     return demo_model_with(QWEN3_THINKING, tmp_path_factory.mktemp("models") / "stripping")
 
 
-def cache_of(daemon: Daemon) -> Path:
-    return daemon.home / "omlxd" / "cache"
-
-
 def records(folder: Path) -> list[Path]:
     return list(folder.rglob("*.record"))
 
@@ -70,7 +66,7 @@ def thoughtful_turn(daemon: Daemon) -> tuple[list[dict[str, Any]], dict[str, Any
 
 def new_record(daemon: Daemon, earlier: set[str]) -> str:
     def found() -> set[str]:
-        return {path.name for path in records(cache_of(daemon))} - earlier
+        return {path.name for path in records(daemon.cache)} - earlier
 
     wait_until(lambda: len(found()) == 1)
     return found().pop()

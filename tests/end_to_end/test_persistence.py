@@ -25,7 +25,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def block_files(daemon: Daemon) -> list[Path]:
-    return list((daemon.home / "omlxd" / "cache").rglob("*.safetensors"))
+    return list(daemon.cache.rglob("*.safetensors"))
 
 
 def text_of(answer: dict[str, Any]) -> list[tuple[str, str]]:
@@ -226,7 +226,7 @@ def test_no_cache(home: Path):
 @pytest.mark.slow
 def test_two_daemons_on_one_cache_dir(serving: Daemon, home: Path):
     told = serving.messages(LONG)
-    shared = str(serving.home / "omlxd" / "cache")
+    shared = str(serving.cache)
     with Daemon(home, "--paged-ssd-cache-dir", shared, "--if-cache-busy", "no-ssd") as second:
         assert "serving without the SSD cache" in second.logged()
         assert f"another omlxd is using it (process {serving.process.pid})" in second.logged()

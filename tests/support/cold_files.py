@@ -19,16 +19,14 @@ def shares_on_disk(*caches: Path) -> list[set[str]]:
     return [*shares.values()]
 
 
-def wait_for_shares(ranks: int, *caches: Path) -> list[set[str]]:
-    """`shares_on_disk` once all have the same. What rank 0 knows of another's writes is a second old."""
-    found: list[set[str]] = []
+def wait_for_shares(ranks: int, *caches: Path) -> None:
+    """Return once all ranks have the same files. What rank 0 knows of another's writes is a second old."""
 
     def alike() -> bool:
-        found[:] = shares_on_disk(*caches)
-        return len(found) == ranks and all(each == found[0] for each in found)
+        shares = shares_on_disk(*caches)
+        return len(shares) == ranks and all(each == shares[0] for each in shares)
 
-    wait_until(alike, why=lambda: f"{found}")
-    return found
+    wait_until(alike, why=lambda: f"{shares_on_disk(*caches)}")
 
 
 def on_disk(cache: Path, *, temporary: bool = False) -> int:
@@ -65,7 +63,7 @@ def settled(daemon: Daemon) -> bool:
 
     Under a cap of less than `LEASE_SHARE` times `LEASE_BYTES`: else an engine holds the rest of its lease.
     """
-    cache = daemon.home / "omlxd" / "cache"
+    cache = daemon.cache
     cold = daemon.http.get("/omlxd/status").json()["cold"]
     return (
         not cold.get("reserved")
@@ -76,6 +74,6 @@ def settled(daemon: Daemon) -> bool:
 
 def unsettled(daemon: Daemon) -> str:
     """Why not, for a test that fails."""
-    cache = daemon.home / "omlxd" / "cache"
+    cache = daemon.cache
     counted = daemon.http.get("/omlxd/status").json()["cold"]
     return f"{counted}; on disk {on_disk(cache)}, unfinished {on_disk(cache, temporary=True)}"

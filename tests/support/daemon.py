@@ -125,6 +125,11 @@ class Daemon:
         if wait:
             self.wait_ready()
 
+    @property
+    def cache(self) -> Path:
+        """The cache dir, unless a flag names another one."""
+        return self.home / "omlxd" / "cache"
+
     def __enter__(self) -> Daemon:
         return self
 

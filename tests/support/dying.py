@@ -35,7 +35,7 @@ class Dying:
             model=model,
             env={"OMLXD_ENGINE_COMMAND": shlex.join([*program, "omlxd.engine"])},
         )
-        self.home, self.cache = home, home / "omlxd" / "cache"
+        self.home, self.cache = home, self.daemon.cache
         try:
             self.base = self.daemon.messages(BASE, max_tokens=20)
             self.daemon.settled()

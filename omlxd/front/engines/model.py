@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,6 +37,25 @@ def settings_of(model_id: str, settings: Settings) -> ModelSettings:
     own = tables.get(model_id) or tables.get(basename(model_id)) or settings.defaults
     for_all = {name: getattr(settings, name) for name in FOR_ALL if getattr(own, name) is None}
     return msgspec.structs.replace(own, **for_all)
+
+
+class KvKept(NamedTuple):
+    """Whether and how a model's KV is kept: tokens of a block; bits of a number, and numbers of a group."""
+
+    is_on: bool
+    block_size: int
+    bits: int
+    group_size: int
+
+
+def kv_kept(own: ModelSettings, settings: Settings) -> KvKept:
+    """Return what a model's own settings say, else those of all models."""
+    return KvKept(
+        not (settings.no_cache if own.no_cache is None else own.no_cache),
+        own.block_size or settings.block_size,
+        settings.kv_bits if own.kv_bits is None else own.kv_bits,
+        own.kv_group_size or settings.kv_group_size,
+    )
 
 
 def with_settings(request: GenerateRequest, settings: ModelSettings) -> GenerateRequest:
@@ -446,23 +466,23 @@ def _both(folder: Path) -> tuple[Footprint, Footprint]:
 def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir: str) -> wire.Load:
     """Build the message that loads the model in `folder`: its own settings, else the defaults."""
     own = engine.settings
-    no_cache = settings.no_cache if own.no_cache is None else own.no_cache
+    kept = kv_kept(own, settings)
     return wire.Load(
         model_path=str(folder),
         model_id=engine.model_id,
         cache=wire.CacheSettings(
-            enabled=not no_cache,
-            block_size=own.block_size or settings.block_size,
+            enabled=kept.is_on,
+            block_size=kept.block_size,
             initial_blocks=settings.initial_cache_blocks,
-            hot_cache_bytes=0 if no_cache else settings.hot_cache_bytes,
-            cold_dir="" if no_cache else cold_dir,
+            hot_cache_bytes=settings.hot_cache_bytes if kept.is_on else 0,
+            cold_dir=cold_dir if kept.is_on else "",
             cold_cache_bytes=MOST_CACHE if settings.cold_cache_bytes is None else settings.cold_cache_bytes,
             admission=settings.ssd_cache_admission,
             write_back=settings.hot_cache_write == "back",
             peer=settings.peer,
             peer_base=str(settings.base_path),
-            kv_bits=settings.kv_bits if own.kv_bits is None else own.kv_bits,
-            kv_group_size=own.kv_group_size or settings.kv_group_size,
+            kv_bits=kept.bits,
+            kv_group_size=kept.group_size,
         ),
         max_concurrent=own.max_concurrent_requests or settings.max_concurrent_requests,
         log_level=settings.log_level,

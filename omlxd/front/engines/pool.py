@@ -67,12 +67,7 @@ class EnginePool:
         self.catalog = Catalog(settings)
         self.catalog.look()  # Nobody is served yet; later looks are in a thread.
         self.book = ModelBook(settings.base_path / "models.json")
-        self.cold = ColdLedger(
-            settings.paged_ssd_cache_dir,
-            0 if settings.no_cache else settings.cold_cache_bytes,
-            daily_writes=settings.ssd_cache_daily_write_budget,
-            ttl_s=settings.ssd_cache_ttl,
-        )
+        self.cold = ColdLedger.of(settings)
         self.awake = KeepAwake(settings.keep_awake)
         self._engines: dict[str, ModelEngine] = {}
         self._channels = itertools.count(1)

@@ -76,12 +76,7 @@ async def _run(settings: Settings, listening, folder: Path | None) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    cold = ColdLedger(
-        settings.paged_ssd_cache_dir,
-        settings.cold_cache_bytes,
-        daily_writes=settings.ssd_cache_daily_write_budget,
-        ttl_s=settings.ssd_cache_ttl,
-    )
+    cold = ColdLedger.of(settings)
     busy = await cold.claim()
     if isinstance(busy, LedgerBusy) and settings.if_cache_busy == "stop":
         print(f"omlxd: {what_to_do(busy)}", file=sys.stderr)

@@ -23,7 +23,7 @@ from ...kv.peer.versions import AT, disagreement
 from ...models.catalog import Catalog
 from ...models.resolve import check_folder
 from ..engines.ledger.cold_ledger import ColdLedger
-from ..engines.model import settings_of
+from ..engines.model import kv_kept, settings_of
 from .share import Share
 
 log = logging.getLogger(__name__)
@@ -140,17 +140,15 @@ class JoinHost(Listener):
         """Raise ModelError where versions, or settings of this machine, are not the lead's."""
         if differs := disagreement(asked.versions):
             raise ModelError(f"versions do not agree: {differs}")
-        settings, own = self._settings, settings_of(asked.model, self._settings)
-        if settings.no_cache if own.no_cache is None else own.no_cache:
+        kept = kv_kept(settings_of(asked.model, self._settings), self._settings)
+        if not kept.is_on:
             raise ModelError(f"ranks keep KV, and --no-cache is set {AT}; unset it there")
         set_here = [name for name in ("block_size", "kv_bits") if self._is_set(name, asked.model)]
-        block_size = own.block_size or settings.block_size
-        if "block_size" in set_here and block_size != asked.block_size:
+        if "block_size" in set_here and kept.block_size != asked.block_size:
             raise ModelError(
-                f"--block-size does not agree: {asked.block_size} on the lead and {block_size} {AT}"
+                f"--block-size does not agree: {asked.block_size} on the lead and {kept.block_size} {AT}"
             )
-        bits = settings.kv_bits if own.kv_bits is None else own.kv_bits
-        kv = wire.kv_words(bits, own.kv_group_size or settings.kv_group_size)
+        kv = wire.kv_words(kept.bits, kept.group_size)
         if "kv_bits" in set_here and kv != asked.kv:
             raise ModelError(f"--kv-bits does not agree: {asked.kv} on the lead and {kv} {AT}")
 

@@ -197,7 +197,7 @@ def test_beside_a_running_daemon(served: Daemon):
 
 
 def test_a_bad_file_may_go_under_a_running_daemon(served: Daemon):
-    blocks = sorted((served.home / "omlxd" / "cache").rglob("*.safetensors"))
+    blocks = sorted(served.cache.rglob("*.safetensors"))
     flip(blocks[0], blocks[0].stat().st_size - 1)
     told = cache_command(served, "check", "--delete-bad")
     assert told.returncode == 1 and "1 bad, 1 removed" in told.stdout

@@ -93,13 +93,9 @@ def running(started: Daemon) -> Daemon:
     return started
 
 
-def cache_of(daemon: Daemon) -> Path:
-    return daemon.home / "omlxd" / "cache"
-
-
 def files(daemon: Daemon) -> list[Path]:
     """Blocks and checkpoints, then records of answers."""
-    return [path for kind in ("safetensors", "record") for path in cache_of(daemon).rglob(f"*.{kind}")]
+    return [path for kind in ("safetensors", "record") for path in daemon.cache.rglob(f"*.{kind}")]
 
 
 def settled(daemon: Daemon) -> None:
@@ -109,7 +105,7 @@ def settled(daemon: Daemon) -> None:
 
 
 def run(daemon: Daemon, *argv: str) -> int:
-    folder = str(cache_of(daemon))
+    folder = str(daemon.cache)
     return main.main(["cache", *argv, "--paged-ssd-cache-dir", folder, "--url", daemon.url])
 
 
@@ -120,7 +116,7 @@ def account(daemon: Daemon) -> dict[str, int]:
 def test_an_address_alone_means_the_folder_and_the_cap_of_the_daemon_there(running: Daemon, capsys):
     assert main.main(["cache", "stats", "--url", running.url, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["cache_dir"] == str(cache_of(running)) and shown["files"] == len(files(running))
+    assert shown["cache_dir"] == str(running.cache) and shown["files"] == len(files(running))
     assert (shown["cap_bytes"], shown["cap_source"]) == (account(running)["cap"], "the daemon's")
     assert main.main(["cache", "stats", "--url", "http://127.0.0.1:1"]) == 1
     assert "Nothing answers at http://127.0.0.1:1" in capsys.readouterr().err
@@ -190,7 +186,7 @@ def test_bad_files_leave_the_account_too(running: Daemon, capsys):
 
 
 def test_a_daemon_that_does_not_answer_is_in_the_way(running: Daemon, capsys):
-    folder = str(cache_of(running))
+    folder = str(running.cache)
     argv = ["cache", "clear", "--yes", "--paged-ssd-cache-dir", folder, "--url", "http://127.0.0.1:1"]
     assert main.main(argv) == 1
     assert "is using" in capsys.readouterr().err and len(files(running)) >= 5

@@ -229,7 +229,7 @@ def test_two_machines_give_the_tokens_of_two_ranks_whatever_dies(tmp_path: Path)
             assert rank_of(daemon)["pid"] == host.follower().pid
             for ended in ("follower", "lead", "stopped follower", "waiting"):
                 daemon.settled()
-                wait_for_shares(2, host.cache, tmp_path / "here" / "omlxd" / "cache")
+                wait_for_shares(2, host.cache, daemon.cache)
                 lead, follower = psutil.Process(daemon.engine_pid()), host.follower()
                 if ended == "waiting":
                     assert host.stop() == 0
@@ -244,7 +244,7 @@ def test_two_machines_give_the_tokens_of_two_ranks_whatever_dies(tmp_path: Path)
                     assert f"{host.address} does not join now" in refused.text
                     host.start()
                 assert text(daemon, LONGER) == (expected[1], True), ended  # From each one's own files.
-            for cache in (host.cache, tmp_path / "here" / "omlxd" / "cache"):
+            for cache in (host.cache, daemon.cache):
                 assert 0 < all_on_disk(cache) <= CAP
             follower = host.follower()
             assert daemon.stop() == 0

@@ -38,10 +38,6 @@ class Ranks(Daemon):
     by_heads: int = 0
     """Ranks that have the same names of files: of a split by layers, some have no KV."""
 
-    @property
-    def cache(self) -> Path:
-        return self.home / "omlxd" / "cache"
-
     def settled(self) -> None:
         Daemon.settled(self)
         if self.by_heads:
@@ -167,8 +163,10 @@ def test_under_a_small_cap_ranks_keep_the_same(tmp_path: Path):
             assert sum(file.stat().st_size for file in cache_files(daemon)) <= 1_000_000
             if seed % 3 == 2:
                 assert daemon.text(PROMPT)[0] == first
-        daemon.settled()  # And they have the same.
+        daemon.settled()
         assert daemon.http.get("/omlxd/status").json()["cold"]["evicted_files"] > 10
+        one, other = shares_on_disk(daemon.cache)
+        assert one == other
         daemon.lose(1, signal.SIGKILL)
         again, hit = daemon.text(PROMPT)
         assert (again, hit > 100) == (first, True)
@@ -231,8 +229,8 @@ def test_the_disk_of_one_rank_is_full(tmp_path: Path, capsys: pytest.CaptureFixt
         assert (again, hit > 0) == (texts[1], True)  # From RAM.
         full.unlink()
         daemon.settled()
-        one, _ = shares_on_disk(daemon.cache)
-        assert one > before
+        one, other = shares_on_disk(daemon.cache)
+        assert one == other > before
         daemon.lose(0, signal.SIGKILL)
         again, hit = daemon.text(prose(60, seed=5))
         assert (again, hit > 0) == (texts[0], True)

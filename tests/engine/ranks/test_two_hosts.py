@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -52,15 +53,12 @@ def test_a_connection_whose_first_packet_is_lost(hosts: TwoHosts, tmp_path: Path
         listening = socket.create_server((ADDRESSES[1], 0))
     address, server = listening.getsockname(), PeerServer(there, tmp_path / "cache", listening)
     server.start()
-    try:
-        with hosts.on(0):
-            hosts.set(DELAY_S, 0.0, openings=1)
-            assert pair(here, address, there.new_code()) == socket.gethostname()[:MOST_NAME]
-            hosts.set(DELAY_S, 0.0, openings=1)
-            with connected(here, address, bytes(32), time.monotonic() + 60) as connection:
-                assert connection.look([bytes(32)], "org/tiny", {}) == ([False], "")
-    finally:
-        server.close()
+    with contextlib.closing(server), hosts.on(0):
+        hosts.set(DELAY_S, 0.0, openings=1)
+        assert pair(here, address, there.new_code()) == socket.gethostname()[:MOST_NAME]
+        hosts.set(DELAY_S, 0.0, openings=1)
+        with connected(here, address, bytes(32), time.monotonic() + 60) as connection:
+            assert connection.look([bytes(32)], "org/tiny", {}) == ([False], "")
 
 
 def test_a_peer_behind_a_bad_link(hosts: TwoHosts, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -132,7 +130,7 @@ def test_a_model_on_two_hosts(hosts: TwoHosts, tmp_path: Path):
         ]
         for end in ends:
             lead.settled()
-            wait_for_shares(2, home / "omlxd" / "cache", there.cache)
+            wait_for_shares(2, lead.cache, there.cache)
             both = [psutil.Process(lead.engine_pid()), there.follower()]
             end()
             wait_until(lambda both=both: not any(map(alive, both)), why=lead.logged)

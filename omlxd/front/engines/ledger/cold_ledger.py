@@ -36,6 +36,7 @@ from ....cli.cache.pinned import names_by_file
 from ....cli.daemon.owner_api import PinList, PinnedBlocks
 from ....common.files import leave_out_of_backups
 from ....common.units import human
+from ....config import Settings
 from ....errors import InvalidRequest, OmlxdError, Unavailable
 from ....kv.cold.health import FULL
 from ....kv.files.fs import entries_of, subfolders
@@ -120,6 +121,16 @@ class ColdLedger:
         self._closing = False
         self._looking: asyncio.Task[None] | None = None
         self._hosts: dict[int, Account] = {}
+
+    @classmethod
+    def of(cls, settings: Settings) -> ColdLedger:
+        """Return the one that `settings` say."""
+        return cls(
+            settings.paged_ssd_cache_dir,
+            0 if settings.no_cache else settings.cold_cache_bytes,
+            daily_writes=settings.ssd_cache_daily_write_budget,
+            ttl_s=settings.ssd_cache_ttl,
+        )
 
     async def claim(self) -> LedgerBusy | OSError | None:
         """Lock the folder; returns None, or why that fails. A second call gives the same answer."""
